@@ -26,19 +26,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.gpu import (
-    MEMORY,
-    GpuResults,
-    Rates,
-    Repetitions,
-    device_memory,
-    drawn_checkpoint,
-    free_memory,
-    measure_rates,
-    median_s,
-    parse_options,
-    shape_of,
-)
+from moe_runtime.benchmarks.harness import gpu
 from moe_runtime.benchmarks.harness.scripting import positive, run_script
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
@@ -55,7 +43,7 @@ METRICS = {
     **{name: Metric("tokens/s", "more") for name in ("tokens_per_s", "prefill_tokens_per_s")},
     **facts("s", "load_s", "misses_bound_s", "stall_s_a_token", *COSTS),
     **facts("count", *WAYS),
-    **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *MEMORY),
+    **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *gpu.MEMORY),
     **facts("count", "missed_a_token"),
     **facts("count", "computed_by_cpu_a_token", "same_bits", better="more"),
     **facts("share", "read_of_copy", "of_bound", "hit_rate", better="more"),
@@ -72,12 +60,12 @@ class Answer(NamedTuple):
 
 
 def main() -> int:
-    options = parse_options(__doc__, _add_options)
+    options = gpu.parse_options(__doc__, _add_options)
     if options is None:
         return 2
     moe_runtime.register_with_transformers()
-    shape = shape_of(options.shape, options.layers, is_tiny=options.tiny)
-    rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
+    shape = gpu.shape_of(options.shape, options.layers, is_tiny=options.tiny)
+    rates = gpu.measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
     settings = {
         "model": shape.name,
         "layers": shape.num_layers,
@@ -88,9 +76,9 @@ def main() -> int:
         "rates": rates._asdict(),
     }
     file = f"device-decode-{shape.name}"
-    results = GpuResults("device-decode", file, options, settings, METRICS)
+    results = gpu.GpuResults("device-decode", file, options, settings, METRICS)
     print(rates, flush=True)
-    with drawn_checkpoint(shape, options.device) as folder:
+    with gpu.drawn_checkpoint(shape, options.device) as folder:
         measure(Bench(shape, folder, options, rates, results))
     return results.finish()
 
@@ -110,8 +98,8 @@ class Bench:
         shape: ModelShape,
         folder: Path,
         options: argparse.Namespace,
-        rates: Rates,
-        results: GpuResults,
+        rates: gpu.Rates,
+        results: gpu.GpuResults,
     ) -> None:
         self.shape, self.folder, self.options, self.results = shape, folder, options, results
         self._rates, self._plan, self._host_slot_bytes = rates, None, 0
@@ -144,7 +132,7 @@ class Bench:
             self.row(f"{name}, {cache} cache", model, cache, model.moe.facts.load_s, missing)
         model.moe.close()
         del model
-        free_memory()
+        gpu.free_memory()
 
     def _load(self, share: float, misses: str, host_share: float) -> Any:
         device = self.options.device
@@ -183,7 +171,7 @@ class Bench:
             model(self.long_1T, use_cache=True, logits_to_keep=1)
 
         try:
-            prompt_s = median_s(read, options.device, options.repeats)
+            prompt_s = gpu.median_s(read, options.device, options.repeats)
             answer = answer_of(model, self.short_NT[0], **generation)
             found = decode(model, self.short_NT[1:], options.new_tokens, **generation)
         except RuntimeError as error:  # memory, what compiles, a cache that does not work here
@@ -191,7 +179,7 @@ class Bench:
             return
         first["prefill_tokens_per_s"] = options.long_prompt / prompt_s
         if hasattr(model, "moe"):
-            first |= device_memory(model.moe.facts.device_plan)
+            first |= gpu.device_memory(model.moe.facts.device_plan)
         for wanted in [*self.answers.values()][:1]:
             beside, self.results.qualities[name] = compare(answer, wanted)
             first |= beside
@@ -273,7 +261,7 @@ def peers(bench: Bench) -> None:
         bench.exact = exact_answer(model.float(), bench.short_NT[0], resident[0])
         bench.judge(*answers)
     del model
-    free_memory()
+    gpu.free_memory()
 
 
 class TokenClock(BaseStreamer):
@@ -308,9 +296,9 @@ def answer_of(model: Any, prompt_T: Tensor, **options: Any) -> Answer:
     return Answer(found.sequences[0, len(prompt_T) :], torch.cat(found.logits))
 
 
-def decode(model: Any, prompts_NT: Tensor, num_tokens: int, **options: Any) -> Repetitions:
+def decode(model: Any, prompts_NT: Tensor, num_tokens: int, **options: Any) -> gpu.Repetitions:
     """Tokens a second after the first token, for each prompt."""
-    runtime, found = getattr(model, "moe", None), Repetitions()
+    runtime, found = getattr(model, "moe", None), gpu.Repetitions()
     for prompt_T in prompts_NT:
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
         model.generate(prompt_T[None], streamer=clock, **options)

@@ -25,12 +25,7 @@ from moe_runtime.benchmarks.cases.dispatch import meet, ranks_here
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
-from moe_runtime.lab.simulate.scaling import (
-    LayerSchedule,
-    LayerWorkload,
-    predict_layer,
-    write_machine,
-)
+from moe_runtime.lab.simulate import scaling
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -225,17 +220,17 @@ class Layer:
             cluster = replace(cluster, ranks_per_node=2, processors_per_node=shared)
         slowdown_P = torch.ones(size, dtype=torch.float64)
         slowdown_P[0] = case.straggler
-        workload = LayerWorkload(
+        workload = scaling.LayerWorkload(
             rows_PP=torch.stack(rows_PP).double().numpy(),
             row_bytes=4 * DIM,
             flops_per_row=FLOPS_PER_ROW,
             gate_s=fixed_s,
             slowdown_P=slowdown_P.numpy(),
         )
-        schedule = LayerSchedule(
+        schedule = scaling.LayerSchedule(
             degree=case.degree, hierarchical=case.hierarchical, is_local_first=case.is_local_first
         )
-        return predict_layer(cluster, workload, schedule).layer_s
+        return scaling.predict_layer(cluster, workload, schedule).layer_s
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -317,7 +312,7 @@ def main() -> int:
         cluster = measured[0]["cluster"]
         fields = cluster | {name: Link(**cluster[name]) for name in ("intra", "inter")}
         said = "Measured by benchmarks/scaling.py."
-        write_machine(Cluster(**fields), options.write_machine, said)
+        scaling.write_machine(Cluster(**fields), options.write_machine, said)
     return results.finish()
 
 

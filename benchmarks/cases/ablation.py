@@ -21,14 +21,7 @@ import torch
 from moe_runtime.benchmarks import suite
 from moe_runtime.errors import MoERuntimeError, named_failure
 from moe_runtime.files import read_toml, remove_or_warn
-from moe_runtime.training.config_tree import (
-    build_tree,
-    lay_over,
-    leaves,
-    set_key,
-    split_setting,
-    toml_value,
-)
+from moe_runtime.training import config_tree
 from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
 from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.entry import expert_parameters, find_sites
@@ -72,8 +65,10 @@ def read_variants(
     tree = read_toml(path)
     tables = tree.pop("variants", {})
     with _blamed(BASE, path):
-        configured = build_tree(TrainConfig, tree).run.steps
-        set_key(tree, "run.steps", configured if steps_of is None else steps_of(configured))
+        configured = config_tree.build_tree(TrainConfig, tree).run.steps
+        config_tree.set_key(
+            tree, "run.steps", configured if steps_of is None else steps_of(configured)
+        )
     if not isinstance(tables, dict):
         raise ValueError(f"{path}: variants must be tables [variants.NAME], got {tables!r}")
     asked = [*tables.items(), *(one for words in vary for one in _changes(words))]
@@ -89,7 +84,7 @@ def read_variants(
         if name in found:
             raise ValueError(f"{path}: variant {name!r} is asked for twice")
         with _blamed(name, path):
-            config = build_tree(TrainConfig, lay_over(tree, changes))
+            config = config_tree.build_tree(TrainConfig, config_tree.lay_over(tree, changes))
             _check_changes(changes, has_steps=steps_of is not None)
         found[name] = Variant(name=name, config=config, changes=changes)
     return list(found.values())
@@ -107,16 +102,16 @@ def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
 
 def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and tables of the variants that one ``--vary`` asks for."""
-    key, text = split_setting(words)
+    key, text = config_tree.split_setting(words)
     try:
         values = tomllib.loads(f"value = [{text}]")["value"]
     except tomllib.TOMLDecodeError:
-        values = [toml_value(one) for one in text.split(",")]
+        values = [config_tree.toml_value(one) for one in text.split(",")]
     if not values:
         raise ValueError(f"--vary: expected KEY=VALUE,VALUE, got {words!r} without a value")
     for value in values:
         table: dict[str, Any] = {}
-        set_key(table, key, value)
+        config_tree.set_key(table, key, value)
         shown = value if isinstance(value, str) else json.dumps(value, default=str)
         yield f"{key}={shown}", table
 
@@ -225,7 +220,9 @@ def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:
 
 def _kept(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves by dotted name; what JSON has no word for is written as a text."""
-    return json.loads(json.dumps(dict(leaves(tree, "")), default=str), parse_constant=str)
+    return json.loads(
+        json.dumps(dict(config_tree.leaves(tree, "")), default=str), parse_constant=str
+    )
 
 
 @contextlib.contextmanager

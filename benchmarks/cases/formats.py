@@ -19,15 +19,7 @@ from torch import Generator, Tensor
 from torch.nn.functional import silu
 
 from moe_runtime.benchmarks import suite
-from moe_runtime.benchmarks.cases.expert_layers import (
-    ROUTINGS,
-    ExpertLayer,
-    ExpertsPeer,
-    ExpertsPlan,
-    experts_system,
-    in_float64,
-    time_block,
-)
+from moe_runtime.benchmarks.cases import expert_layers
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.peers import PeerProgram, describe_peer
 from moe_runtime.kernels.combine import combine_assignments
@@ -65,7 +57,7 @@ Matrix = Tensor | QuantizedMatrix
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatLayer(ExpertLayer):
+class FormatLayer(expert_layers.ExpertLayer):
     """Experts in a format; ``module`` computes them as a decode step of a loaded model does."""
 
     format_name: str
@@ -244,12 +236,12 @@ class FormatsPlan:
 class PlainRead(suite.BenchSystem):
     """Reads as many bytes as the calls of a format, of its experts; nothing is compared."""
 
-    def __init__(self, name: str, plan: ExpertsPlan, layer: FormatLayer) -> None:
+    def __init__(self, name: str, plan: expert_layers.ExpertsPlan, layer: FormatLayer) -> None:
         super().__init__(name)
         self._plan, self._memory, self._library = plan, layer.memory, require_native()
         self._bytes = dict[int, int]()
         for number in plan.tokens:
-            ids = (layer.routing(number, seed)[0] for seed in range(ROUTINGS))
+            ids = (layer.routing(number, seed)[0] for seed in range(expert_layers.ROUTINGS))
             visited = median(len(one.unique()) for one in ids)
             self._bytes[number] = int(visited * layer.expert_bytes)
 
@@ -262,7 +254,7 @@ class PlainRead(suite.BenchSystem):
                 first = call * size % places
                 self._library.read(self._memory[first : first + size])
 
-            found[f"forward_{number}_s"] = time_block(read, self._plan.block_s)
+            found[f"forward_{number}_s"] = expert_layers.time_block(read, self._plan.block_s)
             found[f"forward_{number}_bytes"] = num_bytes
         return found
 
@@ -286,7 +278,9 @@ def measure_formats(
             rows.append(suite.describe_system(name, suite.MeasuredSystem(failure=str(error)), {}))
             continue
         counts[name] = layer.num_experts
-        own = ExpertsPlan(layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s)
+        own = expert_layers.ExpertsPlan(
+            layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s
+        )
         with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
             systems = [*_systems(own, layer, peers, Path(folder), running)]
             left_s = (rules.max_s - (rules.clock() - begin)) / (len(plan.names) - done)
@@ -302,7 +296,7 @@ def measure_formats(
 
 
 def _systems(
-    plan: ExpertsPlan,
+    plan: expert_layers.ExpertsPlan,
     layer: FormatLayer,
     peers: Sequence[PeerProgram],
     folder: Path,
@@ -310,16 +304,16 @@ def _systems(
 ) -> Iterator[suite.BenchSystem]:
     name = layer.format_name
     expected = {
-        metric: in_float64(layer, number, trains=False, count=number)
+        metric: expert_layers.in_float64(layer, number, trains=False, count=number)
         for metric, number, _ in plan.calls()
     }
-    yield experts_system(name, plan, expected)
+    yield expert_layers.experts_system(name, plan, expected)
     yield PlainRead(f"{_READ}, {name}", plan, layer)
     for one in peers:
         if name in describe_peer(one.file)["FORMATS"]:
             settings = {**one.settings, "format": name}
             program = replace(one, name=f"{one.name}, {name}", settings=settings)
-            yield ExpertsPeer(program, plan, expected, folder, running)
+            yield expert_layers.ExpertsPeer(program, plan, expected, folder, running)
 
 
 def _of_read(measured: suite.MeasuredSystem, reads: suite.MeasuredSystem) -> suite.MeasuredSystem:

@@ -27,12 +27,7 @@ from moe_runtime.benchmarks import suite
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.checkpoints.transformers_private import CACHE_NAMES
 from moe_runtime.errors import CheckpointError, MoERuntimeError
-from moe_runtime.inference.generation import (
-    NOT_FINITE,
-    check_room,
-    check_vocabulary,
-    encode_prompt,
-)
+from moe_runtime.inference import generation
 
 METRICS = {
     "perplexity": suite.Metric("count"),
@@ -95,9 +90,9 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
     found = dict[tuple[int, bytes], Tensor]()
     for model in models:
         tokenizer, config = load_tokenizer(Path(model)), read_config(Path(model))
-        check_room(config, "--context", context)
-        ids_T = encode_prompt(tokenizer, words)["input_ids"][0]
-        check_vocabulary(config, ids_T)
+        generation.check_room(config, "--context", context)
+        ids_T = generation.encode_prompt(tokenizer, words)["input_ids"][0]
+        generation.check_vocabulary(config, ids_T)
         if len(ids_T) < context:
             raise ValueError(
                 f"the text has {len(ids_T)} tokens for {model}, and a chunk takes {context}; give "
@@ -105,7 +100,7 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
             )
         size = config.get_text_config().vocab_size
         chunks_CT = ids_T[: len(ids_T) // context * context].view(-1, context)
-        first = encode_prompt(tokenizer, "a")["input_ids"][0, 0]
+        first = generation.encode_prompt(tokenizer, "a")["input_ids"][0, 0]
         if first == tokenizer.bos_token_id:
             chunks_CT[:, 0] = first
         found[size, chunks_CT.numpy().tobytes()] = chunks_CT
@@ -136,7 +131,7 @@ def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) 
         columns.append((logits_NV.argmax(-1) == reference_NV.argmax(-1)).double())
     scores = torch.stack(columns, 1).numpy()
     if not np.isfinite(scores).all():
-        raise CheckpointError(NOT_FINITE)
+        raise CheckpointError(generation.NOT_FINITE)
     return scores
 
 

@@ -98,25 +98,22 @@ def bench_dispatch(
         if experts % num_ranks:
             raise ValueError(f"--experts {experts}: expected a multiple of the {num_ranks} ranks")
 
-        from moe_runtime.benchmarks.cases.dispatch import (
-            DispatchBenchPlan,
-            ExchangeShape,
-            measure_dispatch,
-            ranks_here,
-        )
+        from moe_runtime.benchmarks.cases import dispatch
 
         sizes = run.asked("tokens", "dim", "experts", "top_k")
         kinds = itertools.product(dtypes, loads)
-        shapes = [ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds]
-        plan = DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)
+        shapes = [
+            dispatch.ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds
+        ]
+        plan = dispatch.DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)
         if group is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.enter_context(ranks_here(plan, num_ranks, str(Path(folder, "store"))))
+            stack.enter_context(dispatch.ranks_here(plan, num_ranks, str(Path(folder, "store"))))
         times = [f"{one.name}_s" for one in shapes]
         rules = stack.enter_context(run.rules(*times))
         settings = {"backend": "gloo", "ranks": num_ranks, **sizes, "loads": loads}
         settings |= {"dtypes": dtypes, "rounds": plan.rounds}
-        results = measure_dispatch(plan, rules, settings)
+        results = dispatch.measure_dispatch(plan, rules, settings)
     if results is not None:
         run.end(results, percentiles=times)
 

@@ -37,13 +37,7 @@ def bench_report(
     if png is not None:
         check_output_folder(png, "plots")
         check_drawing()
-    from moe_runtime.benchmarks.suite import read_results
-    from moe_runtime.benchmarks.suite.report_page import (
-        result_rows,
-        results_page,
-        to_csv,
-        to_markdown,
-    )
+    from moe_runtime.benchmarks.suite import read_results, report_page
     from moe_runtime.lab.report.page import write_page, write_plots
 
     places = [os.path.realpath(path) for path in results]
@@ -65,10 +59,13 @@ def bench_report(
             "the page has numbers and no plots; "
             "pip install 'moe-runtime[report]' brings what draws them"
         )
-    page, rows = results_page(named, has_plots=has_plots), result_rows(named)
+    page, rows = (
+        report_page.results_page(named, has_plots=has_plots),
+        report_page.result_rows(named),
+    )
     write_page(page, output)
     written = [output, *([] if png is None else write_plots(page, png))]
-    for path, text in ((markdown, to_markdown(rows)), (csv, to_csv(rows))):
+    for path, text in ((markdown, report_page.to_markdown(rows)), (csv, report_page.to_csv(rows))):
         if path is not None:
             write_text(path, text)
             written.append(path)
@@ -94,22 +91,16 @@ def bench_compare(
         after: Results file of the same case.
         bound: Differences up to this share are noise.
     """
-    from moe_runtime.benchmarks.suite import read_results
-    from moe_runtime.benchmarks.suite.comparing import (
-        compare,
-        differing_settings,
-        heading_words,
-        lost_systems,
-    )
+    from moe_runtime.benchmarks.suite import comparing, read_results
 
     one, other = read_results(before), read_results(after)
-    verdicts = compare(one, other, bound)
+    verdicts = comparing.compare(one, other, bound)
     for path, results in ((before, one), (after, other)):
         if results["ended"] == "interrupted":
             say_line(f"{path}: was interrupted")
-    for line in differing_settings(one, other):
+    for line in comparing.differing_settings(one, other):
         say_line(line)
-    lost = lost_systems(one, other)
+    lost = comparing.lost_systems(one, other)
     for name, reason in lost.items():
         why = "was not measured after" if reason is None else f"has no numbers after: {reason}"
         say_line(f"{name}: {why}")
@@ -119,7 +110,9 @@ def bench_compare(
     else:
         columns = ["before", "after", "change", "", "chance"]
         print_table(
-            f"{one['case']}: {before.name} and {after.name}; {heading_words(one)}".rstrip("; "),
+            f"{one['case']}: {before.name} and {after.name}; {comparing.heading_words(one)}".rstrip(
+                "; "
+            ),
             [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
             [
                 [

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    CaseRun,
-    cap_bytes,
-    keep_results,
-    show_results,
-)
+from moe_runtime.benchmarks.commands import shared
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import print_json, say_line
@@ -34,7 +29,7 @@ Tokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH")]
 
 
 def bench_serve(
-    run: CaseRun,
+    run: shared.CaseRun,
     url: str = "http://127.0.0.1:8000",
     start: Annotated[str | None, typer.Option(metavar="COMMAND")] = None,
     cap: options.Size | None = None,
@@ -126,7 +121,7 @@ def bench_serve(
         if done * _LINES // most > (done - 1) * _LINES // most:
             say_line(f"{level}: {done} of {most} requests")
 
-    limit = cap_bytes(cap)
+    limit = shared.cap_bytes(cap)
     with run.stopping() as stop, ExitStack() as running:
         stopping: Any = {"is_stopping": lambda: stop.is_set}
         meters = []
@@ -139,11 +134,11 @@ def bench_serve(
     about = {"url": url, "model": name, "seed": seed, "cap_bytes": limit}
     about |= run.asked("start", "warm_up", *_ASKED)
     results = serve_results(found, bounds, settings=about, is_interrupted=stop.is_set)
-    unwritten = keep_results(results, run.output)
+    unwritten = shared.keep_results(results, run.output)
     if run.as_json:
         print_json({**facts, "levels": rows})
     else:
-        show_results(results, load.SPREADS)
+        shared.show_results(results, load.SPREADS)
     for one, row in zip(found, rows, strict=True):
         for kind, errors in row["errors"].items():
             say_line(f"{one.level}: {errors['count']} failed: {kind}: {errors['first']}")
