@@ -41,9 +41,8 @@ def bench_report(
     from moe_runtime.lab.report.page import write_page, write_plots
 
     places = [os.path.realpath(path) for path in results]
-    for number, path in enumerate(results):
-        if places[number] in places[:number]:
-            raise ValueError(f"{path}: is given a second time; give each results file once")
+    for path in (p for number, p in enumerate(results) if places[number] in places[:number]):
+        raise ValueError(f"{path}: is given a second time; give each results file once")
     num_named = Counter(path.name for path in results)
     # Files of the same name in several folders are told apart by these.
     names = [path.name if num_named[path.name] == 1 else str(path) for path in results]
@@ -53,12 +52,9 @@ def bench_report(
             say_line(f"{path}: was interrupted, and the page says so")
         if not any(one["summary"] for one in found["measurements"]):
             say_line(f"{path}: no system has numbers; the page says what failed")
-    has_plots = find_spec("matplotlib") is not None
-    if not has_plots:
-        say_line(
-            "the page has numbers and no plots; "
-            "pip install 'moe-runtime[report]' brings what draws them"
-        )
+    if not (has_plots := find_spec("matplotlib") is not None):
+        why = "pip install 'moe-runtime[report]' brings what draws them"
+        say_line(f"the page has numbers and no plots; {why}")
     page, rows = (
         report_page.results_page(named, has_plots=has_plots),
         report_page.result_rows(named),
