@@ -155,7 +155,7 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
     whole.mkdir()
     folder.mkdir()
     begin(whole, 0.3).join()
-    counts = dict.fromkeys(COUNTED, 0)
+    counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
     while True:
         is_last = counts["kills"] >= kills
         process = begin(folder, 0.3 if is_last else dice.choice(SHARES))

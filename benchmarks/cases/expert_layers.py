@@ -91,8 +91,8 @@ class CallsSystem(suite.BenchSystem):
             self._select()
             if not self.compared:
                 judged = [one.judge(one.run(0)) for one in self._calls.values()]
-                counts = (sum(one[part] for one in judged) for part in (0, 1))
-                self.count(*counts, self._difference)
+                compared, equal = (sum(one[part] for one in judged) for part in (0, 1))
+                self.count(compared, equal, self._difference)
             return {name: time_block(one.run, self._block_s) for name, one in self._calls.items()}
 
 

@@ -114,7 +114,7 @@ def require_golden(workload: Workload, path: Path) -> int:
         slots = row["capacity"] * (signature.num_layers if row["scope"] == "per_layer" else 1)
         try:
             experiment = Experiment(
-                policies=[_OTHER_NAMES.get(row["policy"], row["policy"])],
+                policies=[_OTHER_NAMES.get(str(row["policy"]), str(row["policy"]))],
                 capacities=[slots / (signature.num_layers * signature.num_experts)],
                 scope=row["scope"].replace("_", "-"),
                 reset_per_sequence=bool(row["reset_per_sequence"]),

@@ -90,7 +90,11 @@ class TrainingPlan:
         width, sizes = self.sizes.dim_model, self.sizes
         heads = max(1, width // 64)
         experts = {"num_experts": sizes.num_experts, "top_k": sizes.top_k, "loss_weights": {}}
-        attention = {"num_heads": heads, "num_kv_heads": heads, "head_dim": width // heads}
+        attention: dict[str, Any] = {
+            "num_heads": heads,
+            "num_kv_heads": heads,
+            "head_dim": width // heads,
+        }
         return LanguageModelConfig(
             hidden_size=width,
             num_layers=self.layers,

@@ -197,6 +197,10 @@ def _verdicts(before: dict[str, Any], after: dict[str, Any], bound: float) -> It
                 is_less_better = meant["better"] == "less"
                 judged = judge(was, now, bound=bound, is_less_better=is_less_better)
                 word, change, chance = judged
-                numbers = {"before": median(was), "after": median(now), "change": change}
+                numbers: dict[str, Any] = {
+                    "before": median(was),
+                    "after": median(now),
+                    "change": change,
+                }
                 named = {"system": one["system"], "metric": metric, "unit": meant["unit"]}
                 yield Verdict(**named, **numbers, chance=chance, word=word)
