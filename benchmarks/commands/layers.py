@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.cases.layer_shapes import (
+from moe_runtime.benchmarks.commands.shared import Threads, TimedRun
+from moe_runtime.benchmarks.synthetic.model_shapes import (
     LAYER_SHAPES,
     TRAINING_SHAPES,
     LayerSizes,
 )
-from moe_runtime.benchmarks.commands.shared import Threads, TimedRun
 from moe_runtime.cli import options
 from moe_runtime.cli.console import quiet_transformers
 from moe_runtime.config import parse_budget, require_known
