@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +22,16 @@ import numpy.typing as npt
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
+from moe_runtime.files import make_folders, open_regular
 from moe_runtime.training.data import (
     TokenStreams,
     added_tokens,
     find_files,
+    keep_ids,
+    kept_ids,
     looks_like_chat,
     place_of,
+    tokenizer_identity,
     warn_of_chat,
 )
 from moe_runtime.training.examples import Examples
@@ -130,6 +135,12 @@ class Renderer:
         text = self._encode(_text(place, record["text"], "text"))
         ids = [*self._before, *text, *self._after]
         return ids, [True] * len(ids)
+
+    def identity(self) -> str:
+        """What the documents of a record depend on."""
+        own = tokenizer_identity(self._tokenizer).decode(errors="replace")
+        templates = self._tokenizer.chat_template
+        return json.dumps([own, templates, sorted(self._stops, key=str), self._vocabulary])
 
     def _encode(self, text: str) -> list[int]:
         with blamed_on("the tokenizer cannot encode the text"):
@@ -288,17 +299,45 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def encode_records(
-    data: DataConfig, name: str, renderer: Renderer, *, shares_rows: bool
+    data: DataConfig,
+    name: str,
+    renderer: Renderer,
+    *,
+    shares_rows: bool,
+    cache: Path | None = None,
+    keeps: bool = True,
 ) -> TokenStreams:
     """The documents of a source's files, those held out apart.
+
+    They are taken from the cache where the same files were rendered in the same way: a template may
+    write today's date.
 
     Held out are the records of `held_out_files`, where given. Otherwise the share of the documents
     that their digests choose, so that more records never move an old one to the other side. One
     document stays in training at least.
 
     Warns of documents that are longer than a row and cut.
+
+    Args:
+        cache: folder of what was rendered before.
+        keeps: what is rendered is written there.
     """
     source = data.sources[name]
+    path = None
+    if cache is not None:
+        files = [find_files(name, own, Path()) for own in (source.files, source.held_out_files)]
+        asked = [
+            renderer.identity(),
+            data.context,
+            data.held_out_share,
+            shares_rows,
+            *map(len, files),
+        ]
+        parts = [_digest(file) for own in files for file in own]
+        key = hashlib.sha256(json.dumps([*asked, *parts]).encode()).hexdigest()[:16]
+        path = cache / f"{name}-records-{key}.npy"
+        if (kept := kept_ids(path)) is not None:
+            return _streams(_unpacked(kept), shares_rows)
     training = _fitting(find_files(name, source.files, Path()), renderer, data.context)
     held_out: list[Encoded] = []
     if source.held_out_files:
@@ -310,9 +349,42 @@ def encode_records(
         share = min(data.held_out_share, max(places))
         held_out = [own for place, own in both if place < share]
         training = [own for place, own in both if place >= share]
-    sides = [Examples.of(side, shares_rows=shares_rows) for side in (training, held_out)]
+    if path is not None and keeps:
+        make_folders(path.parent)
+        keep_ids(path, _packed([training, held_out]))
+    return _streams([training, held_out], shares_rows)
+
+
+def _streams(documents: Sequence[Sequence[Encoded]], shares_rows: bool) -> TokenStreams:
+    """Args: documents: for training, and those held out."""
+    sides = [Examples.of(side, shares_rows=shares_rows) for side in documents]
     found = hashlib.sha256(b"".join(side.digest() for side in sides)).hexdigest()[:16]
     return TokenStreams(sides[0], sides[1], found)
+
+
+_TARGET = 1 << 31
+"""Marks an id that is a target."""
+
+
+def _digest(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _packed(sides: Sequence[Sequence[Encoded]]) -> npt.NDArray[np.uint32]:
+    """Numbers of documents of both sides, their lengths, and their ids."""
+    every = [own for side in sides for own in side]
+    head = [*map(len, sides), *(len(ids) for ids, _ in every)]
+    marked = [np.where(trained, ids | np.uint32(_TARGET), ids) for ids, trained in every]
+    return np.concatenate([np.array(head, np.uint32), *marked])
+
+
+def _unpacked(stream: npt.NDArray[Any]) -> list[list[Encoded]]:
+    first, second = map(int, stream[:2])
+    ends = 2 + first + second + np.cumsum(stream[2 : 2 + first + second], dtype=np.int64)
+    found = np.split(stream, [2 + first + second, *ends[:-1]])[1:]
+    pairs = [(own & np.uint32(_TARGET - 1), own >= _TARGET) for own in found]
+    return [pairs[:first], pairs[first:]]
 
 
 def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Encoded]:
