@@ -48,10 +48,11 @@ def grouped(model: Any) -> torch.optim.AdamW:
 
 
 def trainer_of(model: Any, optimizer: Any, folder: Path, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {"max_steps": STEPS, "max_grad_norm": 0, "save_strategy": "no"}
+    settings: dict[str, Any] = {"max_steps": STEPS, "max_grad_norm": 0, "warmup_steps": 3}
+    settings["save_strategy"] = "no"
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2,
-        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3, warmup_steps=3,
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3,
         **settings | options,
     )  # fmt: skip
     own = {"train_dataset": Examples(), "eval_dataset": Examples()}
@@ -253,11 +254,11 @@ def test_a_scaler_scales_back_and_skips_overflows(tmp_path, what, by_accelerate)
                 scaler.unscale_(optimizer)
             if by_accelerate:
                 optimizer.step()
-                assert optimizer.step_was_skipped == (number == 2)
             else:
                 scaler.step(optimizer)
                 scaler.update()
         assert not training.optimizer.has_gradient
+        assert not by_accelerate or optimizers[1].step_was_skipped == (number == 2)
     assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**10
     assert training.num_steps == 4
     assert_same_parameters(training, models[0])
@@ -289,7 +290,7 @@ def test_trainer_saves_and_goes_on_whole(tmp_path):
         training.close()
     saved = [resident(tmp_path / name / "checkpoint-2").state_dict() for name in "ab"]
     assert_equal(*map(dict, saved))
-    records = next((tmp_path / "b" / "checkpoint-4" / "experts").iterdir())
+    records = next((tmp_path / "b" / "checkpoint-5" / "experts").iterdir())
     content = bytearray(records.read_bytes())
     content[len(content) // 3] ^= 1
     records.write_bytes(content)

@@ -456,7 +456,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         if self._final_rate is not None and not self._settings.waits_for_norm:
             raise UnsupportedUseError(
                 "the norm is known when all gradients are: give AdamW(clip_norm=...), which clips "
-                "in `step`"
+                "in `step`; for a GradScaler call backward of the losses"
             )
 
     def _reduce(self) -> None:
