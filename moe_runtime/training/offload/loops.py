@@ -135,6 +135,11 @@ def _require_sound(training: OffloadedTraining, trainer: Any) -> None:
         raise UnsupportedUseError(
             "model_init would build another model than the one that was offloaded: give the model"
         )
+    if getattr(arguments, "sync_ref_model", False):
+        raise UnsupportedUseError(
+            "sync_ref_model would copy the experts out of the model, where they are not: set it to "
+            "False"
+        )
     if arguments.load_best_model_at_end and arguments.save_only_model:
         raise UnsupportedUseError(
             "load_best_model_at_end takes the experts from the states of a checkpoint, which "
