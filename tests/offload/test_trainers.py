@@ -1,5 +1,6 @@
 """The optimizer of offloaded training in the loops of others: groups, schedules, Trainer."""
 
+import math
 import pickle
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,16 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
+class OddExamples(Examples):
+    """Padded on the left; one without targets, one that is padding alone."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(7 * index, 7 * index + 9) % 90
+        mask = (torch.arange(9) >= (9 if index == 2 else index % 5)).long()
+        labels = ids.where((mask > 0) & torch.tensor(index != 1), -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
 def grouped(model: Any) -> torch.optim.AdamW:
     """torch's optimizer with the groups that the offloaded one has."""
     groups: list[list[torch.nn.Parameter]] = [[], [], []]
@@ -50,12 +61,13 @@ def grouped(model: Any) -> torch.optim.AdamW:
 def trainer_of(model: Any, optimizer: Any, folder: Path, **options: Any) -> Trainer:
     settings: dict[str, Any] = {"max_steps": STEPS, "max_grad_norm": 0, "warmup_steps": 3}
     settings["save_strategy"] = "no"
+    settings |= {"gradient_accumulation_steps": 2, **options}
+    examples = settings.pop("examples", Examples())
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=1, gradient_accumulation_steps=2,
-        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3,
-        **settings | options,
+        output_dir=str(folder), per_device_train_batch_size=1, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_steps=1, seed=3, **settings,
     )  # fmt: skip
-    own = {"train_dataset": Examples(), "eval_dataset": Examples()}
+    own = {"train_dataset": examples, "eval_dataset": examples}
     if isinstance(optimizer, OffloadedTraining):
         return optimizer.attach(Trainer(model, arguments, **own))
     return Trainer(model, arguments, **own, optimizers=(optimizer, None))
@@ -86,6 +98,25 @@ def test_trainer_has_the_losses_of_a_model_in_memory(tmp_path):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, wanted[f"model.layers.{layer}.mlp.experts.{name}"])
     training.check()
+    training.close()
+
+
+def test_odd_rows_train_as_in_memory(tmp_path):
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    options: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 4}
+    found: list[Any] = []
+    for is_offloaded in (False, True):
+        model = resident(folder)
+        training: Any = grouped(model)
+        if is_offloaded:
+            training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.4)
+        trainer = trainer_of(model, training, tmp_path, examples=OddExamples(), **options)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, whole(training) if is_offloaded else dict(model.state_dict())))
+    assert found[0][0] == found[1][0]
+    assert all(map(math.isfinite, found[0][0]))
+    assert_equal(found[1][1], found[0][1])
     training.close()
 
 
