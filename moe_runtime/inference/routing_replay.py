@@ -101,7 +101,7 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
         UnsupportedUseError: blocks are computed again in the backward pass, or the model's gates do
             not choose by `topk`.
     """
-    names = _experts_of(model)
+    names = experts_of(model)
     num_experts = min(int(cast(Any, model.get_submodule(name)).num_experts) for name in names)
     sequences = [torch.as_tensor(_signed(one)) for one in routed_experts]
     for ids_NLK in sequences:
@@ -211,7 +211,7 @@ def _signed(ids: Any) -> Any:
     return ids.astype(np.int64) if isinstance(ids, np.ndarray) else ids.long()
 
 
-def _experts_of(model: nn.Module) -> list[str]:
+def experts_of(model: nn.Module) -> list[str]:
     """Names of the modules of routed experts, in order."""
     absent, own = [], []
     for name, module in model.named_modules():

@@ -6,6 +6,7 @@ once more. They are written as PEFT reads them, for the checkpoint as it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from moe_runtime.errors import UnsupportedModelError, blamed_on
 from moe_runtime.files import read_bounded, replace_folder, write_text
 from moe_runtime.inference.adapters import is_turned
 from moe_runtime.inference.budget import widest_head
+from moe_runtime.inference.routing_replay import experts_of, replay_routing
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.examples import PADDING, TRAINED
 from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
@@ -103,12 +105,18 @@ class CheckpointModel(nn.Module):
         self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
-        """Mean over the targets; with rows of documents, `[B, C, 3]` (`training/examples.py`)."""
+        """Mean over the targets; with rows of documents, `[B, C, 3]` (`training/examples.py`), and
+        a routing that is replayed behind these."""
         given: dict[str, Any] = {"input_ids": ids_BC}
+        replays = contextlib.nullcontext()
         if ids_BC.ndim == 3:
-            given = self._of_documents(ids_BC)
+            given = self._of_documents(ids_BC[..., :3])
+            if ids_BC.shape[-1] > 3:
+                layers = len(experts_of(self.model))
+                replays = replay_routing(self.model, ids_BC[..., 3:].unflatten(-1, (layers, -1)))
             targets_BC = targets_BC[..., 0].where(targets_BC[..., 2] == TRAINED, _NO_TARGET)
-        out: Any = self.model(**given, use_cache=False)
+        with replays:
+            out: Any = self.model(**given, use_cache=False)
         logits = out.logits.float().flatten(0, 1)
         loss = cross_entropy(logits, targets_BC.flatten(), ignore_index=_NO_TARGET)
         auxiliary = loss.new_zeros(())

@@ -361,7 +361,11 @@ def prepare(
     if any(is_of_records(file) for file in files):
         stops = generation.eos_token_id if generation is not None else None
         stops = [stops] if isinstance(stops, int) else stops or ()
-        renderer = Renderer(tokenizer, stops, checkpoint.config.get_text_config().vocab_size)
+        routed = signature_of(checkpoint, experts)
+        renderer = Renderer(
+            tokenizer, stops, checkpoint.config.get_text_config().vocab_size,
+            (routed.num_layers, routed.top_k),
+        )  # fmt: skip
         cached = {"cache": output / DATA, "keeps": keeps_text}
         streams = _records(config, files, renderer, shares_rows=shares_rows(model), **cached)
     else:
