@@ -114,7 +114,10 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
             raise ValueError(
                 f"routed_experts names expert {int(ids_NLK.max())}, the layers have {num_experts}"
             )
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    checkpoints = getattr(model, "is_activation_checkpointing", None)  # its name from 5.20 on
+    if checkpoints is None:
+        checkpoints = getattr(model, "is_gradient_checkpointing", False)
+    if model.training and checkpoints:
         raise UnsupportedUseError(
             "gradient checkpointing chooses experts again in the backward pass: switch it off to "
             "replay a routing"

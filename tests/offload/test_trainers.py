@@ -105,9 +105,10 @@ def test_odd_rows_train_as_in_memory(tmp_path):
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     options: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 4}
     found: list[Any] = []
+    training: Any = None
     for is_offloaded in (False, True):
         model = resident(folder)
-        training: Any = grouped(model)
+        training = grouped(model)
         if is_offloaded:
             training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.4)
         trainer = trainer_of(model, training, tmp_path, examples=OddExamples(), **options)
@@ -341,9 +342,10 @@ def test_trainer_takes_back_its_best_model(tmp_path):
         "warmup_steps": 0, "metric_for_best_model": "loss",
     }  # fmt: skip
     found = []
+    training: Any = None
     for name in "ab":
         model = resident(folder)
-        training: Any = grouped(model)
+        training = grouped(model)
         if name == "b":
             training = offloaded(model, SETTINGS, None, experts_in_memory=1)
         for group in training.param_groups:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -409,7 +409,7 @@ _TARGET = 1 << 31
 
 def _digest(path: Path) -> str:
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 def _packed(sides: Sequence[Sequence[Encoded]]) -> npt.NDArray[np.uint32]:

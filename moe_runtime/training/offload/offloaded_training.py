@@ -548,14 +548,13 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             "model": {name: tensor.detach() for name, tensor in self._changing().items()},
         }
 
-    def _changing(self) -> dict[str, Tensor]:
+    def _changing(self) -> Mapping[str, Tensor]:
         """Trained parameters around the experts, and buffers."""
         kept = self.model.state_dict(keep_vars=True)
         buffers = {n: t for n, t in kept.items() if not isinstance(t, nn.Parameter)}
         away = (TrainedElsewhere,)
-        return trained_around_experts(self.model) | {
-            name: tensor for name, tensor in buffers.items() if not isinstance(tensor, away)
-        }
+        buffers = {name: t for name, t in buffers.items() if not isinstance(t, away)}
+        return {**trained_around_experts(self.model), **buffers}
 
     def load_state_dict(  # type: ignore[override]
         self, state: Mapping[str, Any], folder: Path | None = None
@@ -576,7 +575,8 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         optional = {"rates": PLAIN, "model": MAPPING}
         require_kinds(state, _KINDS, "the checkpoint's optimizer", optional=optional)
         if folder is not None:
-            require_like(state.get("model"), self._changing(), "the checkpoint's model")
+            require_kind(state.get("model"), MAPPING, "the checkpoint's model")
+            require_like(state["model"], self._changing(), "the checkpoint's model")
         # what was just asked for comes back, as accelerate does
         is_own = self._checkpoints.holds(state["experts"])
         if not (is_own and state["steps"]["step"] == self.optimizer.step):
