@@ -64,8 +64,8 @@ def trainer_of(model: Any, optimizer: Any, folder: Path, **options: Any) -> Trai
     settings |= {"gradient_accumulation_steps": 2, **options}
     examples = settings.pop("examples", Examples())
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=1, report_to=[], use_cpu=True,
-        disable_tqdm=True, logging_steps=1, seed=3, **settings,
+        output_dir=str(folder), per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3, **settings,
     )  # fmt: skip
     own = {"train_dataset": examples, "eval_dataset": examples}
     if isinstance(optimizer, OffloadedTraining):

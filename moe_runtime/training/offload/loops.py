@@ -84,7 +84,7 @@ def _attach_trainer(training: OffloadedTraining, trainer: Any) -> None:
     trainer.optimizer = training
     trainer._mixed_mesh_grads = False  # what it would look at gradients for
     save, save_states = trainer._save, trainer._save_optimizer_and_scheduler
-    load_states = trainer._load_optimizer_and_scheduler
+    load, load_states = training.load_state_dict, trainer._load_optimizer_and_scheduler
 
     def save_whole(output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None and not _saves_adapters(trainer.model):
@@ -107,7 +107,7 @@ def _attach_trainer(training: OffloadedTraining, trainer: Any) -> None:
             )
 
         def take_up(state: Any) -> None:
-            training.load_state_dict(state, folder=folder / EXPERTS)
+            load(state, folder=folder / EXPERTS)
 
         with _instead(training, "load_state_dict", take_up):
             load_states(checkpoint)
@@ -115,7 +115,7 @@ def _attach_trainer(training: OffloadedTraining, trainer: Any) -> None:
     def load_best() -> None:
         folder = Path(trainer.state.best_model_checkpoint)
         state = torch.load(folder / _STATES, map_location="cpu", weights_only=True)
-        training.load_state_dict(state, folder=folder / EXPERTS)
+        load(state, folder=folder / EXPERTS)
 
     trainer._save, trainer._save_optimizer_and_scheduler = save_whole, save_states_whole
     trainer._load_optimizer_and_scheduler, trainer._load_best_model = load_states_whole, load_best
