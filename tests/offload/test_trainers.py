@@ -341,7 +341,7 @@ def test_trainer_takes_back_its_best_model(tmp_path):
         "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
         "warmup_steps": 0, "metric_for_best_model": "loss",
     }  # fmt: skip
-    found = []
+    found: dict[str, torch.Tensor] = {}
     training: Any = None
     for name in "ab":
         model = resident(folder)
@@ -353,8 +353,10 @@ def test_trainer_takes_back_its_best_model(tmp_path):
         trainer = trainer_of(model, training, tmp_path / name, **options)
         trainer.train()
         assert trainer.state.best_global_step == 1
-        found.append(dict(model.state_dict()) if name == "a" else whole(training))
-    assert_equal(found[1], found[0])
+        if name == "b":
+            found = whole(training)
+    # transformers itself does not find the names of this family's checkpoints
+    assert_equal(found, dict(resident(tmp_path / "a" / "checkpoint-1").state_dict()))
     training.close()
 
 
