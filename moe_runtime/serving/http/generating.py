@@ -421,7 +421,9 @@ class ChoiceAnswers(Answers):
 
     def _ids(self, index: int, tokens: Iterable[AnswerToken], reason: str | None) -> dict[str, Any]:
         """Of tokens, and at the end of an answer of the experts, in the form of vLLM."""
-        ids = {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
+        ids: dict[str, Any] = (
+            {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
+        )
         if self._has_routing and reason is not None:
             ids["routed_experts"] = encode_routing(self._routed(index))
         return ids
