@@ -16,8 +16,8 @@ from page_blocks import PAGES, blocks_of
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main
-from moe_runtime.kernels.expert_mlp import grouped_expert_mlp
 from moe_runtime.inference.routing_replay import encode_routing, experts_of
+from moe_runtime.kernels.expert_mlp import grouped_expert_mlp
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.layer import MoELayer
 from moe_runtime.serving.engine import Engine
