@@ -20,6 +20,8 @@ from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, wide
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+KEEPS_NOTHING = "DummyLayer"
+"""A class of layers that transformers 5.17 has not yet."""
 ROOM_TOKENS = 64
 ROOM_SHARE = 16
 """A full tensor grows by 64 tokens, of all its sequences, and a sixteenth of its length."""
@@ -148,10 +150,15 @@ def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
 
 def can_give_back(cache: Any) -> bool:
     """Whether tokens that are added to a cache can be taken out and brought back."""
+    from transformers.cache_utils import LinearAttentionLayer
+
     layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
     return bool(layers) and all(
-        isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
+        any(layer.has_previous_state.values())
+        if type(layer) is LinearAttentionLayer
+        else isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
         for layer in layers
+        if type(layer).__name__ != KEEPS_NOTHING
     )
 
 

@@ -143,6 +143,7 @@ class Lease(Generic[W]):
                     self._keep = frozenset(missing)
                     self._missing.extend(missing)
                 store._counters.misses += len(missing)
+                store._regrets += sum(key in store._gone for key in missing)
                 self._demand_missing()
         return self
 
@@ -331,6 +332,8 @@ class ExpertStore(Generic[W]):
     Attributes:
         listener: called for every read and lease.
         is_closed: whether its memory was given up, so that leases are refused.
+        regretted_slots: where misses are counted that so many slots more would spare, if what is
+            evicted went to them first in, first out.
     """
 
     def __init__(
@@ -368,6 +371,8 @@ class ExpertStore(Generic[W]):
         self._counters = StoreStats()
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
+        self.regretted_slots = self._regrets = 0
+        self._gone: dict[ExpertKey, None] = {}  # evicted last, the latest at the end
 
     @property
     def num_slots(self) -> int:
@@ -522,9 +527,14 @@ class ExpertStore(Generic[W]):
                 self._counters, expert_slots=self.num_slots, slot_bytes=self._slab.slot_bytes
             )
 
+    def waits(self) -> tuple[float, int, int]:
+        """Seconds that leases waited, misses, and those that ``regretted_slots`` would spare."""
+        with self._monitor:
+            return self._counters.stall_s, self._counters.misses, self._regrets
+
     def reset_stats(self) -> None:
         with self._monitor:
-            self._counters = StoreStats()
+            self._counters, self._regrets = StoreStats(), 0
             self._guesses_before = self._num_open_guesses()
 
     def check(self) -> None:
@@ -709,6 +719,11 @@ class ExpertStore(Generic[W]):
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
         self._unadmitted.remove(key) if key in self._unadmitted else self._policy.remove(key)
+        if self.regretted_slots:
+            self._gone.pop(key, None)
+            self._gone[key] = None
+            if len(self._gone) > self.regretted_slots:
+                del self._gone[next(iter(self._gone))]
         self._free.append(self._entries.pop(key).slot)
 
     def _keep_or_decline(self, key: ExpertKey) -> None:
