@@ -59,13 +59,19 @@ class Scripted(Lookups):
 def models_of_few_tokens(folder: Path, size: int) -> Any:
     """Writes a mixture that knows so many tokens to ``model``, and a dense model for its drafts to
     ``draft``; gives the mixture."""
-    small = {"vocab_size": size, "num_hidden_layers": 1}
+    small: dict[str, Any] = {"vocab_size": size, "num_hidden_layers": 1}
     (family,) = [each for each in moe_families.FAMILIES if str(each) == "OlmoeForCausalLM"]
     model = tiny_model(dataclasses.replace(family, config={**family.config, **small}))
     save(model, folder / "model", sharded=False)
     torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "max_position_embeddings": 96}
-    randomise(drafter := LlamaForCausalLM(LlamaConfig(**small, **shape, **heads)))
+    config = LlamaConfig(
+        **small,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+    )
+    randomise(drafter := LlamaForCausalLM(config))
     drafter.save_pretrained(folder / "draft")
     return model
