@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Any
 from moe_runtime.benchmarks.commands.shared import TimedRun
 from moe_runtime.cli.commands.place import Placing
 from moe_runtime.cli.commands.predictor import (
-    Distances,
-    MaxTokens,
-    Names,
-    Seed,
-    TestShare,
+    Measuring,
     Traces,
     check_trainable,
-    parse_distances,
     read_sequences,
-    require_layers,
 )
 from moe_runtime.cli.commands.replay import (
     LEARNERS,
@@ -143,12 +137,8 @@ def bench_predictors(
     run: TimedRun,
     *,
     traces: Traces = None,
-    predictor: Names = None,
+    measuring: Measuring,
     train: Path | None = None,
-    test_share: TestShare = 0.5,
-    seed: Seed = 0,
-    distances: Distances = "1,2,4",
-    max_tokens: MaxTokens = None,
     side_by_side: SideBySide = None,
     capacity: Capacity = None,
     modelled: ModelledTime,
@@ -164,7 +154,7 @@ def bench_predictors(
     """
     if not traces:
         raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
-    machine = modelled.machine()
+    machine, max_tokens, seed = modelled.machine(), measuring.max_tokens, measuring.seed
     if machine is None:
         timed = ("expert_size", "capacity")
         refuse_given(run.ctx, timed, "is about prefetching in modelled time; give --bandwidth too")
@@ -187,13 +177,14 @@ def bench_predictors(
     from moe_runtime.policies.prediction import PREDICTORS
 
     known = [name for name, kind in PREDICTORS.items() if not kind.needs_hidden]
-    names = list(dict.fromkeys(predictor or (_QUICK_PREDICTORS if run.quick else known)))
+    quick = _QUICK_PREDICTORS if run.quick else known
+    names = list(dict.fromkeys(measuring.predictor or quick))
     for name in names:
         check_trainable(name)
-    ahead = parse_distances(distances)
+    ahead, test_share = measuring.ahead, measuring.test_share
     shares = None if capacity is None else parse_shares(capacity)
     routes, signature = read_sequences(traces)
-    require_layers(run.ctx, ahead, signature.num_layers)
+    measuring.require_layers(run.ctx, signature.num_layers)
     if train is None:
         parts = split_unrepeated(routes, test_share=test_share, seed=seed)
         training, test = map(routes.select, parts)

@@ -203,7 +203,9 @@ def _growing_layers() -> dict[type, type]:
                 self.lazy_initialization(key_states, value_states)
             keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
             values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
-            self.keep(keys, values, key_states.shape[-2])
+            self.keys, self.values = keys, values
+            if self.is_sliding:
+                self.slide(key_states.shape[-2])
             return keys, values
 
         def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -212,11 +214,13 @@ def _growing_layers() -> dict[type, type]:
             values = None if keys is None else self.growing_values.take_place(self.values)
             if keys is None or values is None:
                 return None
-            self.keep(keys, values, 1)
+            self.keys, self.values = keys, values
+            if self.is_sliding:  # not a call in every step
+                self.slide(1)
             return keys, values
 
-        def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
-            self.keys, self.values = keys, values
+        def slide(self, num_new: int) -> None:
+            """Drops the tokens that have left a window."""
 
         @property
         def is_as_left(self) -> bool:
@@ -232,7 +236,7 @@ def _growing_layers() -> dict[type, type]:
     class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         """The last tokens of tensors with room after them."""
 
-        def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
+        def slide(self, num_new: int) -> None:
             self.cumulative_length += num_new
             self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
             self.values = self.growing_values.keep_last(self.sliding_window - 1)

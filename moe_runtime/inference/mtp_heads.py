@@ -204,6 +204,6 @@ class HeadDrafts(CachedDrafts):
         if steps is None:
             found = head.forward_layer(*args, **named)
         else:
-            found = steps.run(head.forward_layer, args, named)
+            found = steps.run(head.forward_layer, *args, **named)
         text.ahead = found[:, -1:]
         return int(head.shared_head(text.ahead).argmax())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Any
 
@@ -66,9 +66,7 @@ class Pieces:
         self._names = [*inspect.signature(model.forward).parameters]
         self._cache_name = cache_name(model.forward)
 
-    def call(
-        self, model: Any, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, model: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The model's answer; ``run`` computes a pass. Raises CapacityError: it needs room for more
         tokens than memory is set aside for."""
         given = {**kwargs, **dict(zip(self._names, args, strict=False))}

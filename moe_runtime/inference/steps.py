@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -231,7 +231,7 @@ class Steps:
         with self.turn, self.listeners.muted():
             yield
 
-    def run(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls the model when it is this thread's turn. Raises MoERuntimeError: the model was
         closed, or loaded before this process was forked."""
         if self._stores[0].is_forked:
@@ -298,15 +298,9 @@ class CalledInSteps:
         require_plain_call()
         if cast(Any, self).training:
             _require_something_to_train(self, args, kwargs)
-        call = cast(Any, super()).__call__
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return self._steps.run(call, args, kwargs)
-
-        def cut(*args: Any, **kwargs: Any) -> Any:
-            return self._pieces.call(self, run, args, kwargs)
-
-        passes = run if self._pieces is None else cut
+        passes = partial(self._steps.run, cast(Any, super()).__call__)
+        if self._pieces is not None:
+            passes = partial(self._pieces.call, self, passes)
         if self._drafts is None:
             return passes(*args, **kwargs)
         return self._drafts.call(passes, args, kwargs)
