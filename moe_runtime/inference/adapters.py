@@ -214,17 +214,14 @@ class Adapters:
 
 
 class LoadedAdapter:
-    """The adapter of all passes of a model that is loaded with it, or none.
+    """The adapter of all passes of a model that is loaded with it.
 
     Raises:
         CheckpointError: a file is missing or damaged.
         UnsupportedModelError: it computes something else than low rank, or ``place`` is a GPU.
     """
 
-    def __init__(self, folder: str | Path | None, place: torch.device) -> None:
-        self._folder: AdapterFolder | None = None
-        if folder is None:
-            return
+    def __init__(self, folder: str | Path, place: torch.device) -> None:
         if place.type != "cpu":
             raise UnsupportedModelError(
                 f"{folder}: adapters are computed on the CPU so far, got the device {place}; give "
@@ -235,15 +232,11 @@ class LoadedAdapter:
     def bytes_beside(self, model: Any, num_tokens: int) -> int:
         """What it takes, passes of so many tokens included. Raises UnsupportedModelError, or
         CheckpointError: it is not for this model."""
-        if self._folder is None:
-            return 0
         require_fit(model, self._folder)
         return self._folder.num_bytes + self._folder.workspace_bytes(num_tokens)
 
     def apply(self, model: Any) -> None:
         """Reads it, and adds it to all passes from now on."""
-        if self._folder is None:
-            return
         adapters = Adapters(model, {"": self._folder})
         adapters.reserve(self, "")
         adapters.read("")
