@@ -16,7 +16,7 @@ from transformers import StaticCache
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.errors import CapacityError, MoERuntimeWarning
-from moe_runtime.inference import pieces
+from moe_runtime.inference import steps
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.pictures import PictureReader, Pictures, for_model
@@ -44,7 +44,7 @@ ALL = [
 
 @contextlib.contextmanager
 def loaded(folder: Path, monkeypatch: Any, most: int, **options: Any) -> Iterator[Any]:
-    monkeypatch.setattr(pieces, "PASS_TOKENS", most)
+    monkeypatch.setattr(steps, "PASS_TOKENS", most)
     model: Any = moe_runtime.load(folder, device="cpu", max_tokens=LIMIT, **options)
     with torch.inference_mode(), model.moe:
         yield model
