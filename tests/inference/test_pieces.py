@@ -55,10 +55,10 @@ def sizes_of(model: Any, monkeypatch: Any) -> list[tuple[int, int]]:
     """Sequences and new tokens of the passes that come."""
     sizes, run = [], model._steps.run
 
-    def noted(call: Any, args: Any, kwargs: Any) -> Any:
+    def noted(call: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         sizes.append((*given.shape[:2],))
-        return run(call, args, kwargs)
+        return run(call, *args, **kwargs)
 
     monkeypatch.setattr(model._steps, "run", noted)
     return sizes
