@@ -28,8 +28,8 @@ from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Lookups, Offer, Source
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle, give_up_drafts
+from moe_runtime.inference.known_classes import keeps_states
 from moe_runtime.inference.kv_cache import can_give_back, give_room
-from moe_runtime.inference.pieces import ANSWERS_MORE
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     can_join,
@@ -42,11 +42,11 @@ from moe_runtime.inference.sequence_cache import (
     have_same_states,
     have_same_tokens,
     is_as_left,
-    keeps_states,
     new_cache,
     own_states,
     take_out,
 )
+from moe_runtime.inference.steps import ANSWERS_MORE
 
 MOST_ROWS = 16
 """Of a pass; experts on a CPU compute as many in one call."""
