@@ -59,19 +59,13 @@ def fail_at_its_end(key: ExpertKey, read: Transfer) -> None:
     read._on_done = tell_of_error
 
 
-def tell_when_ready() -> None:
-    """What the command says when it is ready is said in a line of ours, too."""
+def change_when_ready(change: Callable[[Any], object]) -> None:
+    """From now on a server is changed before it says that it is ready."""
     real = starting.run_server
 
     def run_server(settings: Any, *, on_ready: Callable[[Any], None], **others: Any) -> None:
         def ready(found: Any) -> None:
-            fail_some_reads(FETCHES_PER_FAULT)
-            stats: Mapping[str, Any] = dataclasses.asdict(found.loaded[0].moe.stats())
-            names = ("baseline_rss_bytes", "expert_slots", "slot_bytes", "expert_bytes")
-            facts = {name: stats[name] for name in names}
-            facts["model_budget_bytes"] = stats["budget_bytes"]
-            facts["ready_rss_bytes"] = resident_bytes()
-            print(json.dumps({"address": found.address, **facts}), flush=True)
+            change(found)
             on_ready(found)
 
         real(settings, on_ready=ready, **others)
@@ -79,6 +73,17 @@ def tell_when_ready() -> None:
     starting.run_server = run_server
 
 
+def fail_and_tell(found: Any) -> None:
+    """What the command says when it is ready is said in a line of ours, too."""
+    fail_some_reads(FETCHES_PER_FAULT)
+    stats: Mapping[str, Any] = dataclasses.asdict(found.loaded[0].moe.stats())
+    names = ("baseline_rss_bytes", "expert_slots", "slot_bytes", "expert_bytes")
+    facts = {name: stats[name] for name in names}
+    facts["model_budget_bytes"] = stats["budget_bytes"]
+    facts["ready_rss_bytes"] = resident_bytes()
+    print(json.dumps({"address": found.address, **facts}), flush=True)
+
+
 if __name__ == "__main__":
-    tell_when_ready()
+    change_when_ready(fail_and_tell)
     sys.exit(main(["serve", *sys.argv[1:], "--json"]))
