@@ -81,6 +81,20 @@ def draft(routes: Routes, acceptance: float) -> np.ndarray:
     return drafted
 
 
+def recalled(routes: Routes, drafted_NT: np.ndarray) -> np.ndarray:
+    """Where the last token of each drafted id went in its request: ``[N, T, L, K]``."""
+    sizes = *drafted_NT.shape, *routes.expert_ids.shape[1:]
+    found = np.full(sizes, routes.shape.num_experts)
+    for sequence in range(routes.num_sequences):
+        rows, seen = routes.tokens_of(sequence), dict[int, int]()
+        for token in range(rows.start, rows.stop):
+            seen[int(routes.token_ids[token])] = token
+            for ahead, drafted in enumerate(drafted_NT[:, token].tolist()):
+                if drafted in seen:
+                    found[ahead, token] = routes.expert_ids[seen[drafted]]
+    return found
+
+
 def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np.ndarray:
     """Chances ``[N, T, L, E]`` of the drafted tokens' experts, as known once a token is routed."""
     (now,) = contexts_of(routes, max_rows=routes.num_tokens)
@@ -88,11 +102,11 @@ def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np
     unknown = np.full_like(now.path, routes.shape.num_experts)
     before, path = routes.token_ids, now.path
     found = list[np.ndarray]()
-    for ids in drafted_NT:
+    for ids, last in zip(drafted_NT, recalled(routes, drafted_NT), strict=True):
         contexts = replace(
             following,
             **{"token_ids": ids, "previous_token_ids": before, "previous": path},
-            **{"recalled": unknown, "path": unknown, "path_weights": np.zeros_like(unknown, "<f4")},
+            **{"recalled": last, "path": unknown, "path_weights": np.zeros_like(unknown, "<f4")},
             memo={},
         )
         layers = range(routes.shape.num_layers)
