@@ -422,4 +422,4 @@ class ChatAnswers(ChoiceAnswers):
         has_logprobs = self._has_logprobs and bool(tokens or "message" in message)
         logprobs = chat_logprobs(tokens, self._vocabulary) if has_logprobs else None
         choice = {"index": index, **message, "logprobs": logprobs, "finish_reason": reason}
-        return {**choice, **self._ids(tokens)}
+        return {**choice, **self._ids(index, tokens, reason)}

@@ -149,7 +149,10 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
 
-_ANSWERED = frozenset({"n", "echo", "logprobs", "return_token_ids", "stream", "stream_options"})
+_ANSWERED = frozenset(
+    {"n", "echo", "logprobs", "return_token_ids", "return_routed_experts", "stream"}
+    | {"stream_options"}
+)
 
 
 class StreamOptions(Body):
@@ -185,6 +188,7 @@ class GenerationFields(Body):
     priority: Annotated[int, _integer(-(2**63))] | None = None
     response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
