@@ -147,6 +147,7 @@ def bench_serve(
             routed = _routing_of(routing, words[2], settings)
             folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moe-benchmark-"))
             disk_bytes_per_s = routed.measured_disk()["bytes_per_s"]
+            assert isinstance(disk_bytes_per_s, float)
             words = routed.server_words(words[2:], Path(folder))
         if words:
             own = {"cap_bytes": limit, "timeout_s": _START_S}
