@@ -20,6 +20,7 @@ import numpy as np
 from moe_runtime.benchmarks import prefetch_matrix
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, run_script
 from moe_runtime.benchmarks.suite import facts
+from moe_runtime.inference.draft_models import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.readers import read_any_trace
@@ -35,7 +36,6 @@ from moe_runtime.policies.prediction.estimator import popularity_of, sigmoid, vi
 from moe_runtime.policies.prediction.trained import TokenTable
 from moe_runtime.types import ExpertKey
 
-MOST_DRAFTED = 8
 STEPS = (1, 4), (1, 16), (4, 16), (4, 64)
 """Requests that decode in a step, and tokens of prompts."""
 CERTAIN = 0.99

@@ -23,23 +23,83 @@ from moe_runtime.checkpoints.adapter_files import WRAPPED, AdapterFolder
 from moe_runtime.checkpoints.expert_map import expert_rows
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.inference.expert_layer import OffloadedExperts, RowAdapters
+from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert, LowRankFactors
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``."""
+    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``.
+
+    With DoRA each output but its bias is then multiplied by one of ``factors_O``.
+    Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (2024).
+    """
 
     first_LI: torch.Tensor
     second_OL: torch.Tensor
     scale: float
+    factors_O: torch.Tensor | None = None
+    bias_O: torch.Tensor | None = None
 
     def add_to(self, output_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Adds it in place; both are in fp32, as in PEFT."""
         low_NL = torch.nn.functional.linear(x_NI, self.first_LI)
         output_NO.add_(torch.nn.functional.linear(low_NL, self.second_OL), alpha=self.scale)
+        if self.factors_O is not None:
+            output_NO.mul_(self.factors_O)
+            if self.bias_O is not None:
+                output_NO.add_(self.bias_O * (1 - self.factors_O))
 
+
+class RowAdapters:
+    """Adapters of a layer's experts for the rows of a pass.
+
+    Args:
+        parts: rows, and the adapters of each expert for them.
+        num_rows: of the pass; None where the one part is for all rows.
+        owner: the thread whose passes have adapters; None for all.
+    """
+
+    def __init__(
+        self,
+        parts: Items[tuple[slice, Items[LowRankExpert]]],
+        num_rows: int | None,
+        owner: int | None,
+    ) -> None:
+        self._parts = parts
+        self._num_rows = num_rows
+        self._owner = owner
+        self._of_token: list[Items[LowRankExpert] | None] = [None] * (num_rows or 0)
+        for rows, own in parts if num_rows is not None else ():
+            self._of_token[rows] = [own] * (rows.stop - rows.start)
+
+    @property
+    def is_for_all(self) -> bool:
+        return self._owner is None
+
+    def of_rows(
+        self, num_tokens: int, experts: Iterable[int], counts: Iterable[int], tokens: Items[int]
+    ) -> list[LowRankExpert | None] | None:
+        """Of rows that lie by their experts; None where none has one."""
+        if self._owner not in (None, threading.get_ident()):
+            return None
+        runs = zip(experts, counts, strict=True)
+        each = [expert for expert, count in runs for _ in range(count)]
+        if self._num_rows is None:
+            own = self._parts[0][1]
+            return [own[expert] for expert in each]
+        if num_tokens != self._num_rows:
+            raise ValueError(
+                f"experts with adapters have {num_tokens} rows of a pass of {self._num_rows}"
+            )
+        chosen = [self._of_token[token] for token in tokens]
+        if not any(chosen):
+            return None
+        pairs = zip(chosen, each, strict=True)
+        return [None if own is None else own[expert] for own, expert in pairs]
+
+
+_NORM_ROWS = 256
 
 _Part = LowRankPair | list[LowRankExpert]
 _Parts = list[tuple[torch.nn.Module, _Part]]
@@ -130,14 +190,14 @@ class Adapters:
         """Reads an adapter whose memory is reserved, unless it is there."""
         if name is not None and self._resident[name] is None:
             try:
-                pairs = self._folders[name].pairs()
+                tensors = self._folders[name].tensors()
             except CheckpointError as error:
                 # clients see this error, which must not name the server's files
                 raise CheckpointError(
                     f"the adapter {name!r} cannot be read from its files any more; look whether "
                     "they are still there and as they were when the server started"
                 ) from error
-            self._resident[name] = self._bound(self._folders[name], pairs)
+            self._resident[name] = self._bound(self._folders[name], tensors)
             self.num_reads += 1
 
     @contextlib.contextmanager
@@ -191,18 +251,17 @@ class Adapters:
         return parts
 
     def _bound(
-        self, folder: AdapterFolder, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+        self, folder: AdapterFolder, tensors: Mapping[str, tuple[torch.Tensor, ...]]
     ) -> _Parts:
         """The parts of an adapter that was read, each with its module."""
         parts: _Parts = []
-        for layer, (first, second) in pairs.items():
-            if layer in folder.widths:
-                pair = LowRankPair(first, second, folder.scale(layer))
-                parts.append((self._modules[layer], pair))
+        for layer in folder.widths:
+            module: Any = self._modules[layer]
+            parts.append((module, _pair(module, tensors[layer], folder.scale(layer))))
         for module_name, places in places_of_experts(self._modules, folder).items():
             module = self._modules[module_name]
             assert isinstance(module, OffloadedExperts)
-            own = {parameter: pairs[place] for place, parameter in places.items()}
+            own = {parameter: tensors[place] for place, parameter in places.items()}
             scales = {
                 parameter: folder.settings.scale(
                     f"{module_name}.{parameter}", len(first) // module.num_experts
@@ -214,17 +273,14 @@ class Adapters:
 
 
 class LoadedAdapter:
-    """The adapter of all passes of a model that is loaded with it, or none.
+    """The adapter of all passes of a model that is loaded with it.
 
     Raises:
         CheckpointError: a file is missing or damaged.
         UnsupportedModelError: it computes something else than low rank, or ``place`` is a GPU.
     """
 
-    def __init__(self, folder: str | Path | None, place: torch.device) -> None:
-        self._folder: AdapterFolder | None = None
-        if folder is None:
-            return
+    def __init__(self, folder: str | Path, place: torch.device) -> None:
         if place.type != "cpu":
             raise UnsupportedModelError(
                 f"{folder}: adapters are computed on the CPU so far, got the device {place}; give "
@@ -235,15 +291,11 @@ class LoadedAdapter:
     def bytes_beside(self, model: Any, num_tokens: int) -> int:
         """What it takes, passes of so many tokens included. Raises UnsupportedModelError, or
         CheckpointError: it is not for this model."""
-        if self._folder is None:
-            return 0
         require_fit(model, self._folder)
         return self._folder.num_bytes + self._folder.workspace_bytes(num_tokens)
 
     def apply(self, model: Any) -> None:
         """Reads it, and adds it to all passes from now on."""
-        if self._folder is None:
-            return
         adapters = Adapters(model, {"": self._folder})
         adapters.reserve(self, "")
         adapters.read("")
@@ -273,6 +325,20 @@ def _too_large(name: str, num_bytes: int, max_bytes: int) -> ValueError:
     )
 
 
+def _pair(module: Any, tensors: Items[torch.Tensor], scale: float) -> LowRankPair:
+    first_LI, second_OL, *magnitudes = tensors
+    if not magnitudes:
+        return LowRankPair(first_LI, second_OL, scale)
+    norms = [  # of some rows at a time: a weight in fp32 may be large
+        torch.addmm(weight_OI.float(), some_OL, first_LI, alpha=scale).norm(dim=1)
+        for weight_OI, some_OL in zip(
+            module.weight.detach().split(_NORM_ROWS), second_OL.split(_NORM_ROWS), strict=True
+        )
+    ]
+    factors_O = magnitudes[0] / torch.cat(norms)
+    return LowRankPair(first_LI, second_OL, scale, factors_O, module.bias)
+
+
 def _adding(
     parts: Items[tuple[slice, LowRankPair]], num_rows: int | None, owner: int | None
 ) -> Any:
@@ -300,7 +366,7 @@ def _adding(
 
 def experts_of(
     module: OffloadedExperts,
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    pairs: Mapping[str, tuple[torch.Tensor, ...]],
     scales: Mapping[str, float],
 ) -> list[LowRankExpert]:
     """Adapters of each expert, out of those of stacked parameters.

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -293,6 +294,20 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    _enforced: dict[str, Any] | None = PrivateAttr(default=None)
+
+    def enforce(self, schema: dict[str, Any]) -> None:
+        """Has a grammar hold calls to a schema that the model is not shown."""
+        self._enforced = schema
+
+    @property
+    def is_strict(self) -> bool:
+        return bool(self.strict) or self._enforced is not None
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The schema that calls are held to."""
+        return self.parameters if self._enforced is None else self._enforced
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
