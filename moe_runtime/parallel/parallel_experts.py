@@ -10,7 +10,7 @@ Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -460,10 +460,25 @@ class ParallelExperts(nn.Module):
         ids_R1 = ids_S.repeat_interleave(counts_S)[:, None].to(rows_RD.device)
         return self.elsewhere(rows_RD, ids_R1, None)
 
+    @property
+    def has_copies(self) -> bool:
+        return any(len(held) > 1 for slices in self.slots.holders for held in slices)
+
+    @torch.no_grad()
+    def fill_copies(self, tensors: Iterable[Tensor]) -> None:
+        """Gives slots here that hold one expert the last one's values, which `logical_state` names;
+        tensors are `[S, ...]`."""
+        last = {expert: slot for slot, expert in enumerate(self.experts_here) if expert >= 0}
+        here = [(slot, last[e]) for slot, e in enumerate(self.experts_here) if e >= 0]
+        for tensor in tensors:
+            for slot, source in here:
+                if slot != source:
+                    tensor[slot] = tensor[source]
+
     def sum_replica_gradients(self) -> None:
         """Gives all copies of an expert the same gradient, before the optimizer's step; a
         collective call."""
-        if any(len(held) > 1 for slices in self.slots.holders for held in slices):
+        if self.has_copies:
             sum_replica_gradients(list(self.parameters()), self.slots, self.transport)
 
     @torch.no_grad()

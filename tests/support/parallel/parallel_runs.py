@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_runtime.cli.commands.train import experts_maker
 from moe_runtime.errors import CapacityError, CheckpointError, RankFailureError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
@@ -26,19 +28,33 @@ from moe_runtime.training.train_run import finish, prepare, start
 
 
 def train(
-    path: str, settings: tuple[str, ...], until: int, resume: bool = False, export: bool = False
+    path: str,
+    settings: tuple[str, ...],
+    until: int,
+    resume: bool = False,
+    export: bool = False,
+    stops: bool = True,
 ) -> float:
-    """Trains in fp64 until a step, from the beginning or the last checkpoint."""
+    """Trains in fp64 until a step, from the beginning or the last checkpoint; `stops` saves what
+    was trained then."""
     torch.set_default_dtype(torch.float64)
     try:
         config = read_tree(TrainConfig, Path(path), settings=settings)
         ranks = OneRank()
         if dist.is_initialized():
-            ranks = SeveralRanks(config)
+            folder = Path(path).parent
+            ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
         with ranks.first_alone():
             preparation = prepare(config, Path(path).parent)
         trainer = start(preparation, resume=resume, ranks=ranks)
-        trainer.train(should_stop=lambda: trainer.step >= until, on_record=lambda record: None)
+
+        def should_stop() -> bool:
+            if trainer.step >= until and not stops:
+                raise InterruptedError
+            return trainer.step >= until
+
+        with contextlib.closing(trainer):
+            trainer.train(should_stop=should_stop, on_record=lambda record: None)
         if ranks.rank == 0:
             finish(preparation, trainer, export=export)
         own = [
@@ -49,6 +65,22 @@ def train(
         return sum(here for _, here in own) / sum(everywhere for everywhere, _ in own)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def interrupted(path: str, settings: tuple[str, ...], at: int, machines: str) -> list[str]:
+    """Trains in fp64 as a process of a machine of its own, which ends at once after a step; the
+    snapshots that its machine has.
+
+    Args:
+        machines: folders that stand for the memory of each machine.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    memory = Path(machines, str(rank))
+    memory.mkdir(exist_ok=True)
+    with mock.patch("moe_runtime.training.snapshots.MEMORY", memory):
+        with contextlib.suppress(InterruptedError):
+            train(path, settings, at, resume=True, stops=False)
+    return sorted(snapshot.name for snapshot in memory.glob("*/*"))
 
 
 def final_parameters(path: Path) -> dict[str, Tensor]:
