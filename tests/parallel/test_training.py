@@ -216,6 +216,17 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path, ranks):
     assert message.startswith("run.host_memory and parallel.zero do not go together yet")
     (message, _) = ranks(2).run(refused, path, away, "parallel.ep=1")
     assert "parallel.ep (1) would make 2 copies, leave it out" in message
+    (message, _) = ranks(2).run(refused, path, away, "parallel.overlap=2")
+    assert "parallel.experts must be static, overlap 1" in message
+    (message, _) = ranks(2).run(refused, path, "parallel.transport=hierarchical")
+    assert "the 2 that divide the experts are not several machines of 2" in message
+    (message, _) = ranks(2).run(refused, path, "parallel.experts=switching", "run.compile=true")
+    assert message.startswith("run.compile and parallel.experts switching do not go together")
+    zbv = ("parallel.pp=2", "parallel.schedule=zbv")
+    (message, _) = ranks(2).run(refused, path, *zbv)
+    assert message.endswith("at most the model.num_layers (3), with 2 stages for each process")
+    (message, _) = ranks(2).run(refused, path, *zbv, "model.num_layers=4", "parallel.zero=3")
+    assert message.startswith("parallel.schedule zbv takes the backward pass apart")
     (message, _) = ranks(2).run(refused, path, "parallel.ep=3")
     assert message == "etp * ep * pp = 1 * 3 * 1 = 3 does not divide the 2 ranks"
     (message, _) = ranks(2).run(refused, path, "parallel.tp=2", "model.num_kv_heads=1")

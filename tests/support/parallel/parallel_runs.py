@@ -55,8 +55,8 @@ def train(
 
         with contextlib.closing(trainer):
             trainer.train(should_stop=should_stop, on_record=lambda record: None)
-        if ranks.rank == 0:
-            finish(preparation, trainer, export=export)
+            if ranks.rank == 0:
+                finish(preparation, trainer, export=export)
         own = [
             (parameter.numel(), getattr(parameter, "to_local", lambda p=parameter: p)().numel())
             for name, parameter in preparation.model.named_parameters()
@@ -77,9 +77,9 @@ def interrupted(path: str, settings: tuple[str, ...], at: int, machines: str) ->
     rank = dist.get_rank() if dist.is_initialized() else 0
     memory = Path(machines, str(rank))
     memory.mkdir(exist_ok=True)
-    with mock.patch("moe_runtime.training.snapshots.MEMORY", memory):
-        with contextlib.suppress(InterruptedError):
-            train(path, settings, at, resume=True, stops=False)
+    in_memory = mock.patch("moe_runtime.training.snapshots.MEMORY", memory)
+    with in_memory, contextlib.suppress(InterruptedError):
+        train(path, settings, at, resume=True, stops=False)
     return sorted(snapshot.name for snapshot in memory.glob("*/*"))
 
 
