@@ -13,6 +13,7 @@ from parallel_runs import (
     failing_digests,
     final_parameters,
     interrupted,
+    order_of_shortcut,
     refused,
     shared,
     smallest_budget,
@@ -326,6 +327,21 @@ def test_gates_see_all_tokens_of_divided_sequences(gate, tmp_path, ranks):
     if "top_k = 1" in gate:
         config = config.replace("top_k = 2\n", "", 1)
     check_two_train_as_one(tmp_path, ranks, config, "parallel.tp=2", steps=2)
+
+
+SHORTCUT = CONFIG.replace(
+    "loss_weights = {", 'shortcut = "middle"\nshared_experts = 1\nloss_weights = {'
+)
+SHORTCUT = SHORTCUT.replace("num_layers = 2", "num_layers = 2\nintermediate_size = 24")
+
+
+def test_rows_of_a_shortcut_travel_while_the_second_attention_computes(tmp_path, ranks):
+    """In both passes: rows leave before it and arrive after it, and so do their gradients."""
+    check_two_train_as_one(tmp_path, ranks, SHORTCUT, "parallel.ep=2", steps=2)
+    path = str(write_run(tmp_path / "order", config=SHORTCUT))
+    forward, backward = ["rows leave", "attention", "rows arrive"], ["gradients leave"]
+    expected = [*forward, *backward, "attention's gradient", "gradients arrive"]
+    assert ranks(2).run(order_of_shortcut, path) == [expected] * 2
 
 
 def test_stages_pass_scores_on_and_compute_again(tmp_path, ranks):

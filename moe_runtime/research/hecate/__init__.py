@@ -538,6 +538,8 @@ class SparseExperts(ParallelExperts):
         ValueError: Experts cut into slices, or ranks that do not divide by machines.
     """
 
+    begins_early = False
+
     def __init__(
         self,
         num_experts: int,

@@ -210,6 +210,8 @@ class SwitchingExperts(ParallelExperts):
         ValueError: Sizes that do not divide, or another layout than the degrees need.
     """
 
+    begins_early = False
+
     def __init__(
         self,
         num_experts: int,

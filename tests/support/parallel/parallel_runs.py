@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from moe_runtime.cli.commands.train import experts_maker
 from moe_runtime.errors import CapacityError, CheckpointError, RankFailureError
+from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.parallel.dispatching import AsyncAllToAll
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.ranks import OneRank, SeveralRanks
@@ -95,6 +98,38 @@ def final_parameters(path: Path) -> dict[str, Tensor]:
         return whole_model(model, last).state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def order_of_shortcut(path: str) -> list[str]:
+    """In which order the rows for experts of another process and the attention before them go."""
+    config = read_tree(TrainConfig, Path(path))
+    ranks = SeveralRanks(config)
+    with ranks.first_alone():
+        preparation = prepare(config, Path(path).parent)
+    with contextlib.closing(start(preparation, resume=False, ranks=ranks)):
+        (block,) = preparation.model.own_blocks()
+        assert isinstance(block, ShortcutBlocks)
+        found: list[str] = []
+        transfer, launch, land = AsyncAllToAll, AsyncAllToAll.launch, AsyncAllToAll.land
+
+        def told(name: str, call: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+            def noting(self: AsyncAllToAll, *rows: Tensor, is_gradient: bool) -> Tensor | None:
+                if not self._is_return:
+                    found.append(f"{'gradients' if is_gradient else 'rows'} {name}")
+                return call(self, *rows, is_gradient=is_gradient)
+
+            return noting
+
+        attention = block.pair.second_attention
+        attention.register_forward_hook(lambda *_: found.append("attention"))
+        attention.register_full_backward_hook(lambda *_: found.append("attention's gradient"))
+        ids = torch.arange(33)[None]
+        with (
+            mock.patch.object(transfer, "launch", told("leave", launch)),
+            mock.patch.object(transfer, "land", told("arrive", land)),
+        ):
+            preparation.model.losses(ids[:, :-1], ids[:, 1:]).cross_entropy.backward()
+    return found
 
 
 def smallest_budget(path: str) -> int:
