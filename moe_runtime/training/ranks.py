@@ -113,6 +113,10 @@ class Pipeline:
         """The losses of windows, without gradients; at most `at_once` parts are under way
         together."""
         found: list[Losses] = []
+        if len(self._modules) > 1:
+            for part in parts:
+                self._measure_in_turn(part)
+            return self._losses_found()
         start = 0
         while start < len(parts):
             end = start + 1
@@ -126,8 +130,35 @@ class Pipeline:
         schedule = self._schedule_for(parts, is_training=is_training)
         windows = torch.cat(list(parts))
         with _own_errors():
-            run = schedule.step if is_training or len(self._modules) == 1 else schedule.eval
-            run(target=windows, windows=windows, return_outputs=False)
+            schedule.step(target=windows, windows=windows, return_outputs=False)
+        return self._losses_found()
+
+    def _measure_in_turn(self, windows: Tensor) -> None:
+        """One stage after another; torch's schedules of two stages have no pass without
+        gradients."""
+        import torch.distributed as dist
+
+        size, group = self._group.size(), self._group
+        here = {module.stage.index: module for module in self._modules}
+
+        def rank_of(stage: int) -> int:
+            return dist.get_global_rank(group, min(stage, 2 * size - 1 - stage))
+
+        passed: tuple[Tensor, ...] = ()
+        for number, module in sorted(here.items()):
+            if number > 0 and number - 1 not in here:
+                shapes = module.received_of(windows)
+                passed = tuple(torch.empty_like(x, device=windows.device) for x in shapes)
+                for tensor in passed:
+                    dist.recv(tensor, rank_of(number - 1), group=group)
+            result = module(*passed, windows=windows)
+            passed = result if isinstance(result, tuple) else (result,)
+            if not module.stage.is_last and number + 1 not in here:
+                for tensor in passed:
+                    dist.send(tensor.contiguous(), rank_of(number + 1), group=group)
+
+    def _losses_found(self) -> list[Losses]:
+        """The losses of the calls since the last time, of all stages of this process."""
         # Blocks that are computed again in the backward pass are no calls of the stage.
         calls = zip(*(module.found for module in self._modules), strict=True)
         found = [_times(_sum(losses), self._group.size()) for losses in calls]
@@ -154,7 +185,7 @@ class Pipeline:
                 )
                 for module in self._modules
             ]
-            name = self._schedule if is_training or len(stages) > 1 else "gpipe"
+            name = self._schedule if is_training else "gpipe"
             make = getattr(pipelining, _SCHEDULES[name])
             own = stages if name in _TAKEN_APART else stages[0]
             loss = self._scaled if is_training else None
