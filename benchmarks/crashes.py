@@ -6,9 +6,6 @@ other kill is a power cut as well: a random half of the blocks that were not flu
 content back. The losses must be those of an undisturbed run.
 """
 
-from __future__ import annotations
-
-import itertools
 import json
 import multiprocessing
 import os
@@ -27,13 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    present_folder,
-    results_parser,
-)
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
 from moe_runtime.training.offload.disk import RecordFile
@@ -157,14 +149,9 @@ def begin(folder: Path, share: float) -> ForkProcess:
     return process
 
 
-def losses_of(folder: Path) -> list[float]:
-    return json.loads((folder / "losses.json").read_text())
-
-
 def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
     """Kills so many processes."""
-    folders, dice = (place / f"run-{number}" for number in itertools.count()), random.Random(seed)
-    whole, folder = next(folders), next(folders)
+    dice, whole, folder = random.Random(seed), place / "run-0", place / "run-1"
     whole.mkdir()
     folder.mkdir()
     begin(whole, 0.3).join()
@@ -173,9 +160,7 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
         is_last = counts["kills"] >= kills
         process = begin(folder, 0.3 if is_last else dice.choice(SHARES))
         process.join(None if is_last else dice.uniform(0, LONGEST_S))
-        if process.is_alive():
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()  # unless it has ended
         process.join()
         if process.exitcode == -signal.SIGKILL:
             counts["kills"] += 1
@@ -186,25 +171,25 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
             continue
         if process.exitcode:
             raise SystemExit(f"seed {seed}, kill {counts['kills']}: a process could not go on")
-        found, expected = losses_of(folder), losses_of(whole)
+        found, expected = ((one / "losses.json").read_text() for one in (folder, whole))
         if found != expected:
             raise SystemExit(f"seed {seed}: losses {found}, undisturbed {expected}")
         counts["runs"] += 1
         if is_last:
             return counts
-        folder = next(folders)
+        folder = place / f"run-{counts['runs'] + 1}"
         folder.mkdir()
 
 
 def main() -> int:
-    parser = results_parser(__doc__)
+    parser = scripting.results_parser(__doc__)
     add = parser.add_argument
-    add("--kills", type=positive, default=50, help="with each seed")
+    add("--kills", type=scripting.positive, default=50, help="with each seed")
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--folder", type=present_folder, default=None, help="on the disk to be tried")
+    add("--folder", type=scripting.present_folder, default=None, help="on the disk to be tried")
     options = parser.parse_args()
     settings = {"kills": options.kills, "steps": STEPS}
-    results = ScriptResults("crashes", options, settings, facts("count", *COUNTED))
+    results = scripting.ScriptResults("crashes", options, settings, facts("count", *COUNTED))
     for seed in options.seeds:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             results.add(f"seed {seed}", [disturb(options.kills, seed, Path(folder))])

@@ -12,8 +12,6 @@ its misses could take, whether logits have the bits of the resident model, and h
 fp32. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys
@@ -28,21 +26,9 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.gpu import (
-    MEMORY,
-    GpuResults,
-    Rates,
-    Repetitions,
-    device_memory,
-    drawn_checkpoint,
-    free_memory,
-    measure_rates,
-    median_s,
-    parse_options,
-    shape_of,
-)
+from moe_runtime.benchmarks.harness import gpu
 from moe_runtime.benchmarks.harness.scripting import positive, run_script
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
 
 PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "moe_runtime")
@@ -57,20 +43,13 @@ METRICS = {
     **{name: Metric("tokens/s", "more") for name in ("tokens_per_s", "prefill_tokens_per_s")},
     **facts("s", "load_s", "misses_bound_s", "stall_s_a_token", *COSTS),
     **facts("count", *WAYS),
-    **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *MEMORY),
+    **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *gpu.MEMORY),
     **facts("count", "missed_a_token"),
     **facts("count", "computed_by_cpu_a_token", "same_bits", better="more"),
     **facts("share", "read_of_copy", "of_bound", "hit_rate", better="more"),
     # of logits, in their standard deviations
     **facts("share", "largest_difference", "error"),
 }
-
-
-class Prompts(NamedTuple):
-    """What is asked: several short prompts `[N, T]`, and a long one `[1, T]`."""
-
-    short_NT: Tensor
-    long_1T: Tensor
 
 
 class Answer(NamedTuple):
@@ -81,12 +60,12 @@ class Answer(NamedTuple):
 
 
 def main() -> int:
-    options = parse_options(__doc__, _add_options)
+    options = gpu.parse_options(__doc__, _add_options)
     if options is None:
         return 2
     moe_runtime.register_with_transformers()
-    shape = shape_of(options.shape, options.layers, is_tiny=options.tiny)
-    rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
+    shape = gpu.shape_of(options.shape, options.layers, is_tiny=options.tiny)
+    rates = gpu.measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
     settings = {
         "model": shape.name,
         "layers": shape.num_layers,
@@ -97,9 +76,9 @@ def main() -> int:
         "rates": rates._asdict(),
     }
     file = f"device-decode-{shape.name}"
-    results = GpuResults("device-decode", file, options, settings, METRICS)
+    results = gpu.GpuResults("device-decode", file, options, settings, METRICS)
     print(rates, flush=True)
-    with drawn_checkpoint(shape, options.device) as folder:
+    with gpu.drawn_checkpoint(shape, options.device) as folder:
         measure(Bench(shape, folder, options, rates, results))
     return results.finish()
 
@@ -119,8 +98,8 @@ class Bench:
         shape: ModelShape,
         folder: Path,
         options: argparse.Namespace,
-        rates: Rates,
-        results: GpuResults,
+        rates: gpu.Rates,
+        results: gpu.GpuResults,
     ) -> None:
         self.shape, self.folder, self.options, self.results = shape, folder, options, results
         self._rates, self._plan, self._host_slot_bytes = rates, None, 0
@@ -129,15 +108,14 @@ class Bench:
         self.exact: Answer | None = None
         # random tokens, without those that models have for other purposes
         generator = torch.Generator().manual_seed(1)
-        self.prompts = Prompts(*(
+        self.short_NT, self.long_1T = (
             torch.randint(2, shape.vocab_size, size, generator=generator).to(options.device)
             for size in ((options.repeats + 1, options.prompt_tokens), (1, options.long_prompt))
-        ))  # fmt: skip
+        )
 
     def is_late(self, name: str) -> bool:
         """Whether this row would take longer than may be, which is noted then."""
-        late = time.time() - self._began_s > self.options.seconds
-        if late:
+        if late := time.time() - self._began_s > self.options.seconds:
             self.results.add(name, LATE)
         return late
 
@@ -154,7 +132,7 @@ class Bench:
             self.row(f"{name}, {cache} cache", model, cache, model.moe.facts.load_s, missing)
         model.moe.close()
         del model
-        free_memory()
+        gpu.free_memory()
 
     def _load(self, share: float, misses: str, host_share: float) -> Any:
         device = self.options.device
@@ -185,22 +163,23 @@ class Bench:
     def row(self, name: str, model: Any, cache: str, load_s: float, misses: str | None) -> None:
         """Measures a model with a kind of cache; `misses` where experts may be missing."""
         options, generation = self.options, {"cache_implementation": cache}
-        prompts, first = self.prompts, {"load_s": load_s}
+        generation |= {"max_new_tokens": options.new_tokens, "do_sample": False}
+        first = {"load_s": load_s}
 
         @torch.inference_mode()
         def read() -> None:
-            model(prompts.long_1T, use_cache=True, logits_to_keep=1)
+            model(self.long_1T, use_cache=True, logits_to_keep=1)
 
         try:
-            prompt_s = median_s(read, options.device, options.repeats)
-            answer = answer_of(model, prompts.short_NT[0], options.new_tokens, **generation)
-            found = decode(model, prompts, options.new_tokens, **generation)
+            prompt_s = gpu.median_s(read, options.device, options.repeats)
+            answer = answer_of(model, self.short_NT[0], **generation)
+            found = decode(model, self.short_NT[1:], options.new_tokens, **generation)
         except RuntimeError as error:  # memory, what compiles, a cache that does not work here
             self.results.add(name, f"{type(error).__name__}: {error}".splitlines()[0][:300])
             return
-        first["prefill_tokens_per_s"] = prompts.long_1T.shape[1] / prompt_s
+        first["prefill_tokens_per_s"] = options.long_prompt / prompt_s
         if hasattr(model, "moe"):
-            first |= device_memory(model.moe.facts.device_plan)
+            first |= gpu.device_memory(model.moe.facts.device_plan)
         for wanted in [*self.answers.values()][:1]:
             beside, self.results.qualities[name] = compare(answer, wanted)
             first |= beside
@@ -279,10 +258,10 @@ def peers(bench: Bench) -> None:
             bench.row(name, model, "dynamic", load_s, None)
     if resident and any(name.startswith(PEER) for name in answers):
         model.set_experts_implementation("eager")
-        bench.exact = exact_answer(model.float(), bench.prompts.short_NT[0], resident[0])
+        bench.exact = exact_answer(model.float(), bench.short_NT[0], resident[0])
         bench.judge(*answers)
     del model
-    free_memory()
+    gpu.free_memory()
 
 
 class TokenClock(BaseStreamer):
@@ -310,20 +289,17 @@ class TokenClock(BaseStreamer):
         return (num_tokens - 1) / (times_s[-1] - times_s[0])
 
 
-def answer_of(model: Any, prompt_T: Tensor, num_tokens: int, **options: Any) -> Answer:
+def answer_of(model: Any, prompt_T: Tensor, **options: Any) -> Answer:
     """What a model says, and why; also a warm-up."""
-    found = model.generate(
-        prompt_T[None], max_new_tokens=num_tokens, do_sample=False, output_logits=True,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
+    told = {"output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(prompt_T[None], **told, **options)
     return Answer(found.sequences[0, len(prompt_T) :], torch.cat(found.logits))
 
 
-def decode(model: Any, prompts: Prompts, num_tokens: int, **options: Any) -> Repetitions:
-    """Tokens a second after the first token, for each prompt but the first."""
-    runtime, found = getattr(model, "moe", None), Repetitions()
-    options |= {"max_new_tokens": num_tokens, "do_sample": False}
-    for prompt_T in prompts.short_NT[1:]:
+def decode(model: Any, prompts_NT: Tensor, num_tokens: int, **options: Any) -> gpu.Repetitions:
+    """Tokens a second after the first token, for each prompt."""
+    runtime, found = getattr(model, "moe", None), gpu.Repetitions()
+    for prompt_T in prompts_NT:
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
         model.generate(prompt_T[None], streamer=clock, **options)
         experts = _experts(runtime.stats(), num_tokens - 1) if runtime else {}

@@ -6,8 +6,6 @@ part of them as 24 GB hold of the whole model's 60 GB. It measures tokens a seco
 link, waits, peak memory, and losses, which must agree. `--device cpu --tiny` is a rehearsal.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -15,21 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.gpu import (
-    MEMORY,
-    GpuResults,
-    Rates,
-    Repetitions,
-    device_memory,
-    drawn_checkpoint,
-    free_memory,
-    measure_rates,
-    parse_options,
-    shape_of,
-    wait_for,
-)
+from moe_runtime.benchmarks.harness import gpu
 from moe_runtime.benchmarks.harness.scripting import positive, run_script
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetune_run import prepare, start
@@ -44,7 +30,7 @@ TOLERANCE = 1e-3
 METRICS = {
     "tokens_per_s": Metric("tokens/s", "more"),
     "step_s": Metric("s"),
-    **facts("bytes", "copied_bytes", *MEMORY),
+    **facts("bytes", "copied_bytes", *gpu.MEMORY),
     **facts("s", "link_s", "stall_s"),
     **facts("nats", "loss"),
     **facts("count", "experts_with_slots", better="more"),
@@ -52,11 +38,11 @@ METRICS = {
 
 
 def main() -> int:
-    options = parse_options(__doc__, _add_options)
+    options = gpu.parse_options(__doc__, _add_options)
     if options is None:
         return 2
-    shape = shape_of("qwen3-30b-a3b", options.layers, is_tiny=options.tiny)
-    rates = measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
+    shape = gpu.shape_of("qwen3-30b-a3b", options.layers, is_tiny=options.tiny)
+    rates = gpu.measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
     settings = {
         "model": shape.name,
         "layers": shape.num_layers,
@@ -67,28 +53,30 @@ def main() -> int:
         **{name: getattr(options, name) for name in ("rank", "context")},
     }
     file = f"device-training-{shape.name}"
-    results = GpuResults("device-training", file, options, settings, METRICS)
-    with drawn_checkpoint(shape, options.device) as folder:
+    results = gpu.GpuResults("device-training", file, options, settings, METRICS)
+    with gpu.drawn_checkpoint(shape, options.device) as folder:
         (folder.parent / "text.txt").write_text(language_reference())
         for share in (1.0, SHARE):
-            free_memory()
+            gpu.free_memory()
             results.add(f"{share:.0%} resident", measure(folder, share, options, rates))
     note_aims(results)
     return results.finish()
 
 
-def measure(folder: Path, share: float, options: argparse.Namespace, rates: Rates) -> Repetitions:
+def measure(
+    folder: Path, share: float, options: argparse.Namespace, rates: gpu.Rates
+) -> gpu.Repetitions:
     """Steps of a run with slots for a share of the experts; the first one is not timed."""
     config = _config(folder, share, options)
     preparation = prepare(config if share == 1 else _with_share(config, share))
     memory: Any = preparation.memory
     trainer = start(preparation, resume=False)
     optimizer: Any = trainer.optimizer
-    steps, before = Repetitions(), dict[str, float]()
+    steps, before = gpu.Repetitions(), dict[str, float]()
 
     def note(record: Any) -> None:
         nonlocal before
-        wait_for(options.device)
+        gpu.wait_for(options.device)
         stats, step = optimizer.stats(), {"loss": record.loss}
         now = {
             "step_s": time.perf_counter(),
@@ -105,12 +93,12 @@ def measure(folder: Path, share: float, options: argparse.Namespace, rates: Rate
 
     trainer.train(should_stop=lambda: False, on_record=note)
     plan = memory.device or memory.host
-    steps[0] |= {"experts_with_slots": plan.num_slots, **device_memory(memory.device)}
+    steps[0] |= {"experts_with_slots": plan.num_slots, **gpu.device_memory(memory.device)}
     trainer.close()
     return steps
 
 
-def note_aims(results: GpuResults) -> None:
+def note_aims(results: gpu.GpuResults) -> None:
     (resident, steps), (partial, others) = results.systems.items()
     speed, whole = (results.value(name, "tokens_per_s") or 0.0 for name in (partial, resident))
     results.aim(partial, "speed beside resident", AIM, speed / whole)

@@ -5,8 +5,6 @@ experts that travelled, seconds of preparation, and the longest wait of any requ
 answers must be those of one process. Ranks share this machine's cores: this measures no speed.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time
@@ -19,12 +17,8 @@ import torch
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-)
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, positive, results_parser
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (
     ChangeReport,

@@ -6,9 +6,6 @@ cache was before (`pip_cache`), and whether pip looks in folders of this machine
 The exit code is 1 where a step fails; then nothing is saved.
 """
 
-from __future__ import annotations
-
-import contextlib
 import os
 import re
 import signal
@@ -21,15 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import (
-    ROOT,
-    ScriptResults,
-    present_folder,
-    results_parser,
-    run_script,
-)
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.suite import Metric, facts
+from moe_runtime.benchmarks.suite.programs import running
 
+ROOT = scripting.ROOT
 WORDS = {
     "clone_s": "git clone",
     "install_s": "make install",
@@ -66,25 +59,13 @@ def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
     """Runs a command to its end; what it began ends with it, whatever happens."""
     with tempfile.TemporaryFile("w+") as complaints:
         began = time.perf_counter()
-        with subprocess.Popen(
-            words,
-            cwd=place,
-            env={**os.environ, **more},
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            text=True,
-            start_new_session=True,
-        ) as process:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": complaints, "text": True}
+        with running(words, cwd=place, env={**os.environ, **more}, **pipes) as process:
             assert process.stdout is not None
-            try:
-                output = process.stdout.read(1)
-                first_s = time.perf_counter() - began
-                output += process.stdout.read()
-                code = process.wait()
-            except BaseException:
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
+            output = process.stdout.read(1)
+            first_s = time.perf_counter() - began
+            output += process.stdout.read()
+            code = process.wait()
         seconds = time.perf_counter() - began
         if code:
             complaints.seek(0)
@@ -141,12 +122,14 @@ def _pip(*words: str) -> str | None:
 
 
 def main() -> int:
-    parser = results_parser(__doc__, "--tests=run the whole suite in the clone, too")
-    parser.add_argument("--folder", type=present_folder, help="where the clone lies meanwhile")
+    parser = scripting.results_parser(__doc__, "--tests=run the whole suite in the clone, too")
+    parser.add_argument(
+        "--folder", type=scripting.present_folder, help="where the clone lies meanwhile"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pip = pip_facts()
-    results = ScriptResults("fresh-clone", options, {"model": "pocket", **pip}, METRICS)
+    results = scripting.ScriptResults("fresh-clone", options, {"model": "pocket", **pip}, METRICS)
     _say(f"pip's cache: {pip['pip_cache']}, {pip['pip_cache_bytes']} bytes")
     try:
         with tempfile.TemporaryDirectory(prefix="moe-clone-", dir=options.folder) as folder:
@@ -163,4 +146,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(scripting.run_script(main))

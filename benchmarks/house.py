@@ -4,8 +4,6 @@ Counts lines and files by room, words and sentences of the pages, files that `lo
 and Python calls of ours in a decode layer. Another checkout needs its native libraries built.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, results_parser
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.lab.this_machine import commit
 
 TOPS = ("moe_runtime", "kernels", "policies", "models", "benchmarks")

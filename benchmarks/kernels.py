@@ -7,22 +7,21 @@ peak of both passes. Then single products and quantised layers, and what is aime
 `--only` measure less. `--device cpu --tiny` is a rehearsal without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import moe_runtime
+from moe_runtime.benchmarks.cases.products import median_seconds
 from moe_runtime.benchmarks.harness.gpu import GpuResults, parse_options
 from moe_runtime.benchmarks.harness.gpu import median_s as wall_median_s
 from moe_runtime.benchmarks.harness.scripting import run_script
-from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import ActivationSpec, QuantizedExperts, expert_mlp
@@ -102,9 +101,9 @@ METRICS = {
 
 
 class Peak(NamedTuple):
-    """What the device can do: TFLOP/s of a dense bf16 product, bytes a second of a copy."""
+    """What the device can do: a dense bf16 product, and a copy in bytes a second."""
 
-    tflops: float
+    dense_tflops: float
     copy_bytes_s: float
 
 
@@ -116,7 +115,7 @@ def main() -> int:
     device, is_tiny = options.device, options.tiny
     only = options.only or (["shapes"] if options.shape else PARTS)
     peak = measure_peak(device, 256 if is_tiny else 8192)
-    settings = {"dense_tflops": peak.tflops, "copy_bytes_s": peak.copy_bytes_s, "shapes": {}}
+    settings = peak._asdict() | {"shapes": {}}
     results = GpuResults("device-kernels", "kernels", options, settings, METRICS)
     print(peak)
     shapes = TINY if is_tiny else SHAPES
@@ -240,7 +239,7 @@ def measure(
         "forward_tflops": forward_tflops,
         "backward_tflops": 2 * shape.forward_flops / backward_s / 1e12,
         "both_tflops": 3 * shape.forward_flops / both_s / 1e12,
-        "forward_of_dense": forward_tflops / peak.tflops,
+        "forward_of_dense": forward_tflops / peak.dense_tflops,
         "read_of_copy": read_s / forward_s,
         "graph_read_of_copy": None if graph_forward_s is None else read_s / graph_forward_s,
         "kept_bytes": kept_bytes,
@@ -283,21 +282,19 @@ def measure_products(device: str, *, tiny: bool) -> dict[str, dict[str, float]]:
         if not x.is_cuda or linears_of_a_row(x[:1], *((one, None) for one in weights)) is None:
             each(*weights)
 
+    dense = partial(torch.bmm, equal, weight.mT)
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "grouped product": (
-            lambda: grouped_gemm(x, weight, offsets),
-            lambda: torch.bmm(equal, weight.mT),
-        ),
-        "sampled dense-dense": (
-            lambda: sdd(x, flat.T, topology),
-            lambda: torch.bmm(equal, weight.mT),
-        ),
-        "dense-sparse": (lambda: dsd(values, flat, topology), lambda: torch.bmm(hidden, weight)),
+        "grouped product": (partial(grouped_gemm, x, weight, offsets), dense),
+        "sampled dense-dense": (partial(sdd, x, flat.T, topology), dense),
+        "dense-sparse": (partial(dsd, values, flat, topology), partial(torch.bmm, hidden, weight)),
         "skewed loads, beside padding": (
-            lambda: grouped_gemm(x, weight, skewed),
-            lambda: torch.bmm(padded, weight.mT),
+            partial(grouped_gemm, x, weight, skewed),
+            partial(torch.bmm, padded, weight.mT),
         ),
-        "combine, beside a copy": (lambda: combine(x, gates, order), lambda: target.copy_(source)),
+        "combine, beside a copy": (
+            partial(combine, x, gates, order),
+            partial(target.copy_, source),
+        ),
         PROJECTIONS: (
             lambda: [together(*one) for one in layers],
             lambda: [each(*one) for one in layers],
@@ -385,12 +382,8 @@ def _seconds(call: Callable[[], Any], in_graph: bool, device: str) -> float:
 
 def median_s(call: Callable[[], Any], device: str) -> float:
     """Median seconds of a call; by the GPU's own clock, with a cold cache, where there is one."""
-    if device != "cuda":
-        return wall_median_s(call, device)
-    from triton.testing import do_bench
-
     call()
-    return cast(float, do_bench(call, return_mode="median")) / 1e3
+    return wall_median_s(call, device) if device != "cuda" else median_seconds(call)
 
 
 def graph_s(call: Callable[[], Any], device: str) -> float | None:

@@ -5,8 +5,6 @@ length: what a step reads is as much as after a prompt of that length, which tak
 take turns, each loaded anew. The slots are those that `--host-memory` has for the same length.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time
@@ -16,15 +14,9 @@ from typing import Any
 import torch
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    plain,
-    positive,
-    results_parser,
-    run_script,
-)
-from moe_runtime.benchmarks.suite.results import Metric, facts
-from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
+from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.suite import Metric, facts
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, with_layers
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
 from moe_runtime.config import KV_CACHES, parse_bytes
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -74,18 +66,18 @@ def steps_of(checkpoint: Path, form: str, num_tokens: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = results_parser(__doc__)
+    parser = scripting.results_parser(__doc__)
     parser.add_argument("--shape", default="olmoe-1b-7b", help="as of `bench latency`")
-    parser.add_argument("--layers", type=positive, default=4)
-    parser.add_argument("--tokens", type=positive, default=32768)
+    parser.add_argument("--layers", type=scripting.positive, default=4)
+    parser.add_argument("--tokens", type=scripting.positive, default=32768)
     parser.add_argument("--host-memory", default="8GiB", help="the budget whose slots are told")
-    parser.add_argument("--repetitions", type=positive, default=5)
+    parser.add_argument("--repetitions", type=scripting.positive, default=5)
     options = parser.parse_args()
-    shape = shape_of_name(options.shape, options.layers)
+    shape = with_layers(SHAPES, options.shape, options.layers)
     names = ("shape", "layers", "tokens", "host_memory", "repetitions")
     settings = {name: getattr(options, name) for name in names} | {"weights": "random"}
-    file = f"long-decode-{plain(options.shape)}"
-    results = ScriptResults("long-decode", options, settings, METRICS, file=file)
+    file = f"long-decode-{scripting.plain(options.shape)}"
+    results = scripting.ScriptResults("long-decode", options, settings, METRICS, file=file)
     found: dict[str, list[dict[str, float]]] = {form: [] for form in KV_CACHES}
     writing: dict[str, Any] = {"keep": False, "needs_gguf": False, "say": print}
     with shape_checkpoint(shape, shapes_folder(), **writing) as files:
@@ -105,4 +97,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(scripting.run_script(main))

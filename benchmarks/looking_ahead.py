@@ -6,22 +6,14 @@ of these tokens is weighed by that probability, and by how soon they come. A con
 the next tokens really go. Results are the shares of the way from LRU to the optimum.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 
 import numpy as np
 
+from moe_runtime.benchmarks import prefetch_matrix
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, run_script
-from moe_runtime.benchmarks.prefetch_matrix import (
-    SHARES,
-    optimum,
-    served_and_learned,
-    taught,
-    traces_parser,
-)
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
@@ -102,11 +94,11 @@ def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np
 
 
 def main() -> int:
-    parser = traces_parser(__doc__, steps=200)
+    parser = prefetch_matrix.traces_parser(__doc__, steps=200)
     parser.add_argument("--acceptance", type=float, default=0.6, help="of each drafted token")
     options = parser.parse_args()
-    served, learned = served_and_learned(options)
-    routes, new_taught = routes_of(served.trace), taught(learned)
+    served, learned = prefetch_matrix.served_and_learned(options)
+    routes, new_taught = routes_of(served.trace), prefetch_matrix.taught(learned)
     predictor = make_estimator("combined", learned.shape)
     predictor.fit(learned)
     visited = visits(routes.expert_ids, learned.shape.num_experts)
@@ -121,14 +113,14 @@ def main() -> int:
     settings = {"trace": options.trace.name, "train": options.train.name}
     settings |= {"acceptance": options.acceptance, "steps": options.steps}
     results = ScriptResults("looking-ahead", options, settings, METRICS)
-    for share in SHARES:
+    for share in prefetch_matrix.SHARES:
         num_slots = round(share * learned.shape.num_layers * learned.shape.num_experts)
         shares = even_shares(num_slots, learned.shape.num_layers)
 
         def hits(make: Maker, num_slots: int = num_slots, shares: list[int] = shares) -> float:
             return replay_demand(served, lambda _: LayerShares(make, shares), num_slots).hit_rate
 
-        least, most = hits(LRU), optimum(served, num_slots).hit_rate
+        least, most = hits(LRU), prefetch_matrix.optimum(served, num_slots).hit_rate
         kinds: dict[str, ReuseEstimator | CompiledReuse | Ahead] = {"past only": new_taught()}
         for name, (chances, belief) in ways.items():
             for number in (1, 2, 4, 8):

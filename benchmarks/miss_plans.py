@@ -7,8 +7,6 @@ are copies of every missing expert, the CPU for every missing expert, and what t
 Shape suffixes: N sequences, S steps, L layers, K top-k.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys
@@ -20,13 +18,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
 from moe_runtime.lab.traces.readers import read_any_trace
@@ -89,8 +82,7 @@ class MissReplay:
     ) -> None:
         """The CPU takes ten times as long for the first ``num_slow`` experts."""
         self._machine, self._way, self._num_slots = machine, way, num_slots
-        self._new_policy = new_policy
-        self._speeds, self._drawn = MissSpeeds(), random.Random(0)
+        self._new_policy, self._speeds, self._drawn = new_policy, MissSpeeds(), random.Random(0)
         self._uses, self._num_slow = RecentUses(), num_slow
         self._policies: list[EvictionPolicy[int]] = []
         self._behind_s = 0.0  # of the link, for what nobody waits for
@@ -132,17 +124,14 @@ class MissReplay:
         for expert in rows.keys() - missing.keys():
             policy.touch(expert)
         residents_s = self._machine.product_s * (len(missing) < len(rows))
-        plan, spent_s, kept = MissPlan((), (), residents_s), residents_s, list[int]()
-        if missing:
-            plan = self._plan(missing, has_residents=residents_s > 0)
-            if not self._behind_s:
-                kept = [expert for expert in plan.kept if self._is_worth(layer, expert)]
-            spent_s = self._spend(plan, len(kept), rows, residents_s)
-        else:
-            self._behind_s = max(0.0, self._behind_s - spent_s)
-        for expert in plan.copied:
-            self._insert(policy, expert, rows)
-        for expert in kept:
+        if not missing:
+            self._behind_s = max(0.0, self._behind_s - residents_s)
+            return residents_s, residents_s
+        plan, kept = self._plan(missing, has_residents=residents_s > 0), list[int]()
+        if not self._behind_s:
+            kept = [expert for expert in plan.kept if self._is_worth(layer, expert)]
+        spent_s = self._spend(plan, len(kept), rows, residents_s)
+        for expert in (*plan.copied, *kept):
             self._insert(policy, expert, rows)
         return plan.seconds or spent_s, spent_s
 
@@ -173,9 +162,8 @@ class MissReplay:
         machine, speeds = self._machine, self._speeds
         speeds.launch.add(machine.product_s)
         speeds.back.add(machine.return_s)
-        return speeds.plan(
-            missing, (), copy_s=machine.copy_s, read_s=0.0, has_residents=has_residents
-        )
+        links = {"copy_s": machine.copy_s, "read_s": 0.0}
+        return speeds.plan(missing, (), has_residents=has_residents, **links)
 
     def _spend(
         self, plan: MissPlan, num_kept: int, rows: Mapping[int, int], residents_s: float
@@ -235,10 +223,12 @@ def compare(machine: Machine, num_slots: int, paths_NSLK: np.ndarray) -> dict[st
 
 
 def main() -> int:
-    parser = results_parser(__doc__)
+    parser = scripting.results_parser(__doc__)
     parser.add_argument("trace", type=Path, help="recorded routing")
-    parser.add_argument("--steps", type=positive, default=150, help="of each sequence")
-    parser.add_argument("--weights", type=positive, default=3 * 2880 * 2880, help="of one expert")
+    parser.add_argument("--steps", type=scripting.positive, default=150, help="of each sequence")
+    parser.add_argument(
+        "--weights", type=scripting.positive, default=3 * 2880 * 2880, help="of one expert"
+    )
     options = parser.parse_args()
     routes = routes_of(read_any_trace(options.trace))
     spans = [routes.tokens_of(number) for number in range(routes.num_sequences)]
@@ -251,7 +241,7 @@ def main() -> int:
     paths_NSLK = np.stack([routes.expert_ids[span][: options.steps] for span in long[:4]])
     num_experts = int(paths_NSLK.max()) + 1
     settings = {"trace": options.trace.name, "steps": options.steps, "weights": options.weights}
-    results = ScriptResults("miss-plans", options, settings, METRICS)
+    results = scripting.ScriptResults("miss-plans", options, settings, METRICS)
     cases = itertools.product(WEIGHT_BYTES.items(), LINKS_GB_S, CPUS_GB_S, SHARES, SEQUENCES)
     for (dtype, weight_bytes), link, cpu, share, number in cases:
         machine = machine_of(options.weights * weight_bytes, link * 1e9, cpu * 1e9)
@@ -261,4 +251,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(scripting.run_script(main))

@@ -5,10 +5,6 @@ Each part is ended when its time is over; the next one gets what it leaves. `--t
 fails stops no other: the exit code is 1 then.
 """
 
-from __future__ import annotations
-
-import contextlib
-import os
 import re
 import shlex
 import shutil
@@ -23,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from moe_runtime.benchmarks.harness.scripting import parser_of
+from moe_runtime.benchmarks.suite.programs import running
 from moe_runtime.kernels.grouped_gemm.tile import cache_folder
 
 GRACE_S = 15.0
@@ -85,25 +82,13 @@ def run_parts(
 
 def _run(command: Sequence[str], output: int, seconds: float, root: Path) -> str:
     """Runs a program; interrupts it when it is late, then kills it and all that it has started."""
-    program = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, cwd=root, start_new_session=True
-    )
-    try:
-        status = program.wait(max(0.0, seconds))
-        return "done" if status == 0 else f"failed with {status}"
-    except subprocess.TimeoutExpired:
-        return LATE
-    finally:
+    pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+    with running(command, asked=signal.SIGINT, grace_s=GRACE_S, cwd=root, **pipes) as program:
         try:
-            if program.poll() is None:
-                program.send_signal(signal.SIGINT)
-                program.wait(GRACE_S)
+            status = program.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            print("it does not end by an interrupt, and is killed", flush=True)
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # none is left
-                os.killpg(program.pid, signal.SIGKILL)
-            program.wait()
+            return LATE
+        return "done" if status == 0 else f"failed with {status}"
 
 
 ROOT = Path(__file__).resolve().parents[1]

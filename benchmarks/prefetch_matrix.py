@@ -6,8 +6,6 @@ used: the seconds follow from the machine. The policy, the predictor, the admiss
 the controller are the objects that run live.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools
@@ -17,34 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_runtime.benchmarks.cases.routed import TracedModel, take_routes
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.lab.replay.timed import Machine, TimedReplay, replay_timed
 from moe_runtime.lab.replay.untimed import DemandReplay, replay_demand
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.lab.traces.routes import routes_of, trace_of_routes
 from moe_runtime.lab.traces.workload import Workload, workload_of
-from moe_runtime.policies.eviction import LRU, LayerShares, Setting, even_shares, make_policy
+from moe_runtime.policies.eviction import LRU, LayerShares, Setting, even_shares, make_policy, reuse
 from moe_runtime.policies.eviction.base import Maker
-from moe_runtime.policies.eviction.reuse import (
-    CompiledReuse,
-    ReuseEstimator,
-    maker_of,
-    new_estimator,
-    teach,
-)
-from moe_runtime.policies.prediction import (
-    Estimator,
-    Routes,
-    TrackedPredictor,
-    make_estimator,
-)
+from moe_runtime.policies.prediction import Estimator, Routes, TrackedPredictor, make_estimator
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.policies.prefetch import Controller
 
@@ -71,15 +52,15 @@ def machine_of(expert_bytes: int, link_gb_s: float) -> Machine:
     )
 
 
-def taught(learned: Routes) -> Callable[[], ReuseEstimator | CompiledReuse]:
+def taught(learned: Routes) -> Callable[[], reuse.ReuseEstimator | reuse.CompiledReuse]:
     """Makes estimators of `reuse` that begin with what was taught, and nothing of the last one."""
-    first = new_estimator(learned.shape)
-    if not teach(first, learned):
+    first = reuse.new_estimator(learned.shape)
+    if not reuse.teach(first, learned):
         raise UnsupportedUseError("the trace of --train has too few tokens; record more prompts")
     state = first.learned()
 
-    def make() -> ReuseEstimator | CompiledReuse:
-        estimator = new_estimator(learned.shape)
+    def make() -> reuse.ReuseEstimator | reuse.CompiledReuse:
+        estimator = reuse.new_estimator(learned.shape)
         estimator.restore(state)
         return estimator
 
@@ -111,11 +92,11 @@ def optimum(served: Workload, num_slots: int) -> DemandReplay:
 
 
 def traces_parser(doc: str | None, *, steps: int) -> argparse.ArgumentParser:
-    parser = results_parser(doc)
+    parser = scripting.results_parser(doc)
     parser.add_argument("trace", type=Path, help="recorded routing that is served")
     parser.add_argument("--train", type=Path, required=True, help="other requests, which teach")
-    parser.add_argument("--requests", type=positive, default=4, help="that are served")
-    parser.add_argument("--steps", type=positive, default=steps, help="of each request")
+    parser.add_argument("--requests", type=scripting.positive, default=4, help="that are served")
+    parser.add_argument("--steps", type=scripting.positive, default=steps, help="of each request")
     return parser
 
 
@@ -162,38 +143,9 @@ def compare(
     return found
 
 
-def draw(results: ScriptResults, path: Path) -> None:
-    """Milliseconds of a step by share and link, with the bound of each predictor as a mark."""
-    from moe_runtime.lab.report.page import INK, SERIES, drawing
-
-    cases = dict.fromkeys(tuple(name.split("; ")[:2]) for name in results.systems)
-    columns = list(dict.fromkeys(name.split("; ", 2)[2] for name in results.systems))
-    with drawing() as new_figure:
-        rows = -(-len(cases) // len(SHARES))
-        figure = new_figure(figsize=(10, 2.6 * rows))
-        for number, case in enumerate(cases, 1):
-            axes = figure.add_subplot(rows, len(SHARES), number)
-            for place, kind in enumerate(("off_s", "enforce_s", "auto_s", "bound_s")):
-                values = [results.value("; ".join((*case, one)), kind) or 0.0 for one in columns]
-                heights = [1e3 * value for value in values]
-                if kind == "bound_s":
-                    axes.plot(range(len(columns)), heights, "_", color=INK, label="bound")
-                else:
-                    where = [at + 0.27 * (place - 1) for at in range(len(columns))]
-                    axes.bar(where, heights, 0.25, color=SERIES[place], label=kind[:-2])
-            axes.set_title(", ".join(case), fontsize=8)
-            axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=5)
-            axes.set_ylabel("ms", fontsize=7)
-        figure.legend(
-            *figure.axes[-1].get_legend_handles_labels(), loc="outside upper right", ncols=4
-        )
-        figure.savefig(path, dpi=100)
-
-
 def main() -> int:
     parser = traces_parser(__doc__, steps=100)
-    parser.add_argument("--expert-bytes", type=positive, default=13_300_000)
-    parser.add_argument("--picture", type=Path, help="draw the steps here")
+    parser.add_argument("--expert-bytes", type=scripting.positive, default=13_300_000)
     options = parser.parse_args()
     served, learned = served_and_learned(options)
     signature, shape = served.trace.signature, learned.shape
@@ -203,21 +155,19 @@ def main() -> int:
     new_taught = taught(learned)
     policies: dict[str, Callable[[], Maker]] = {
         "lru": lambda: LRU,
-        "reuse": lambda: maker_of(new_estimator(shape)),
-        "reuse, taught": lambda: maker_of(new_taught()),
+        "reuse": lambda: reuse.maker_of(reuse.new_estimator(shape)),
+        "reuse, taught": lambda: reuse.maker_of(new_taught()),
     }
     settings = {"trace": options.trace.name, "train": options.train.name, "steps": options.steps}
-    results = ScriptResults("prefetch-matrix", options, settings, METRICS)
+    results = scripting.ScriptResults("prefetch-matrix", options, settings, METRICS)
     for link, share, policy in itertools.product(LINKS_GB_S, SHARES, policies):
         num_slots = round(share * signature.num_layers * signature.num_experts)
         machine = machine_of(options.expert_bytes, link)
         found = compare(served, policies[policy], machine, num_slots, estimators)
         for name, numbers in found.items():
             results.add(f"{link} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
-    if options.picture is not None:
-        draw(results, options.picture)
     return results.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(scripting.run_script(main))

@@ -6,9 +6,6 @@ the simulator's prediction beside each. Runs under `torchrun` as well, with one 
 Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slots.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import statistics
 import sys
@@ -23,17 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
+from moe_runtime.benchmarks.cases.dispatch import meet, ranks_here
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
-from moe_runtime.benchmarks.suite.results import Metric
+from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
-from moe_runtime.lab.simulate.scaling import (
-    LayerSchedule,
-    LayerWorkload,
-    predict_layer,
-    write_machine,
-)
+from moe_runtime.lab.simulate import scaling
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -228,17 +220,17 @@ class Layer:
             cluster = replace(cluster, ranks_per_node=2, processors_per_node=shared)
         slowdown_P = torch.ones(size, dtype=torch.float64)
         slowdown_P[0] = case.straggler
-        workload = LayerWorkload(
+        workload = scaling.LayerWorkload(
             rows_PP=torch.stack(rows_PP).double().numpy(),
             row_bytes=4 * DIM,
             flops_per_row=FLOPS_PER_ROW,
             gate_s=fixed_s,
             slowdown_P=slowdown_P.numpy(),
         )
-        schedule = LayerSchedule(
+        schedule = scaling.LayerSchedule(
             degree=case.degree, hierarchical=case.hierarchical, is_local_first=case.is_local_first
         )
-        return predict_layer(cluster, workload, schedule).layer_s
+        return scaling.predict_layer(cluster, workload, schedule).layer_s
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -279,15 +271,11 @@ def _words(row: dict[str, Any]) -> str:
     )
 
 
-def _measure_here(rank: int, size: int, folder: str, rounds: int) -> None:
-    """One of the processes that this script starts by itself."""
-    torch.set_num_threads(1)
-    store = f"file://{Path(folder, f'store-{size}')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    found = measure(rounds)
-    if rank == 0:
-        Path(folder, f"{size}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def follow(number: int, rounds: int, num_ranks: int, store: str) -> None:
+    """What the ranks after the first one do, where this script starts them."""
+    meet(number + 1, num_ranks, store, lambda: None)
+    measure(rounds)
+    os._exit(0)  # threads of gloo abort an ordinary exit now and then
 
 
 def main() -> int:
@@ -308,8 +296,9 @@ def main() -> int:
         measured = []
         with tempfile.TemporaryDirectory() as folder:
             for size in sorted(options.ranks):
-                spawn(_measure_here, (size, folder, options.rounds), nprocs=size)
-                measured.append(json.loads(Path(folder, f"{size}.json").read_text()))
+                store = str(Path(folder, f"store-{size}"))
+                with ranks_here(options.rounds, size, store, follow):
+                    measured.append(measure(options.rounds))
     rows = {_words(row): row for group in measured for row in group["layers"]}
     errors = [abs(row["error"]) for row in rows.values()]
     spread = f"median {statistics.median(errors):.0%}, largest {max(errors):.0%}"
@@ -323,7 +312,7 @@ def main() -> int:
         cluster = measured[0]["cluster"]
         fields = cluster | {name: Link(**cluster[name]) for name in ("intra", "inter")}
         said = "Measured by benchmarks/scaling.py."
-        write_machine(Cluster(**fields), options.write_machine, said)
+        scaling.write_machine(Cluster(**fields), options.write_machine, said)
     return results.finish()
 
 

@@ -332,7 +332,7 @@ OWN_WRITERS = {
     "moe_runtime/checkpoints/safetensors_index.py": "replace_folder",
     "moe_runtime/checkpoints/packing/writer.py": "replace_folder, from a folder that is taken up",
     "moe_runtime/inference/hugging_face/saving.py": "replace_folder",
-    "benchmarks/synthetic/checkpoint_writer.py": "replace_folder",
+    "benchmarks/synthetic/model_shapes.py": "replace_folder",
     "benchmarks/synthetic/texts.py": "replace_folder",
     "benchmarks/synthetic/config_shape.py": "replace_folder",
     "benchmarks/synthetic/gguf_files.py": "replace_folder",

@@ -18,25 +18,10 @@ from typing import Any
 
 import torch
 
-from moe_runtime.benchmarks.suite.results import Metric, describe_compared, make_results
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    Rules,
-    StoppedRepetitionError,
-    peer_failures,
-    run_in_turn,
-)
+from moe_runtime.benchmarks import suite
 from moe_runtime.errors import MoERuntimeError, named_failure
 from moe_runtime.files import read_toml, remove_or_warn
-from moe_runtime.training.config_tree import (
-    build_tree,
-    lay_over,
-    leaves,
-    set_key,
-    split_setting,
-    toml_value,
-)
+from moe_runtime.training import config_tree
 from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
 from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.entry import expert_parameters, find_sites
@@ -56,12 +41,12 @@ _OVERWRITTEN = {
 }
 """Keys that are the same in all trainings, and why."""
 METRICS = {
-    "loss": Metric("nats"),
-    "held_out_loss": Metric("nats"),
-    "max_load": Metric("share"),
-    "dropped_share": Metric("share"),
-    "state_bytes_per_parameter": Metric("bytes"),
-    "tokens_per_s": Metric("tokens/s", "more"),
+    "loss": suite.Metric("nats"),
+    "held_out_loss": suite.Metric("nats"),
+    "max_load": suite.Metric("share"),
+    "dropped_share": suite.Metric("share"),
+    "state_bytes_per_parameter": suite.Metric("bytes"),
+    "tokens_per_s": suite.Metric("tokens/s", "more"),
 }
 """Those of the steps are means of the last fifth of them; bytes are those of offloaded experts."""
 
@@ -80,8 +65,10 @@ def read_variants(
     tree = read_toml(path)
     tables = tree.pop("variants", {})
     with _blamed(BASE, path):
-        configured = build_tree(TrainConfig, tree).run.steps
-        set_key(tree, "run.steps", configured if steps_of is None else steps_of(configured))
+        configured = config_tree.build_tree(TrainConfig, tree).run.steps
+        config_tree.set_key(
+            tree, "run.steps", configured if steps_of is None else steps_of(configured)
+        )
     if not isinstance(tables, dict):
         raise ValueError(f"{path}: variants must be tables [variants.NAME], got {tables!r}")
     asked = [*tables.items(), *(one for words in vary for one in _changes(words))]
@@ -97,7 +84,7 @@ def read_variants(
         if name in found:
             raise ValueError(f"{path}: variant {name!r} is asked for twice")
         with _blamed(name, path):
-            config = build_tree(TrainConfig, lay_over(tree, changes))
+            config = config_tree.build_tree(TrainConfig, config_tree.lay_over(tree, changes))
             _check_changes(changes, has_steps=steps_of is not None)
         found[name] = Variant(name=name, config=config, changes=changes)
     return list(found.values())
@@ -115,16 +102,16 @@ def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
 
 def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and tables of the variants that one ``--vary`` asks for."""
-    key, text = split_setting(words)
+    key, text = config_tree.split_setting(words)
     try:
         values = tomllib.loads(f"value = [{text}]")["value"]
     except tomllib.TOMLDecodeError:
-        values = [toml_value(one) for one in text.split(",")]
+        values = [config_tree.toml_value(one) for one in text.split(",")]
     if not values:
         raise ValueError(f"--vary: expected KEY=VALUE,VALUE, got {words!r} without a value")
     for value in values:
         table: dict[str, Any] = {}
-        set_key(table, key, value)
+        config_tree.set_key(table, key, value)
         shown = value if isinstance(value, str) else json.dumps(value, default=str)
         yield f"{key}={shown}", table
 
@@ -140,7 +127,7 @@ def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
         raise ValueError(f"{file}{variant}{error}") from None
 
 
-class TrainedVariant(BenchSystem):
+class TrainedVariant(suite.BenchSystem):
     """A variant under training; losses are compared with those of the configuration as it is."""
 
     def __init__(
@@ -163,12 +150,12 @@ class TrainedVariant(BenchSystem):
             self._state_bytes = _state_bytes(preparation)
         self.device = preparation.device
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         records: list[Record] = []
-        with peer_failures(MoERuntimeError, OSError):
+        with suite.peer_failures(MoERuntimeError, OSError):
             is_complete = self._train(records)
         if not is_complete:
-            raise StoppedRepetitionError(f"{self.name}: stopped")
+            raise suite.StoppedRepetitionError(f"{self.name}: stopped")
         steps = [one for one in records if isinstance(one, StepRecord)]
         held_out = [one.held_out_mean for one in records if isinstance(one, EvaluationRecord)]
         self.losses.append([one.loss for one in steps])
@@ -233,7 +220,9 @@ def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:
 
 def _kept(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves by dotted name; what JSON has no word for is written as a text."""
-    return json.loads(json.dumps(dict(leaves(tree, "")), default=str), parse_constant=str)
+    return json.loads(
+        json.dumps(dict(config_tree.leaves(tree, "")), default=str), parse_constant=str
+    )
 
 
 @contextlib.contextmanager
@@ -265,13 +254,13 @@ def _systems(
 
 
 def measure_ablation(
-    variants: Sequence[Variant], place: Path, rules: Rules, settings: Mapping[str, Any]
+    variants: Sequence[Variant], place: Path, rules: suite.Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Trains every variant with every seed; the content of a results file."""
     # Every seed is wanted, however near to each other the losses are.
     rules = replace(rules, least=rules.most, precision=0.0, max_s=math.inf)
     with _systems(variants, place, rules.is_stopping) as systems:
-        found, ended = run_in_turn(systems, rules)
+        found, ended = suite.run_in_turn(systems, rules)
     for one in systems[1:]:
         one.compare(systems[0])
     config = variants[0].config
@@ -285,5 +274,5 @@ def measure_ablation(
         "configuration": _kept(dataclasses.asdict(config)),
         "variants": {one.name: _kept(one.changes) for one in variants[1:]},
     }
-    measured = [describe_compared(one, found[one.name], METRICS) for one in systems]
-    return make_results("ablation", {**settings, **about}, ended, measured)
+    measured = [suite.describe_compared(one, found[one.name], METRICS) for one in systems]
+    return suite.make_results("ablation", {**settings, **about}, ended, measured)

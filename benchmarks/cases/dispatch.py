@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -27,16 +28,16 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from moe_runtime.benchmarks.suite import BenchSystem, Metric, Number, Rules, measure_systems
 from moe_runtime.benchmarks.suite.memory_cap import interruptions_held
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, Rules
 from moe_runtime.errors import RankFailureError
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel import FlatTransport, combine, dispatch
 from moe_runtime.parallel.communication.transport import Pending
 from moe_runtime.routing import Routing
 
-SIDES = ("moe_runtime", "padded")
+OURS = "moe_runtime"
+SIDES = (OURS, "padded")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class ExchangeShape:
     top_k: int
     load: str
     dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.load}_{self.dtype}"
 
     @property
     def row_bytes(self) -> int:
@@ -96,18 +101,13 @@ class RankExchange:
         self._x_TD = x_TD.to(getattr(torch, shape.dtype))
         self._routing = Routing(ids_TK, weights_TK, shape.num_experts)
         self._transport = CountingTransport(FlatTransport(group))
-        self.sides: dict[str, Callable[[], Tensor]] = dict(
-            zip(SIDES, (self.ours, self.padded), strict=True)
-        )
+        padded = partial(padded_round, self._x_TD, self._routing)
+        self.sides: dict[str, Callable[[], Tensor]] = {OURS: self.ours, "padded": padded}
 
     def ours(self) -> Tensor:
         """Dispatch and combine, ``[T, D]``."""
         dispatched = dispatch(self._x_TD, self._routing, self._transport)
         return combine(dispatched.rows_RD, dispatched)
-
-    def padded(self) -> Tensor:
-        """The same by equal parts, ``[T, D]``."""
-        return padded_round(self._x_TD, self._routing)
 
     def num_equal(self) -> int:
         """Tokens of this rank for which both sides give the same bits."""
@@ -122,7 +122,7 @@ class RankExchange:
         dist.all_reduce(num_slots, dist.ReduceOp.MAX)
         others = shape.num_experts - shape.num_experts // dist.get_world_size()
         padded = 2 * others * int(num_slots) * shape.row_bytes
-        return {"moe_runtime": self._transport.row_bytes, "padded": padded}
+        return {OURS: self._transport.row_bytes, "padded": padded}
 
 
 def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
@@ -158,9 +158,6 @@ def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
 class DispatchBenchPlan:
     shapes: Sequence[ExchangeShape]
     rounds: int
-
-    def name(self, shape: ExchangeShape) -> str:
-        return f"{shape.load}_{shape.dtype}"
 
 
 class RankRounds:
@@ -213,14 +210,12 @@ class DispatchSide(BenchSystem):
     def repeat(self) -> Mapping[str, Number]:
         tell, shapes, found = self._rounds.tell, self._rounds.plan.shapes, dict[str, Number]()
         if not self.compared:
-            for number, shape in enumerate(shapes):
-                self.compared += shape.num_tokens * dist.get_world_size()
-                self.equal += int(tell("compare", number, self.name)[0])
-            self.require_all_equal("tokens differ between the sides")
+            compared = sum(shape.num_tokens for shape in shapes) * dist.get_world_size()
+            equal = sum(tell("compare", number, self.name)[0] for number in range(len(shapes)))
+            self.count(compared, int(equal), "tokens differ between the sides")
         for number, shape in enumerate(shapes):
-            name = self._rounds.plan.name(shape)
-            found[f"{name}_s"] = tell("time", number, self.name)
-            found[f"{name}_bytes"] = tell("bytes", number, self.name)[0]
+            found[f"{shape.name}_s"] = tell("time", number, self.name)
+            found[f"{shape.name}_bytes"] = tell("bytes", number, self.name)[0]
         return found
 
 
@@ -232,10 +227,8 @@ def measure_dispatch(
     if dist.get_rank():
         rounds.follow()
         return None
-    metrics = {}
-    for shape in plan.shapes:
-        metrics[f"{plan.name(shape)}_s"] = Metric("s")
-        metrics[f"{plan.name(shape)}_bytes"] = Metric("bytes")
+    every = [(shape.name, unit) for shape in plan.shapes for unit in ("s", "bytes")]
+    metrics = {f"{name}_{unit}": Metric(unit) for name, unit in every}
     systems = [DispatchSide(name, rounds) for name in SIDES]
     results = measure_systems("dispatch", systems, metrics, rules, settings)
     dist.broadcast_object_list([None], src=0)
@@ -245,7 +238,7 @@ def measure_dispatch(
 _JOINING_S, _LEAVING_S, _SEEN_S = 120.0, 10.0, 0.5
 # A rank may compute long between two exchanges; one that ended breaks them at once.
 _EXCHANGES = timedelta(hours=6)
-Follow = Callable[[int, DispatchBenchPlan, int, str], None]
+Follow = Callable[[int, Any, int, str], None]
 
 
 def follow(number: int, plan: DispatchBenchPlan, num_ranks: int, store: str) -> None:
@@ -256,9 +249,7 @@ def follow(number: int, plan: DispatchBenchPlan, num_ranks: int, store: str) -> 
 
 
 @contextmanager
-def ranks_here(
-    plan: DispatchBenchPlan, num_ranks: int, store: str, follow: Follow = follow
-) -> Iterator[None]:
+def ranks_here(plan: Any, num_ranks: int, store: str, follow: Follow = follow) -> Iterator[None]:
     """A default group of this process, the first rank, and others that follow within the block.
 
     Raises:

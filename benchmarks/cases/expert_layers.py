@@ -26,17 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block as time_block
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    peer_failures,
-)
 from moe_runtime.benchmarks.synthetic.config_shape import model_of
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
@@ -67,8 +60,8 @@ class CallsPlan:
                 name = "backward" if has_backward else "forward"
                 yield f"{name}_{num_tokens}_s", num_tokens, has_backward
 
-    def metrics(self) -> dict[str, Metric]:
-        return {name: Metric("s") for name, _, _ in self.calls()}
+    def metrics(self) -> dict[str, suite.Metric]:
+        return {name: suite.Metric("s") for name, _, _ in self.calls()}
 
 
 class TimedCall(NamedTuple):
@@ -78,7 +71,7 @@ class TimedCall(NamedTuple):
     judge: Callable[[Any], tuple[int, int]]
 
 
-class CallsSystem(BenchSystem):
+class CallsSystem(suite.BenchSystem):
     """Calls under test, by metric; `select` comes before each turn."""
 
     def __init__(
@@ -93,14 +86,13 @@ class CallsSystem(BenchSystem):
         self._calls, self._block_s, self._select = calls, block_s, select
         self._difference = difference
 
-    def repeat(self) -> Mapping[str, Number]:
-        with peer_failures():
+    def repeat(self) -> Mapping[str, suite.Number]:
+        with suite.peer_failures():
             self._select()
             if not self.compared:
-                for call in self._calls.values():
-                    compared, equal = call.judge(call.run(0))
-                    self.compared, self.equal = self.compared + compared, self.equal + equal
-                self.require_all_equal(self._difference)
+                judged = [one.judge(one.run(0)) for one in self._calls.values()]
+                compared, equal = (sum(one[part] for one in judged) for part in (0, 1))
+                self.count(compared, equal, self._difference)
             return {name: time_block(one.run, self._block_s) for name, one in self._calls.items()}
 
 
@@ -153,9 +145,9 @@ class ExpertLayer:
     def expert_bytes(self) -> int:
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
-    @property
-    def input_rounding(self) -> float:
+    def input_rounding(self, num_tokens: int) -> float:
         """How far roundings of what is multiplied by weights move a result, relative to it."""
+        del num_tokens
         return 0.0
 
     def select(self, implementation: str) -> None:
@@ -210,7 +202,7 @@ class ExpertLayer:
         if self.dtype != torch.bfloat16 or not is_plain:
             kind = str(self.dtype).removeprefix("torch.")
             given = f"{', '.join(sorted(found))} in {kind}{', transposed' * is_transposed}"
-            raise PeerFailedError(
+            raise suite.PeerFailedError(
                 f"takes gate_up_proj and down_proj in bfloat16; this layer has {given}"
             )
         gate, up = found["gate_up_proj"].chunk(2, dim=1)
@@ -312,7 +304,7 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
     layer = plan.layer
     own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (layer.dtype, torch.float32))
     sums = (layer.top_k + 6) * own + (layer.dim_model + layer.dim_hidden) * fp32
-    bound = (2 if trains else 1) * sums + layer.input_rounding
+    bound = (2 if trains else 1) * (sums + layer.input_rounding(len(found)))
     exact = in_float64(layer, len(found), trains=trains)
     return num_near(found.to(expected.device), expected, exact, bound)
 
@@ -342,7 +334,7 @@ def experts_system(name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor])
     return CallsSystem(name, calls, plan.block_s, partial(plan.layer.select, name))
 
 
-class PeerSystem(BenchSystem):
+class PeerSystem(suite.BenchSystem):
     """A peer in a process of its own, which begins with its first turn."""
 
     def __init__(self, program: PeerProgram, running: ExitStack, **settings: Any) -> None:
@@ -372,7 +364,7 @@ class ExpertsPeer(PeerSystem):
         super().__init__(program, running)
         self._plan, self._expected, self._folder = plan, expected, folder
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         folder = str(self._folder)
         if self.process is None:
             write_layer(self._plan, self._folder)
@@ -380,13 +372,13 @@ class ExpertsPeer(PeerSystem):
             self.process.ask("load_experts", folder=folder)
         calls = [(name, tokens) for name, tokens, trains in self._plan.calls() if not trains]
         if not self.compared:
+            equal = 0
             for name, tokens in calls:
                 self.process.ask("experts", folder=folder, tokens=tokens, block_s=None)
                 bits = np.load(self._folder / f"{tokens}.npy")
                 found = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-                self.compared += tokens
-                self.equal += num_equal(self._plan, found, self._expected[name], trains=False)
-            self.require_all_equal()
+                equal += num_equal(self._plan, found, self._expected[name], trains=False)
+            self.count(sum(tokens for _, tokens in calls), equal)
         asked = {"folder": folder, "block_s": self._plan.block_s}
         return {n: self.process.ask("experts", tokens=t, **asked)["seconds"] for n, t in calls}
 
@@ -416,15 +408,22 @@ def _bits(values: Tensor) -> np.ndarray[Any, Any]:
 
 
 def measure_experts(
-    plan: ExpertsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
+    plan: ExpertsPlan,
+    rules: suite.Rules,
+    settings: Mapping[str, Any],
+    peers: Sequence[PeerProgram] = (),
+    *,
+    case: str = "experts",
+    others: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Measures this project, every implementation of transformers, and peers."""
+    """Measures this project, implementations of transformers (all if not named), and peers."""
     from moe_runtime.inference.hugging_face.backend import register_with_transformers
 
     register_with_transformers()
     plan.layer.select(OURS)
     expected = {name: plan.call(tokens, trains=trains)(0) for name, tokens, trains in plan.calls()}
-    systems: list[BenchSystem] = [experts_system(name, plan, expected) for name in (OURS, *PEERS)]
+    names = (OURS, *(PEERS if others is None else others))
+    systems: list[suite.BenchSystem] = [experts_system(name, plan, expected) for name in names]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         systems += [ExpertsPeer(one, plan, expected, Path(folder), running) for one in peers]
-        return measure_systems("experts", systems, plan.metrics(), rules, settings)
+        return suite.measure_systems(case, systems, plan.metrics(), rules, settings)

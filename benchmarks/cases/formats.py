@@ -18,33 +18,10 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import silu
 
-from moe_runtime.benchmarks.cases.expert_layers import (
-    ROUTINGS,
-    ExpertLayer,
-    ExpertsPeer,
-    ExpertsPlan,
-    experts_system,
-    in_float64,
-    time_block,
-)
+from moe_runtime.benchmarks import suite
+from moe_runtime.benchmarks.cases import expert_layers
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.peers import PeerProgram, describe_peer
-from moe_runtime.benchmarks.suite.results import (
-    Metric,
-    describe_compared,
-    describe_system,
-    make_results,
-)
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    MeasuredSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    middle,
-    peer_failures,
-    run_in_turn,
-)
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.decode_step.prepared import ExpertStep
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
@@ -80,7 +57,7 @@ Matrix = Tensor | QuantizedMatrix
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatLayer(ExpertLayer):
+class FormatLayer(expert_layers.ExpertLayer):
     """Experts in a format; ``module`` computes them as a decode step of a loaded model does."""
 
     format_name: str
@@ -99,10 +76,10 @@ class FormatLayer(ExpertLayer):
     def expert_bytes(self) -> int:
         return sum(matrix.nbytes for matrix in _matrices(self.experts[0]))
 
-    @property
-    def input_rounding(self) -> float:
+    def input_rounding(self, num_tokens: int) -> float:
         """Each number is half of a step from its own at most, and a step a 127th of the largest
         of a group: in the 2-norm no more than the root of the group's size as often."""
+        del num_tokens
         kind = FORMATS[self.format_name]
         is_rounded = kind is not None and kind.int8_activations
         return _ROUNDED_PRODUCTS * INT8_GROUP**0.5 / (2 * 127) if is_rounded else 0.0
@@ -248,28 +225,28 @@ class FormatsPlan:
     tokens: Sequence[int]
     block_s: float
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self) -> dict[str, suite.Metric]:
         """Of each number of tokens: seconds, bytes of the experts, and the share of reading."""
-        kinds = {"s": Metric("s"), "bytes": Metric("bytes", is_judged=False)}
-        kinds["of_read"] = Metric("share", better="more")
+        kinds = {"s": suite.Metric("s"), "bytes": suite.Metric("bytes", is_judged=False)}
+        kinds["of_read"] = suite.Metric("share", better="more")
         words = [(number, what) for number in self.tokens for what in kinds]
         return {f"forward_{number}_{what}": kinds[what] for number, what in words}
 
 
-class PlainRead(BenchSystem):
+class PlainRead(suite.BenchSystem):
     """Reads as many bytes as the calls of a format, of its experts; nothing is compared."""
 
-    def __init__(self, name: str, plan: ExpertsPlan, layer: FormatLayer) -> None:
+    def __init__(self, name: str, plan: expert_layers.ExpertsPlan, layer: FormatLayer) -> None:
         super().__init__(name)
         self._plan, self._memory, self._library = plan, layer.memory, require_native()
         self._bytes = dict[int, int]()
         for number in plan.tokens:
-            ids = (layer.routing(number, seed)[0] for seed in range(ROUTINGS))
+            ids = (layer.routing(number, seed)[0] for seed in range(expert_layers.ROUTINGS))
             visited = median(len(one.unique()) for one in ids)
             self._bytes[number] = int(visited * layer.expert_bytes)
 
-    def repeat(self) -> Mapping[str, Number]:
-        found: dict[str, Number] = {}
+    def repeat(self) -> Mapping[str, suite.Number]:
+        found: dict[str, suite.Number] = {}
         for number, num_bytes in self._bytes.items():
             places = len(self._memory) - num_bytes + 1
 
@@ -277,13 +254,16 @@ class PlainRead(BenchSystem):
                 first = call * size % places
                 self._library.read(self._memory[first : first + size])
 
-            found[f"forward_{number}_s"] = time_block(read, self._plan.block_s)
+            found[f"forward_{number}_s"] = expert_layers.time_block(read, self._plan.block_s)
             found[f"forward_{number}_bytes"] = num_bytes
         return found
 
 
 def measure_formats(
-    plan: FormatsPlan, rules: Rules, settings: Mapping[str, Any], peers: Sequence[PeerProgram] = ()
+    plan: FormatsPlan,
+    rules: suite.Rules,
+    settings: Mapping[str, Any],
+    peers: Sequence[PeerProgram] = (),
 ) -> dict[str, Any]:
     require_native().set_num_threads(torch.get_num_threads())
     begin, rows, ends, counts = rules.clock(), list[dict[str, Any]](), set[str](), dict[str, int]()
@@ -292,55 +272,57 @@ def measure_formats(
             ends.add("interrupted")
             break
         try:
-            with peer_failures():
+            with suite.peer_failures():
                 layer = make_format_layer(name, plan.sizes, plan.memory)
-        except PeerFailedError as error:
-            rows.append(describe_system(name, MeasuredSystem(failure=str(error)), {}))
+        except suite.PeerFailedError as error:
+            rows.append(suite.describe_system(name, suite.MeasuredSystem(failure=str(error)), {}))
             continue
         counts[name] = layer.num_experts
-        own = ExpertsPlan(layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s)
+        own = expert_layers.ExpertsPlan(
+            layer=layer, tokens=plan.tokens, trains=False, block_s=plan.block_s
+        )
         with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
             systems = [*_systems(own, layer, peers, Path(folder), running)]
             left_s = (rules.max_s - (rules.clock() - begin)) / (len(plan.names) - done)
-            found, ended = run_in_turn(systems, replace(rules, max_s=left_s))
+            found, ended = suite.run_in_turn(systems, replace(rules, max_s=left_s))
         ends.add(ended)
         reads = found[f"{_READ}, {name}"]
         rows += [
-            describe_compared(one, _of_read(found[one.name], reads), plan.metrics())
+            suite.describe_compared(one, _of_read(found[one.name], reads), plan.metrics())
             for one in systems
         ]
     ended = next((one for one in _ENDS if one in ends), "failed")
-    return make_results("experts", {**settings, "experts_made": counts}, ended, rows)
+    return suite.make_results("experts", {**settings, "experts_made": counts}, ended, rows)
 
 
 def _systems(
-    plan: ExpertsPlan,
+    plan: expert_layers.ExpertsPlan,
     layer: FormatLayer,
     peers: Sequence[PeerProgram],
     folder: Path,
     running: ExitStack,
-) -> Iterator[BenchSystem]:
+) -> Iterator[suite.BenchSystem]:
     name = layer.format_name
     expected = {
-        metric: in_float64(layer, number, trains=False, count=number)
+        metric: expert_layers.in_float64(layer, number, trains=False, count=number)
         for metric, number, _ in plan.calls()
     }
-    yield experts_system(name, plan, expected)
+    yield expert_layers.experts_system(name, plan, expected)
     yield PlainRead(f"{_READ}, {name}", plan, layer)
     for one in peers:
         if name in describe_peer(one.file)["FORMATS"]:
             settings = {**one.settings, "format": name}
             program = replace(one, name=f"{one.name}, {name}", settings=settings)
-            yield ExpertsPeer(program, plan, expected, folder, running)
+            yield expert_layers.ExpertsPeer(program, plan, expected, folder, running)
 
 
-def _of_read(measured: MeasuredSystem, reads: MeasuredSystem) -> MeasuredSystem:
+def _of_read(measured: suite.MeasuredSystem, reads: suite.MeasuredSystem) -> suite.MeasuredSystem:
     """Medians of repetitions, and the share of the speed of reading that each had."""
     found = []
     for own, read in zip(measured.repetitions, reads.repetitions, strict=False):
-        row = {name: middle(value) for name, value in own.items()}
+        row = {name: suite.middle(value) for name, value in own.items()}
         for name in [] if measured is reads else [*row]:
             if name.endswith("_s"):
-                row[name.removesuffix("s") + "of_read"] = middle(read[name]) / row[name]
+                row[name.removesuffix("s") + "of_read"] = suite.middle(read[name]) / row[name]
         found.append(row)
-    return MeasuredSystem(repetitions=found, failure=measured.failure)
+    return suite.MeasuredSystem(repetitions=found, failure=measured.failure)

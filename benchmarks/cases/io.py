@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.suite.memory_cap import forget
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.quantized.storage_order import put_in_order
 from moe_runtime.memory.reads import Priority, Transfer
@@ -34,9 +33,9 @@ from moe_runtime.memory.source import (
 from moe_runtime.types import ExpertKey
 
 METRICS = {
-    "bytes_per_s": Metric("bytes/s", better="more"),
-    "expert_read_s": Metric("s"),
-    "from_storage": Metric("share", is_judged=False),
+    "bytes_per_s": suite.Metric("bytes/s", better="more"),
+    "expert_read_s": suite.Metric("s"),
+    "from_storage": suite.Metric("share", is_judged=False),
 }
 _COMPARED = 4
 Layouts = Mapping[ExpertKey, ExpertLayout]
@@ -55,7 +54,7 @@ class ReadPlan:
         return random.Random(number).sample(sorted(self.layouts), self.num_experts)
 
 
-class ReadSystem(BenchSystem):
+class ReadSystem(suite.BenchSystem):
     """A way to read experts; tensors are compared with those of the file."""
 
     def __init__(self, name: str, plan: ReadPlan, slab: Slab) -> None:
@@ -63,7 +62,7 @@ class ReadSystem(BenchSystem):
         self.plan, self.slab = plan, slab
         self._number = 0
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         keys = self.plan.keys(self._number)
         self._number += 1
         layouts = self.plan.layouts
@@ -72,7 +71,7 @@ class ReadSystem(BenchSystem):
         try:
             last, took_s = self.read(keys)
         except (OSError, EOFError, MoERuntimeError) as error:
-            raise PeerFailedError(str(error)) from None
+            raise suite.PeerFailedError(str(error)) from None
         elapsed_s = time.perf_counter() - begin
         num_bytes = sum(e.needed_bytes for key in keys for e in layouts[key].extents)
         share = (_storage_bytes() - before) / num_bytes
@@ -95,10 +94,7 @@ class ReadSystem(BenchSystem):
             torch.equal(_bits(view), _bits(tensor.view(_plain_bytes(tensor))))
             for view, tensor in zip(found, layout.tensors, strict=True)
         ]
-        self.compared += len(same)
-        self.equal += sum(same)
-        if differ := same.count(False):
-            raise PeerFailedError(f"{differ} of {len(same)} tensors differ from those of the file")
+        self.count(len(same), sum(same), "tensors differ from those of the file")
 
 
 class QueueReads(ReadSystem):
@@ -197,9 +193,11 @@ def make_read_systems(plan: ReadPlan) -> Iterator[list[ReadSystem]]:
         yield systems
 
 
-def measure_reads(plan: ReadPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
+def measure_reads(
+    plan: ReadPlan, rules: suite.Rules, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     with make_read_systems(plan) as systems:
-        return measure_systems("io", systems, METRICS, rules, settings)
+        return suite.measure_systems("io", systems, METRICS, rules, settings)
 
 
 def _storage_bytes() -> int:

@@ -1,12 +1,10 @@
 """The case ``layer``: `MoELayer` beside Qwen3-MoE's block in transformers, on the same weights.
 
 Results are compared as in ``experts``, with a bound that includes the rounding of the gate's
-logits. Tokens for which roundings may choose another expert are not compared.
+logits. Tokens for which roundings may choose another expert are not drawn.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,41 +12,32 @@ from torch import Tensor, nn
 
 from moe_runtime.benchmarks.cases.expert_layers import (
     FEW,
-    IN_FLOAT64,
     OURS,
-    CallsPlan,
-    CallsSystem,
-    TimedCall,
-    num_near,
-    output_or_gradient,
+    ExpertLayer,
+    ExpertsPlan,
+    measure_experts,
 )
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
-from moe_runtime.benchmarks.suite.results import measure_systems
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.suite import Rules
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerPlan(CallsPlan):
-    sizes: LayerSizes
-    dtype: torch.dtype
+class Blocks(nn.Module):
+    """Our layer with random weights and transformers' blocks on the same; one of them computes."""
 
-    def x(self, num_tokens: int) -> Tensor:
-        generator = torch.Generator().manual_seed(num_tokens)
-        x = torch.randn(1, num_tokens, self.sizes.dim_model, generator=generator)
-        return x.to(self.dtype)
+    def __init__(self, sizes: LayerSizes, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, top_k, dim_model, dim_hidden = sizes
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            self.ours = MoELayer(dim_model, dim_hidden, experts, top_k, dtype=dtype)
+        others = {name: transformers_block(name, self.ours, sizes) for name in PEERS}
+        self.blocks, self.chosen = nn.ModuleDict({OURS: self.ours, **others}), OURS
 
-
-def make_layer(plan: LayerPlan) -> MoELayer:
-    """Ours, with random weights."""
-    sizes = plan.sizes
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return MoELayer(
-            sizes.dim_model, sizes.dim_hidden, sizes.num_experts, sizes.top_k, dtype=plan.dtype
-        )
+    def forward(self, x_TD: Tensor, *_: Tensor) -> Tensor:
+        return self.blocks[self.chosen](x_TD[None])[0]
 
 
 def transformers_block(name: str, layer: MoELayer, sizes: LayerSizes) -> nn.Module:
@@ -70,45 +59,43 @@ def transformers_block(name: str, layer: MoELayer, sizes: LayerSizes) -> nn.Modu
     return block
 
 
-def run_block(block: nn.Module, x: Tensor, *, trains: bool) -> Tensor:
-    """A call: the output, or the gradient of x; ``[T, D]``."""
-    found = output_or_gradient(block, x, trains=trains)
-    block.zero_grad(set_to_none=True)
-    return found[0]
+class BlockLayer(ExpertLayer):
+    """A whole layer; its gate chooses, and no routing is given."""
 
+    def select(self, implementation: str) -> None:
+        self.module.chosen = implementation
 
-@dataclass(frozen=True)
-class Expected:
-    """Our results ``[T, D]``, exact ones of the first tokens; ``clear`` ``[T]`` are compared."""
+    def contenders(self, num_tokens: int, *, trains: bool) -> list[str]:
+        del num_tokens
+        return [
+            name for name in PEERS if not (name == "eager" and trains and self.num_experts > FEW)
+        ]
 
-    ours: Tensor
-    clear: Tensor
-    exact: Tensor
-    bound: float
+    def tokens(self, num_tokens: int) -> Tensor:
+        return self._clear(num_tokens)[0]
 
-    def judge(self, found: Tensor) -> tuple[int, int]:
-        """How many tokens are compared, and how many of them are near enough."""
-        near = num_near(found[self.clear], self.ours[self.clear], self.exact, self.bound)
-        return int(self.clear.sum()), near
+    def input_rounding(self, num_tokens: int) -> float:
+        return torch.finfo(self.dtype).eps / 2 + 2 * self._clear(num_tokens)[1]
 
+    def _clear(self, num_tokens: int) -> tuple[Tensor, float]:
+        """Tokens ``[T, D]`` whose experts no rounding of logits changes, and the largest one."""
+        drawn, top_k = super().tokens(2 * num_tokens + 64), self.top_k
+        x, gate = drawn.double(), self.module.ours.gate.weight.detach().double()
+        own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (self.dtype, torch.float32))
+        logits, norms = x @ gate.T, x.norm(dim=-1) * gate.norm(dim=-1).max()
+        errors = own * logits.abs().amax(-1) + self.dim_model * fp32 * norms
+        ranked = logits.sort(descending=True).values
+        clear = torch.ones(len(x), dtype=torch.bool)
+        if top_k < self.num_experts:
+            clear = ranked[:, top_k - 1] - ranked[:, top_k] > 4 * errors
+        kept = clear.nonzero()[:num_tokens, 0]
+        if len(kept) < num_tokens:
+            raise ValueError(f"{self.dtype} rounds too roughly: most tokens could go elsewhere")
+        return drawn[kept], float(errors[kept].max())
 
-def expect(layer: MoELayer, plan: LayerPlan, num_tokens: int, *, trains: bool) -> Expected:
-    """Computes what a call's results are held to."""
-    sizes, x = plan.sizes, plan.x(num_tokens)
-    own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (plan.dtype, torch.float32))
-    weights = {name: value.detach() for name, value in layer.named_parameters()}
-    logits = x[0].double() @ weights["gate.weight"].double().T
-    norms = x[0].double().norm(dim=-1, keepdim=True) * weights["gate.weight"].double().norm(dim=-1)
-    error = own * logits.abs().amax(-1) + sizes.dim_model * fp32 * norms.amax(-1)
-    ranked = logits.sort(descending=True).values
-    clear = torch.ones(num_tokens, dtype=torch.bool)
-    if sizes.top_k < sizes.num_experts:
-        clear = ranked[:, sizes.top_k - 1] - ranked[:, sizes.top_k] > 4 * error
-    roundings = (sizes.top_k + 7) * own + (sizes.dim_model + sizes.dim_hidden) * fp32
-    bound = (2 if trains else 1) * (roundings + 2 * float(error.max()))
-    few = x[0][clear][:IN_FLOAT64].double()
-    exact = output_or_gradient(lambda x: formula(weights, x, sizes.top_k), few, trains=trains)
-    return Expected(run_block(layer, x, trains=trains), clear, exact, bound)
+    def in_float64(self, ids: Tensor) -> tuple[Callable[..., Tensor], Tensor]:
+        weights = {name: value.detach() for name, value in self.module.ours.named_parameters()}
+        return lambda x, *_: formula(weights, x, self.top_k), ids
 
 
 def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
@@ -125,30 +112,12 @@ def formula(weights: Mapping[str, Tensor], x: Tensor, top_k: int) -> Tensor:
             hidden = gate * torch.sigmoid(gate) * up
             total = total + share * (weights["experts.down_proj"][expert].double() @ hidden)
         rows.append(total)
-    return torch.stack(rows) if rows else x
+    return torch.stack(rows)
 
 
-def block_system(
-    name: str, block: nn.Module, plan: LayerPlan, expected: Mapping[str, Expected]
-) -> CallsSystem:
-    def run(x: Tensor, trains: bool, _: int) -> Tensor:
-        return run_block(block, x, trains=trains)
-
-    slow = name == "eager" and plan.sizes.num_experts > FEW
-    calls = {
-        metric: TimedCall(partial(run, plan.x(tokens), trains), expected[metric].judge)
-        for metric, tokens, trains in plan.calls()
-        if not (trains and slow)
-    }
-    return CallsSystem(name, calls, plan.block_s)
+def make_layer(sizes: LayerSizes, dtype: torch.dtype) -> BlockLayer:
+    return BlockLayer(module=Blocks(sizes, dtype), **sizes._asdict())
 
 
-def measure_layer(plan: LayerPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
-    layer = make_layer(plan)
-    expected = {
-        name: expect(layer, plan, tokens, trains=trains) for name, tokens, trains in plan.calls()
-    }
-    blocks: dict[str, nn.Module] = {OURS: layer}
-    blocks |= {name: transformers_block(name, layer, plan.sizes) for name in PEERS}
-    systems = [block_system(name, block, plan, expected) for name, block in blocks.items()]
-    return measure_systems("layer", systems, plan.metrics(), rules, settings)
+def measure_layer(plan: ExpertsPlan, rules: Rules, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return measure_experts(plan, rules, settings, case="layer", others=PEERS)

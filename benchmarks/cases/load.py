@@ -3,22 +3,22 @@
 A request is streamed, with the time of each piece of its answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import itertools
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections import ChainMap, Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx2
 import numpy as np
 
+from moe_runtime.benchmarks.suite import Number
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.config import nearest
 from moe_runtime.errors import MoERuntimeError
@@ -60,7 +60,7 @@ class LoadRequest(NamedTuple):
     said: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
 
-    def next_turn(self, answer: str) -> LoadRequest:
+    def next_turn(self, answer: str) -> "LoadRequest":
         prompt, *later = self.later
         return LoadRequest(prompt, self.max_tokens, (*self.said, self.prompt, answer), tuple(later))
 
@@ -72,13 +72,10 @@ class TokenCount(NamedTuple):
     around: float = 0.0
 
     @classmethod
-    def of(cls, short: tuple[int, int], long: tuple[int, int]) -> TokenCount:
+    def of(cls, short: tuple[int, int], long: tuple[int, int]) -> "TokenCount":
         """From words and tokens of two prompts; one token a word where these make no sense."""
-        words, tokens = long[0] - short[0], long[1] - short[1]
-        if words <= 0 or tokens <= 0:
-            return cls()
-        per_word = tokens / words
-        return cls(per_word, max(short[1] - per_word * short[0], 0.0))
+        per_word = (long[1] - short[1]) / max(long[0] - short[0], 1)
+        return cls(per_word, max(short[1] - per_word * short[0], 0.0)) if per_word > 0 else cls()
 
     def words(self, tokens: int) -> int:
         """How many words come nearest to so many tokens; at least one."""
@@ -112,11 +109,8 @@ def make_requests(
 
 def arrivals(num_requests: int, rate: float, random: Random) -> list[float]:
     """Seconds from the start at which requests come: a Poisson process, the first one at once."""
-    at_s, found = 0.0, []
-    for _ in range(num_requests):
-        found.append(at_s)
-        at_s += random.expovariate(rate)
-    return found
+    gaps = (random.expovariate(rate) for _ in range(num_requests - 1))
+    return [*itertools.accumulate(gaps, initial=0.0)]
 
 
 _CONNECT_S = 30.0
@@ -343,19 +337,16 @@ _LOOK_S = 0.05
 _PROBE_WORDS = (16, 48)
 
 
-class Meter(Protocol):
-    """Counts something while a level is measured, as `EnergyMeter` does."""
-
-    def measured(self) -> AbstractContextManager[Mapping[str, float]]:
-        """Of a block: what was counted, by metric, once the block has ended."""
-        ...
-
-
 class Level(NamedTuple):
     """How hard a server is pressed; one of the two is None."""
 
     concurrency: int | None
     rate: float | None
+
+    def __str__(self) -> str:
+        if self.concurrency is None:
+            return f"{self.rate:g} requests/s"
+        return f"{self.concurrency} at a time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,9 +385,13 @@ def measure(
     *,
     on_answer: OnAnswer,
     is_stopping: Callable[[], bool],
-    meters: Sequence[Meter] = (),
+    meters: Sequence[Any] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
-    """Measures every level; `run_load` over connections of its own."""
+    """Measures every level; `run_load` over connections of its own.
+
+    Args:
+        meters: count something while a level is measured, as `EnergyMeter` does.
+    """
 
     async def run() -> tuple[str, list[MeasuredLevel]]:
         async with connect(settings.url, settings.key) as http:
@@ -416,7 +411,7 @@ async def run_load(
     *,
     on_answer: OnAnswer,
     is_stopping: Callable[[], bool],
-    meters: Sequence[Meter] = (),
+    meters: Sequence[Any] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
     first = asyncio.ensure_future(_first_requests(client, settings))
     if await _run([first], is_stopping):
@@ -443,8 +438,7 @@ async def run_load(
         with ExitStack() as stack:
             counted = [stack.enter_context(meter.measured()) for meter in meters]
             measured = await level_of(level, number, settings.num_requests, on_answer)
-        counts = {name: value for one in counted for name, value in one.items()}
-        found.append(replace(measured, counts=counts))
+        found.append(replace(measured, counts=dict(ChainMap(*counted))))
     return model, found
 
 
@@ -523,7 +517,10 @@ async def _first_requests(client: LoadClient, settings: LoadSettings) -> tuple[s
     return model, TokenCount() if settings.texts else TokenCount.of(*counts)
 
 
-_PERCENTILES = (50, 90, 99)
+SPREADS = (
+    *("time_to_first_token_s", "later_first_token_s", "inter_token_s"),
+    *("time_per_output_token_s", "end_to_end_s"),
+)
 _UNITS = {"ms": 1e-3, "s": 1.0}
 _BOUNDED = ("ttft", "itl", "e2e")
 
@@ -552,7 +549,7 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
     seconds = measured.seconds
     tokens_in = sum(answer.prompt_tokens for answer in good)
     tokens_out = sum(answer.output_tokens for answer in good)
-    per_token = [answer.per_token_s for answer in good]
+    every = [numbers_of(answer, measured.began_s) for answer in good]
     row: dict[str, Any] = {
         **measured.level._asdict(),
         "requests": measured.num_requests,
@@ -568,11 +565,7 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
         "output_tokens_per_s": _rate(tokens_out, seconds),
         "total_tokens_per_s": _rate(tokens_in + tokens_out, seconds),
         "are_tokens_counted": all(answer.is_counted for answer in good),
-        "time_to_first_token_s": spread(one.first_token_s for one in good if not one.turn),
-        "later_first_token_s": spread(one.first_token_s for one in good if one.turn),
-        "inter_token_s": spread(gap for answer in good for gap in answer.gaps_s),
-        "time_per_output_token_s": spread(value for value in per_token if value is not None),
-        "end_to_end_s": spread(answer.whole_s for answer in good),
+        **{name: spread([one[name] for one in every if name in one]) for name in SPREADS},
         **measured.counts,
     }
     if bounds:
@@ -586,26 +579,37 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
     return row
 
 
-def spread(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean and percentiles, between two values by a straight line; None where there are none."""
-    found = np.fromiter(values, np.float64)
-    if not found.size:
-        return None
-    percentiles = np.percentile(found, _PERCENTILES)
-    return {"mean": float(found.mean())} | {
-        f"p{percent}": float(value)
-        for percent, value in zip(_PERCENTILES, percentiles, strict=True)
+def numbers_of(answer: TimedAnswer, began_s: float) -> dict[str, Number]:
+    """What an answer says of the metrics of `bench serve`, `SPREADS` among them."""
+    found: dict[str, Number] = {
+        "sent_s": answer.sent_s - began_s,
+        "end_to_end_s": answer.whole_s,
+        "prompt_tokens": answer.prompt_tokens,
+        "output_tokens": answer.output_tokens,
     }
+    if answer.pieces_s:
+        found[SPREADS[answer.turn > 0]] = answer.first_token_s
+    if answer.gaps_s:
+        found["inter_token_s"] = answer.gaps_s
+    if answer.per_token_s is not None:
+        found["time_per_output_token_s"] = answer.per_token_s
+    return found
+
+
+def spread(values: Sequence[Number]) -> dict[str, float] | None:
+    """Mean and percentiles, between two values by a straight line; None where there are none."""
+    if not values:
+        return None
+    found = np.concatenate([np.atleast_1d(one) for one in values])
+    percents = {f"p{percent}": float(np.percentile(found, percent)) for percent in (50, 90, 99)}
+    return {"mean": float(found.mean())} | percents
 
 
 def errors_by_kind(answers: Sequence[TimedAnswer]) -> dict[str, dict[str, Any]]:
     """How many failures of each kind there were, and what the first one said."""
-    kinds: dict[str, dict[str, Any]] = {}
-    for answer in answers:
-        if answer.error is not None:
-            kind = kinds.setdefault(answer.error, {"count": 0, "first": answer.message})
-            kind["count"] += 1
-    return kinds
+    kinds = Counter(answer.error for answer in answers if answer.error is not None)
+    first = {answer.error: answer.message for answer in reversed(answers)}
+    return {kind: {"count": count, "first": first[kind]} for kind, count in kinds.items()}
 
 
 def _is_within(answer: TimedAnswer, bounds: Mapping[str, float]) -> bool:

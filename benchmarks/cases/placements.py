@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    peer_failures,
-)
+from moe_runtime.benchmarks import suite
 from moe_runtime.policies.placement import Devices, Placement, PlacementOptions, RoutingProfile
 from moe_runtime.policies.placement.scoring import (
     gpus_of_tokens,
@@ -31,13 +24,13 @@ from moe_runtime.research.placement_solvers import ALGORITHMS, SEARCHING, place_
 
 RANDOM = "random"
 METRICS = {
-    "place_s": Metric("s"),
-    "balancedness": Metric("share", better="more"),
-    "mean_max_load": Metric("share"),
-    "hops": Metric("share"),
-    "primary_hops": Metric("share"),
-    "node_hops": Metric("share"),
-    "devices_per_token": Metric("count"),
+    "place_s": suite.Metric("s"),
+    "balancedness": suite.Metric("share", better="more"),
+    "mean_max_load": suite.Metric("share"),
+    "hops": suite.Metric("share"),
+    "primary_hops": suite.Metric("share"),
+    "node_hops": suite.Metric("share"),
+    "devices_per_token": suite.Metric("count"),
 }
 """Seconds of the algorithm, and the scores as `PlacementScore` has them."""
 _REPLICATING = ("round-robin", "eplb")
@@ -56,34 +49,23 @@ class PlacementsPlan:
 
     def systems(self) -> "list[PlacedExperts]":
         """The baseline and every algorithm, a second time with copies where it makes them."""
-        found = [PlacedExperts(RANDOM, self, self._draw)]
+        size = self.future.shape[1], self.profile.num_experts
+        found = [PlacedExperts(RANDOM, self, lambda: [*random_placements(*size, self.devices)])]
         for name in ALGORITHMS:
             if name in SEARCHING and not self.searches:
                 continue
             found.append(PlacedExperts(name, self, partial(self._place, name, 0)))
             if self.num_replicas and name in _REPLICATING:
-                label = f"{name}, {self.num_replicas} replicas"
                 make = partial(self._place, name, self.num_replicas)
-                found.append(PlacedExperts(label, self, make))
+                found.append(PlacedExperts(f"{name}, {self.num_replicas} replicas", self, make))
         return found
 
     def _place(self, algorithm: str, num_replicas: int) -> list[Placement]:
-        return [
-            place_experts(
-                algorithm,
-                self.profile,
-                self.devices,
-                num_replicas=num_replicas,
-                options=self.options,
-            )
-        ]
-
-    def _draw(self) -> list[Placement]:
-        num_layers, num_experts = self.future.shape[1], self.profile.num_experts
-        return list(random_placements(num_layers, num_experts, self.devices))
+        rest = {"num_replicas": num_replicas, "options": self.options}
+        return [place_experts(algorithm, self.profile, self.devices, **rest)]
 
 
-class PlacedExperts(BenchSystem):
+class PlacedExperts(suite.BenchSystem):
     """An algorithm under test; visits of the scored part are compared with where experts lie."""
 
     def __init__(
@@ -92,16 +74,16 @@ class PlacedExperts(BenchSystem):
         super().__init__(name)
         self._plan, self._make = plan, make
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         plan = self._plan
         start = time.perf_counter()
-        with peer_failures():
+        with suite.peer_failures():
             placements = self._make()
         elapsed_s = time.perf_counter() - start
         for placement in placements if not self.compared else ():
             self._compare(placement)
         score = mean_score([score_placement(one, plan.future, plan.devices) for one in placements])
-        found: dict[str, Number] = {} if self.name == RANDOM else {"place_s": elapsed_s}
+        found: dict[str, suite.Number] = {} if self.name == RANDOM else {"place_s": elapsed_s}
         return found | {name: getattr(score, name) for name in METRICS if name != "place_s"}
 
     def _compare(self, placement: Placement) -> None:
@@ -111,17 +93,13 @@ class PlacedExperts(BenchSystem):
         is_real = gpus >= 0
         layers = np.broadcast_to(np.arange(placement.num_layers)[:, None], gpus.shape)
         ids = self._plan.future[is_real].astype(np.int64)
-        self.compared += int(is_real.sum())
-        self.equal += int(holds_LGE[layers[is_real], gpus[is_real], ids].sum())
-        if self.equal < self.compared:
-            raise PeerFailedError(
-                f"{self.compared - self.equal} of {self.compared} visits were counted where their "
-                "experts do not lie"
-            )
+        equal = int(holds_LGE[layers[is_real], gpus[is_real], ids].sum())
+        difference = "visits were counted where their experts do not lie"
+        self.count(int(is_real.sum()), equal, difference)
 
 
 def measure_placements(
-    plan: PlacementsPlan, rules: Rules, settings: Mapping[str, Any]
+    plan: PlacementsPlan, rules: suite.Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     importlib.import_module("scipy.optimize")  # else the time of the first one that solves
-    return measure_systems("placements", plan.systems(), METRICS, rules, settings)
+    return suite.measure_systems("placements", plan.systems(), METRICS, rules, settings)

@@ -6,102 +6,70 @@ served by the policy's object, as in a run: a policy whose hits differ gets no n
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
+from moe_runtime.benchmarks.suite import (
+    BenchSystem,
+    Metric,
+    Number,
+    Rules,
+    measure_systems,
+)
 from moe_runtime.errors import CheckpointError, blamed_on
 from moe_runtime.files import read_bounded
 from moe_runtime.lab.replay.experiment import Experiment, policy_of, run_experiment
 from moe_runtime.lab.replay.untimed import ask_policy, replay_demand
 from moe_runtime.lab.traces.workload import Workload
-from moe_runtime.policies.prediction import Estimator, Routes
-from moe_runtime.types import ExpertKey
 
 _COMPARED_EVENTS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoliciesPlan:
-    workload: Workload
-    policies: Sequence[str]
-    capacities: Sequence[float]
-    scope: str
-    training: Routes | None = None
-    reset_per_sequence: bool = False
-    predictor: Estimator | None = None
-    sizes: Mapping[ExpertKey, int] | None = None
-
-    def experiment(self, policy: str) -> Experiment:
-        asked = self.predictor if policy == "predicted" else None
-        return Experiment(
-            policies=[policy],
-            capacities=self.capacities,
-            scope=self.scope,
-            training=self.training,
-            reset_per_sequence=self.reset_per_sequence,
-            predictor=None if asked is None else asked.name,
-            trained=asked,
-            sizes=self.sizes,
-        )
-
-
-def metrics_of(plan: PoliciesPlan) -> dict[str, Metric]:
+def metrics_of(asked: Experiment) -> dict[str, Metric]:
     """Speed, share of hits, share of layer visits without a load, bytes, at each capacity."""
-    metrics: dict[str, Metric] = {}
-    for capacity in plan.capacities:
-        metrics |= {
-            f"accesses_per_s_at_{capacity:g}": Metric("accesses/s", better="more"),
-            f"hit_rate_at_{capacity:g}": Metric("share", better="more"),
-            f"all_resident_at_{capacity:g}": Metric("share", better="more"),
-        }
-        if plan.sizes is not None:
-            metrics[f"read_bytes_at_{capacity:g}"] = Metric("bytes")
-    return metrics
+    kinds = {"accesses_per_s": Metric("accesses/s", better="more")}
+    kinds |= dict.fromkeys(("hit_rate", "all_resident"), Metric("share", better="more"))
+    kinds |= {} if asked.sizes is None else {"read_bytes": Metric("bytes")}
+    every = [(name, capacity) for capacity in asked.capacities for name in kinds]
+    return {f"{name}_at_{capacity:g}": kinds[name] for name, capacity in every}
 
 
 class PolicyReplays(BenchSystem):
     """A policy under test; events that are served twice must have as many hits."""
 
-    def __init__(self, name: str, plan: PoliciesPlan) -> None:
+    def __init__(self, name: str, asked: Experiment, workload: Workload) -> None:
         super().__init__(name)
-        self.plan = plan
-        self._experiment = plan.experiment(name)
+        trained = asked.trained if name == "predicted" else None
+        own: dict[str, Any] = {"trained": trained, "predictor": trained and trained.name}
+        self._asked, self._workload = dataclasses.replace(asked, policies=[name], **own), workload
 
     def repeat(self) -> Mapping[str, Number]:
         if not self.compared:
             self._compare()
         found: dict[str, Number] = {}
-        for row in run_experiment(self.plan.workload, self._experiment, bounds=False):
-            found |= {
-                f"accesses_per_s_at_{row.capacity:g}": row.accesses_per_s,
-                f"hit_rate_at_{row.capacity:g}": row.hit_rate,
-                f"all_resident_at_{row.capacity:g}": row.all_resident_rate,
-            }
+        for row in run_experiment(self._workload, self._asked, bounds=False):
+            of_row = {"accesses_per_s": row.accesses_per_s, "hit_rate": row.hit_rate}
+            of_row["all_resident"] = row.all_resident_rate
             if row.loaded_bytes is not None:
-                found[f"read_bytes_at_{row.capacity:g}"] = row.loaded_bytes
+                of_row["read_bytes"] = row.loaded_bytes
+            found |= {f"{name}_at_{row.capacity:g}": value for name, value in of_row.items()}
         return found
 
     def _compare(self) -> None:
-        whole = self.plan.workload
-        first = beginning(whole, _COMPARED_EVENTS)
-        signature = whole.trace.signature
-        for capacity in self.plan.capacities:
+        first, signature = (
+            beginning(self._workload, _COMPARED_EVENTS),
+            self._workload.trace.signature,
+        )
+        for capacity in self._asked.capacities:
             slots = round(capacity * signature.num_layers * signature.num_experts)
-            make = partial(policy_of, whole, self._experiment, self.name, slots)
+            make = partial(policy_of, self._workload, self._asked, self.name, slots)
             timed = replay_demand(first, make, slots)
             asked = ask_policy(first, make, slots, [0, first.num_events])
-            self.compared += first.num_events
-            self.equal += int((timed.hits == asked.hits).sum())
-        if self.equal < self.compared:
-            raise PeerFailedError(
-                f"the replay and the policy differ at {self.compared - self.equal} of "
-                f"{self.compared} events"
-            )
+            equal = int((timed.hits == asked.hits).sum())
+            difference = "events differ between the replay and the policy"
+            self.count(first.num_events, equal, difference)
 
 
 def beginning(workload: Workload, num_events: int) -> Workload:
@@ -118,10 +86,10 @@ def beginning(workload: Workload, num_events: int) -> Workload:
 
 
 def measure_policies(
-    plan: PoliciesPlan, rules: Rules, settings: Mapping[str, Any]
+    asked: Experiment, rules: Rules, settings: Mapping[str, Any], workload: Workload
 ) -> dict[str, Any]:
-    systems = [PolicyReplays(name, plan) for name in plan.policies]
-    return measure_systems("policies", systems, metrics_of(plan), rules, settings)
+    systems = [PolicyReplays(name, asked, workload) for name in asked.policies]
+    return measure_systems("policies", systems, metrics_of(asked), rules, settings)
 
 
 _MAX_BYTES = 64 << 20
@@ -140,34 +108,28 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 
 def require_golden(workload: Workload, path: Path) -> int:
     """Replays every row of a file of exact hit counts, which another replay of the trace found."""
-    rows = _rows(path)
+    rows, signature = _rows(path), workload.trace.signature
     for number, row in enumerate(rows):
         place = f"{path}: row {number} ({row['policy']}, {row['scope']}, {row['capacity']} slots)"
+        slots = row["capacity"] * (signature.num_layers if row["scope"] == "per_layer" else 1)
         try:
-            found = _replay(workload, row)
+            experiment = Experiment(
+                policies=[_OTHER_NAMES.get(str(row["policy"]), str(row["policy"]))],
+                capacities=[slots / (signature.num_layers * signature.num_experts)],
+                scope=row["scope"].replace("_", "-"),
+                reset_per_sequence=bool(row["reset_per_sequence"]),
+            )
+            (one,) = run_experiment(workload, experiment, bounds=False)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        wanted = (row["hits"], row["all_k_hit_rate"])
+        found = round(one.hit_rate * row["accesses"]), round(one.all_resident_rate, 6)
+        wanted = row["hits"], row["all_k_hit_rate"]
         if found != wanted:
             raise ValueError(
                 f"{place}: expected {wanted[0]} hits and {wanted[1]} of the visits without a load, "
                 f"the replay gives {found[0]} and {found[1]}"
             )
     return len(rows)
-
-
-def _replay(workload: Workload, row: Mapping[str, Any]) -> tuple[int, float]:
-    """Hits, and the share of visits without a load."""
-    signature = workload.trace.signature
-    slots = row["capacity"] * (signature.num_layers if row["scope"] == "per_layer" else 1)
-    experiment = Experiment(
-        policies=[_OTHER_NAMES.get(str(row["policy"]), str(row["policy"]))],
-        capacities=[slots / (signature.num_layers * signature.num_experts)],
-        scope=row["scope"].replace("_", "-"),
-        reset_per_sequence=bool(row["reset_per_sequence"]),
-    )
-    (found,) = run_experiment(workload, experiment, bounds=False)
-    return round(found.hit_rate * row["accesses"]), round(found.all_resident_rate, 6)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_runtime.benchmarks.suite.results import Metric, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
+from moe_runtime.benchmarks import suite
 from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
 from moe_runtime.lab.replay.timed import Machine
@@ -35,20 +34,20 @@ class PredictorsPlan:
     capacities: Sequence[float] = ()
 
 
-def metrics_of(plan: PredictorsPlan) -> dict[str, Metric]:
+def metrics_of(plan: PredictorsPlan) -> dict[str, suite.Metric]:
     """Seconds of a step, recall at each distance, and what prefetching does at each capacity."""
-    metrics = {"prediction_s": Metric("s")}
+    metrics = {"prediction_s": suite.Metric("s")}
     for distance in plan.distances:
         for width in ("k", "2k"):
-            metrics[f"recall_at_{width}_ahead_{distance}"] = Metric("share", better="more")
+            metrics[f"recall_at_{width}_ahead_{distance}"] = suite.Metric("share", better="more")
     for capacity in plan.capacities if plan.machine else ():
-        metrics[f"useful_prefetches_at_{capacity:g}"] = Metric("share", better="more")
-        metrics[f"reads_of_lru_at_{capacity:g}"] = Metric("share")
-        metrics[f"waits_of_lru_at_{capacity:g}"] = Metric("share")
+        metrics[f"useful_prefetches_at_{capacity:g}"] = suite.Metric("share", better="more")
+        metrics[f"reads_of_lru_at_{capacity:g}"] = suite.Metric("share")
+        metrics[f"waits_of_lru_at_{capacity:g}"] = suite.Metric("share")
     return metrics
 
 
-class MeasuredPredictor(BenchSystem):
+class MeasuredPredictor(suite.BenchSystem):
     """A predictor under test; recalls of the control are compared with complete ones."""
 
     def __init__(self, name: str, plan: PredictorsPlan) -> None:
@@ -68,10 +67,10 @@ class MeasuredPredictor(BenchSystem):
         # what does not change from repetition to repetition
         self._found = _recalls(counted) | _prefetching(name, self.estimator, plan)
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         """Asks for the next layer before and after every layer, as a run does."""
         if self.equal < self.compared or not self.compared:
-            raise PeerFailedError(
+            raise suite.PeerFailedError(
                 f"the control, which knows the answer, found it in {self.equal} of {self.compared} "
                 "recalls"
             )
@@ -91,7 +90,7 @@ class MeasuredPredictor(BenchSystem):
         return {"prediction_s": seconds, **self._found}
 
 
-def _recalls(counted: Evaluation) -> dict[str, Number]:
+def _recalls(counted: Evaluation) -> dict[str, suite.Number]:
     """Means over layers; none at a distance where no layer has one."""
     shares = {
         f"recall_at_{width}_ahead_{recall.distance}": share
@@ -101,7 +100,7 @@ def _recalls(counted: Evaluation) -> dict[str, Number]:
     return {name: share for name, share in shares.items() if math.isfinite(share)}
 
 
-def _prefetching(name: str, estimator: Estimator, plan: PredictorsPlan) -> dict[str, Number]:
+def _prefetching(name: str, estimator: Estimator, plan: PredictorsPlan) -> dict[str, suite.Number]:
     """Shares of the replay with LRU; none where nothing was prefetched, read or waited for."""
     if plan.machine is None:
         return {}
@@ -112,7 +111,7 @@ def _prefetching(name: str, estimator: Estimator, plan: PredictorsPlan) -> dict[
         trained=estimator,
         machine=plan.machine,
     )
-    found: dict[str, Number] = {}
+    found: dict[str, suite.Number] = {}
     for row in run_experiment(plan.served, experiment, bounds=False):
         without, with_it = row.timed["off"].total, row.timed[name].total
         shares = {
@@ -130,13 +129,13 @@ def _prefetching(name: str, estimator: Estimator, plan: PredictorsPlan) -> dict[
 
 def measure_predictors(
     plan: PredictorsPlan,
-    rules: Rules,
+    rules: suite.Rules,
     settings: Mapping[str, Any],
-    on_count: Callable[[str], None] = lambda name: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     systems: list[MeasuredPredictor] = []
     for name in plan.predictors:
-        on_count(name)
+        say(f"{name}: fitting it, and counting its recall")
         systems.append(MeasuredPredictor(name, plan))
         if rules.is_stopping():
             break
@@ -145,4 +144,4 @@ def measure_predictors(
         return rules.is_stopping() and all(one.is_timed for one in systems)
 
     until_timed = replace(rules, is_stopping=is_stopping)
-    return measure_systems("predictors", systems, metrics_of(plan), until_timed, settings)
+    return suite.measure_systems("predictors", systems, metrics_of(plan), until_timed, settings)

@@ -23,37 +23,23 @@ import torch
 from torch import Tensor
 
 import moe_runtime
-from moe_runtime.benchmarks.suite.results import Metric, describe_compared, facts, make_results
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    StoppedRepetitionError,
-    mean_interval,
-    run_in_turn,
-)
+from moe_runtime.benchmarks import suite
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.checkpoints.transformers_private import CACHE_NAMES
 from moe_runtime.errors import CheckpointError, MoERuntimeError
-from moe_runtime.inference.generation import (
-    NOT_FINITE,
-    check_room,
-    check_vocabulary,
-    encode_prompt,
-)
+from moe_runtime.inference import generation
 
 METRICS = {
-    "perplexity": Metric("count"),
-    "perplexity_ratio": Metric("share"),
-    "kl_nats": Metric("nats"),
-    **facts("nats", "kl_p99_nats", "kl_max_nats"),
-    "same_top": Metric("share", better="more"),
-    "prompt_tokens_per_s": Metric("tokens/s", better="more"),
-    "decode_tokens_per_s": Metric("tokens/s", better="more"),
-    **facts("share", "hit_share", better="more"),
-    **facts("share", "changed_share"),
-    **facts("bytes", "read_bytes"),
+    "perplexity": suite.Metric("count"),
+    "perplexity_ratio": suite.Metric("share"),
+    "kl_nats": suite.Metric("nats"),
+    **suite.facts("nats", "kl_p99_nats", "kl_max_nats"),
+    "same_top": suite.Metric("share", better="more"),
+    "prompt_tokens_per_s": suite.Metric("tokens/s", better="more"),
+    "decode_tokens_per_s": suite.Metric("tokens/s", better="more"),
+    **suite.facts("share", "hit_share", better="more"),
+    **suite.facts("share", "changed_share"),
+    **suite.facts("bytes", "read_bytes"),
 }
 """Hits, choices of experts that a lossy option changed, and bytes are of each judged half."""
 _CHANGES = ("replaced_choices", "skipped_choices", "stand_in_choices")
@@ -104,9 +90,9 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
     found = dict[tuple[int, bytes], Tensor]()
     for model in models:
         tokenizer, config = load_tokenizer(Path(model)), read_config(Path(model))
-        check_room(config, "--context", context)
-        ids_T = encode_prompt(tokenizer, words)["input_ids"][0]
-        check_vocabulary(config, ids_T)
+        generation.check_room(config, "--context", context)
+        ids_T = generation.encode_prompt(tokenizer, words)["input_ids"][0]
+        generation.check_vocabulary(config, ids_T)
         if len(ids_T) < context:
             raise ValueError(
                 f"the text has {len(ids_T)} tokens for {model}, and a chunk takes {context}; give "
@@ -114,7 +100,7 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
             )
         size = config.get_text_config().vocab_size
         chunks_CT = ids_T[: len(ids_T) // context * context].view(-1, context)
-        first = encode_prompt(tokenizer, "a")["input_ids"][0, 0]
+        first = generation.encode_prompt(tokenizer, "a")["input_ids"][0, 0]
         if first == tokenizer.bos_token_id:
             chunks_CT[:, 0] = first
         found[size, chunks_CT.numpy().tobytes()] = chunks_CT
@@ -145,7 +131,7 @@ def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) 
         columns.append((logits_NV.argmax(-1) == reference_NV.argmax(-1)).double())
     scores = torch.stack(columns, 1).numpy()
     if not np.isfinite(scores).all():
-        raise CheckpointError(NOT_FINITE)
+        raise CheckpointError(generation.NOT_FINITE)
     return scores
 
 
@@ -167,13 +153,13 @@ def summarize(scores: Scores) -> dict[str, dict[str, Any]]:
 
 def _mean(values: Scores, *, is_logarithm: bool = False) -> dict[str, Any]:
     """A mean and its interval; of logarithms the power of the mean, and the derivative times it."""
-    mean, ends = float(values.mean()), mean_interval(values.tolist())
+    mean, ends = float(values.mean()), suite.mean_interval(values.tolist())
     power, shift = (math.exp(mean), 1 - mean) if is_logarithm else (1.0, 0.0)
     low, high = (None, None) if ends is None else (power * (end + shift) for end in ends)
     return {"mean": power * (mean + shift), "low": low, "high": high}
 
 
-class QualitySystem(BenchSystem):
+class QualitySystem(suite.BenchSystem):
     """A model under test, with options of `moe_runtime.load`; a repetition reads the next part.
 
     The reference has none itself: it keeps the logits of a part, which the others read.
@@ -189,10 +175,10 @@ class QualitySystem(BenchSystem):
     ) -> None:
         super().__init__(name)
         self._plan, self._reference, self._model, self._options = plan, reference, model, options
-        self._found, self._turns = list[dict[str, Number]](), count()
+        self._found, self._turns = list[dict[str, suite.Number]](), count()
         self.scores, self.device = list[Scores](), "cpu"
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         number = next(self._turns)
         if self._reference is not None:
             self._reference._read(number)
@@ -209,15 +195,15 @@ class QualitySystem(BenchSystem):
             model: Any = moe_runtime.load(self._model, **self._options, max_tokens=len(chunks[0]))
             with closing(model.moe):
                 rows = [self._read_chunk(model, ids, scores) for ids in chunks]
-        except StoppedRepetitionError:
+        except suite.StoppedRepetitionError:
             raise
         except (MoERuntimeError, RuntimeError, ValueError) as error:
-            raise PeerFailedError(str(error)) from None
+            raise suite.PeerFailedError(str(error)) from None
         self.device = str(model.device)
         if model.device.type == "cuda":
             self.gpu = torch.cuda.get_device_name(model.device)
         self.scores.append(np.concatenate(scores))
-        found: dict[str, Number] = {name: [row[name] for row in rows] for name in rows[0]}
+        found: dict[str, suite.Number] = {name: [row[name] for row in rows] for name in rows[0]}
         found |= {name: one["mean"] for name, one in summarize(self.scores[-1]).items()}
         self._found.append(found)
 
@@ -234,7 +220,7 @@ class QualitySystem(BenchSystem):
         targets = ids_T[plan.num_prompt + 1 :].split(num_rows)
         for part_T in [ids_T[: plan.num_prompt], *ids_T[plan.num_prompt : -1].split(num_rows)]:
             if plan.is_stopping():
-                raise StoppedRepetitionError(f"{self.name}: stopped")
+                raise suite.StoppedRepetitionError(f"{self.name}: stopped")
             begin = time.perf_counter()
             output = model(part_T[None].to(model.device), use_cache=True, **given)
             logits_NV = output.logits[0].float().cpu()
@@ -274,7 +260,7 @@ class QualitySystem(BenchSystem):
 def measure_quality(
     plan: QualityPlan,
     asked: Sequence[tuple[str, str, Mapping[str, Any]]],
-    rules: Rules,
+    rules: suite.Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Judges systems, each a name, a model and its options; the first is the others' reference.
@@ -291,10 +277,10 @@ def measure_quality(
     rules = replace(rules, least=num_parts + 1, most=num_parts, max_s=math.inf)
     first = QualitySystem(plan, None, *asked[0])
     systems = [first, *(QualitySystem(plan, first, *one) for one in asked[1:])]
-    found, ended = run_in_turn(systems, rules)
+    found, ended = suite.run_in_turn(systems, rules)
     failures = [found[one.name].failure for one in systems[1:] or systems]
     if all(failures):
-        raise PeerFailedError(failures[0])
+        raise suite.PeerFailedError(failures[0])
     # after an interruption, what all have read
     least = min(filter(None, (len(one.repetitions) for one in found.values())), default=0)
     rows = []
@@ -304,8 +290,10 @@ def measure_quality(
         if measured.repetitions and one is not first:
             same = np.concatenate(scores)[:, 3]
             one.compared, one.equal = len(same), int(same.sum())
-        rows.append(describe_compared(one, measured, METRICS))
+        rows.append(suite.describe_compared(one, measured, METRICS))
         if measured.repetitions:
             for metric, values in summarize(np.concatenate(scores)).items():
                 rows[-1]["summary"][metric] |= values
-    return make_results("quality", {**settings, "device": first.device}, ended, rows, gpu=first.gpu)
+    return suite.make_results(
+        "quality", {**settings, "device": first.device}, ended, rows, gpu=first.gpu
+    )

@@ -9,15 +9,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
 from moe_runtime.benchmarks.cases.io import QueueReads, ReadPlan
-from moe_runtime.benchmarks.suite.results import Metric, facts
-from moe_runtime.benchmarks.suite.runner import Number, PeerFailedError
+from moe_runtime.benchmarks.suite import Metric, Number, PeerFailedError, facts
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference.loading import signature_of
@@ -76,13 +75,8 @@ def take_routes(path: Path, asked: TracedModel, num_requests: int, num_tokens: i
         )
     whole = routes.select(fitting.tolist())
     rows = (whole.offsets[:-1, None] + np.arange(num_tokens)).ravel()
-    return replace(
-        whole,
-        expert_ids=whole.expert_ids[rows],
-        gate_weights=whole.gate_weights[rows],
-        token_ids=whole.token_ids[rows],
-        offsets=np.arange(num_requests + 1) * num_tokens,
-    )
+    taken = {one: getattr(whole, one)[rows] for one in ("expert_ids", "gate_weights", "token_ids")}
+    return replace(whole, offsets=np.arange(num_requests + 1) * num_tokens, **taken)
 
 
 def read_layers(path: Path, asked: TracedModel) -> Trace:
@@ -92,12 +86,9 @@ def read_layers(path: Path, asked: TracedModel) -> Trace:
     trace.require_choices(path)
     found = trace.signature
     is_named = found.model_type != UNKNOWN_MODEL
-    if (found.num_layers, found.num_experts, found.top_k) != (
-        asked.all_layers,
-        wanted.num_experts,
-        wanted.top_k,
-    ) or (is_named and found.model_type != wanted.model_type):
-        whole = replace(wanted, num_layers=asked.all_layers)
+    whole = replace(wanted, num_layers=asked.all_layers)
+    sizes = [(one.num_layers, one.num_experts, one.top_k) for one in (found, whole)]
+    if sizes[0] != sizes[1] or (is_named and found.model_type != wanted.model_type):
         raise ValueError(
             f"{path}: is a trace of {shown_model(found)}; {asked.name} is {shown_model(whole)}"
         )
@@ -120,12 +111,7 @@ def teach(trace: Path, asked: TracedModel, checkpoint: Path, cache: Path) -> Non
     write_trace(cache / "train.npz", read_layers(trace, asked))
     words = ["predictor", "teach", str(checkpoint), str(cache / "train.npz"), "--json"]
     program = ["env", f"XDG_CACHE_HOME={cache}", sys.executable, "-P", "-m", "moe_runtime.cli.main"]
-    done = subprocess.run(
-        [*program, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([*program, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerFailedError(f"--train {trace}: {done.stderr.strip().splitlines()[-1]}")
     if json.loads(done.stdout)["file"] is None:
@@ -195,18 +181,12 @@ class RecordedRouting:
         """Bytes that a decode step reads, as a mean, with a policy and as many slots."""
         key = policy, num_slots
         if key not in self._read_bytes:
-            served, num_experts = (
-                self._served,
-                self.asked.signature.num_layers * self.asked.signature.num_experts,
-            )
+            num_experts = self.asked.signature.num_layers * self.asked.signature.num_experts
             share = min(1.0, num_slots / num_experts)
             experiment = Experiment(policies=[policy], capacities=[share])
-            workload = workload_of(served)
-            replay = replay_demand(
-                workload,
-                lambda events: policy_of(workload, experiment, policy, num_slots, events),
-                num_slots,
-            )
+            workload = workload_of(self._served)
+            make = partial(policy_of, workload, experiment, policy, num_slots)
+            replay = replay_demand(workload, make, num_slots)
             is_timed = self._is_timed[workload.step]
             misses = (workload.num_keys - replay.hits)[is_timed].sum()
             self._read_bytes[key] = misses * self._expert_bytes / self._is_timed.sum()
@@ -215,27 +195,24 @@ class RecordedRouting:
     @cached_property
     def _served(self) -> Trace:
         """What a repetition asks for: the first text, untimed, then all of them."""
-        length, first = int(self._routes.offsets[1]), self._num_prompt
-        spans = [(0, first), *((place, place + 1) for place in range(first, length - 1))]
-        rows, requests = list[np.ndarray](), list[np.ndarray]()
+        routes, length = self._routes, int(self._routes.offsets[1])
+        first = self._num_prompt
+        steps = [np.arange(first), *np.arange(first, length - 1)[:, None]]
+        rows, requests, count = list[np.ndarray](), list[np.ndarray](), 0
         for batch in (self._batches[0], *self._batches):
-            count = 0 if not requests else int(requests[-1][-1]) + 1
-            for begin, end in spans:
-                places = np.arange(begin, end)
-                rows.append((self._routes.offsets[list(batch)][:, None] + places).ravel())
-                requests.append(np.repeat(np.arange(count, count + len(batch)), len(places)))
-        whole = trace_of_routes(self._routes, self.asked.signature)
-        order = np.concatenate(rows)
-        phases = [PHASES.index("prefill"), *[PHASES.index("decode")] * (len(spans) - 1)]
+            starts, numbers = routes.offsets[list(batch)][:, None], count + np.arange(len(batch))
+            rows += [(starts + places).ravel() for places in steps]
+            requests += [np.repeat(numbers, len(places)) for places in steps]
+            count += len(batch)
+        whole, order = trace_of_routes(routes, self.asked.signature), np.concatenate(rows)
+        phases = [PHASES.index("prefill"), *[PHASES.index("decode")] * (len(steps) - 1)]
+        of_tokens = ("token_id", "token_position", "expert_ids", "gate_weights")
         return replace(
             whole,
             step_phase=np.tile(np.array(phases, np.uint8), 1 + len(self._batches)),
             step_start=np.cumsum([0, *map(len, rows)]),
             token_request=np.concatenate(requests).astype(np.int32),
-            token_id=whole.token_id[order],
-            token_position=whole.token_position[order],
-            expert_ids=whole.expert_ids[order],
-            gate_weights=whole.gate_weights[order],
+            **{name: getattr(whole, name)[order] for name in of_tokens},
         )
 
     @cached_property

@@ -10,24 +10,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
-import psutil
-
-from moe_runtime.benchmarks.cases.load import Level, MeasuredLevel, TimedAnswer, summarize
+from moe_runtime.benchmarks import suite
+from moe_runtime.benchmarks.cases.load import MeasuredLevel, numbers_of, summarize
 from moe_runtime.benchmarks.suite.memory_cap import drop_page_cache, memory_cap
-from moe_runtime.benchmarks.suite.results import (
-    JOULES,
-    Metric,
-    describe_system,
-    facts,
-    make_results,
-)
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number, PeerFailedError
+from moe_runtime.benchmarks.suite.programs import running
 
 _LOOK_S, _ANSWER_S, _END_S = 0.2, 5.0, 20.0
 
@@ -77,27 +69,23 @@ def started_server(
         if cap_bytes is not None:
             command = stack.enter_context(memory_cap(cap_bytes)).wrap(words)
             drop_page_cache()
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
         try:
-            # In a session of its own, so that Ctrl-C reaches this process alone.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            program = running(command, asked=signal.SIGTERM, grace_s=_END_S, **pipes)
+            process = stack.enter_context(program)
         except OSError as error:
             raise ValueError(f"--start: cannot run {words[0]}: {error.strerror}") from None
-        stack.callback(_end, process)
         begin = time.monotonic()
         while not is_stopping() and not _answers(url):
             if process.poll() is not None:
-                raise PeerFailedError(
+                raise suite.PeerFailedError(
                     f"the server ended with exit code {process.returncode} before it answered at "
                     f"{url}{_last_line(said)}"
                 )
             if time.monotonic() - begin > timeout_s:
-                raise PeerFailedError(f"the server does not answer at {url} after {timeout_s:g} s")
+                raise suite.PeerFailedError(
+                    f"the server does not answer at {url} after {timeout_s:g} s"
+                )
             time.sleep(_LOOK_S)
         yield StartedServer(process.pid)
 
@@ -125,66 +113,24 @@ def _last_line(said: IO[bytes]) -> str:
     return f": {lines[-1]}" if lines else ""
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGTERM to all processes of the group; kills those that are left after a while."""
-    is_over = False
-    try:
-        _signal(process, signal.SIGTERM)
-        is_over = _ends(process)
-    finally:
-        if not is_over:
-            _signal(process, signal.SIGKILL)
-            _ends(process)
-
-
-def _ends(process: subprocess.Popen[bytes]) -> bool:
-    """Whether all of its processes end within a while, which is waited for."""
-    begin = time.monotonic()
-    while process.poll() is None or _runs_in_group(process.pid):
-        if time.monotonic() - begin > _END_S:
-            return False
-        time.sleep(_LOOK_S / 4)
-    return True
-
-
-def _signal(process: subprocess.Popen[bytes], sign: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, sign)
-
-
-def _runs_in_group(group: int) -> bool:
-    """Whether a process of a group is left that has not ended: the first one may be gone before."""
-    for process in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
-                return True
-    return False
-
-
 METRICS = {
-    "time_to_first_token_s": Metric("s"),
-    "later_first_token_s": Metric("s"),
-    "inter_token_s": Metric("s"),
-    **facts("s", "time_per_output_token_s"),
-    "end_to_end_s": Metric("s"),
-    **facts("s", "sent_s"),
-    **facts("count", "prompt_tokens", "output_tokens"),
-    **facts("count", "answered", better="more"),
-    **facts("tokens/s", "input_tokens_per_s", "output_tokens_per_s", better="more"),
-    **facts("requests/s", "requests_per_s", better="more"),
-    **facts("share", "within_bounds", better="more"),
-    **facts("s", "seconds"),
-    **facts("count", "failed", "unfinished"),
-    **facts("bytes", "read_call_bytes", "storage_bytes"),
-    "peak_rss_bytes": Metric("bytes"),
-    **JOULES,
+    "time_to_first_token_s": suite.Metric("s"),
+    "later_first_token_s": suite.Metric("s"),
+    "inter_token_s": suite.Metric("s"),
+    **suite.facts("s", "time_per_output_token_s"),
+    "end_to_end_s": suite.Metric("s"),
+    **suite.facts("s", "sent_s"),
+    **suite.facts("count", "prompt_tokens", "output_tokens"),
+    **suite.facts("count", "answered", better="more"),
+    **suite.facts("tokens/s", "input_tokens_per_s", "output_tokens_per_s", better="more"),
+    **suite.facts("requests/s", "requests_per_s", better="more"),
+    **suite.facts("share", "within_bounds", better="more"),
+    **suite.facts("s", "seconds"),
+    **suite.facts("count", "failed", "unfinished"),
+    **suite.facts("bytes", "read_call_bytes", "storage_bytes"),
+    "peak_rss_bytes": suite.Metric("bytes"),
+    **suite.JOULES,
 }
-
-
-def name_of(level: Level) -> str:
-    if level.concurrency is None:
-        return f"{level.rate:g} requests/s"
-    return f"{level.concurrency} at a time"
 
 
 def serve_results(
@@ -197,40 +143,25 @@ def serve_results(
     rows = [(one, summarize(one, bounds)) for one in found]
     has_answers = any(row["answered"] for _, row in rows)
     ended = "interrupted" if is_interrupted else "most" if has_answers else "failed"
-    return make_results(
+    return suite.make_results(
         "serve",
         settings,
         ended,
-        [describe_system(name_of(one.level), _measured(one, row), METRICS) for one, row in rows],
+        [suite.describe_system(str(one.level), _measured(one, row), METRICS) for one, row in rows],
     )
 
 
-def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> MeasuredSystem:
+def _measured(one: MeasuredLevel, row: Mapping[str, Any]) -> suite.MeasuredSystem:
     good = [answer for answer in one.answers if answer.error is None]
     if not good:
         said = [f"{what['count']} failed: {what['first']}" for what in row["errors"].values()]
-        return MeasuredSystem(failure="; ".join(said) or "no request was answered")
+        return suite.MeasuredSystem(failure="; ".join(said) or "no request was answered")
     names = ("answered", "input_tokens_per_s", "output_tokens_per_s", "requests_per_s")
     names += ("seconds", "failed", "unfinished")
-    whole: dict[str, Number] = {name: row[name] for name in names if row[name] is not None}
+    whole: dict[str, suite.Number] = {name: row[name] for name in names if row[name] is not None}
     if "goodput" in row:
         whole["within_bounds"] = row["goodput"]["share"]
     whole |= one.counts
-    return MeasuredSystem(repetitions=[*(_numbers(answer, one.began_s) for answer in good), whole])
-
-
-def _numbers(answer: TimedAnswer, began_s: float) -> dict[str, Number]:
-    found: dict[str, Number] = {
-        "sent_s": answer.sent_s - began_s,
-        "end_to_end_s": answer.whole_s,
-        "prompt_tokens": answer.prompt_tokens,
-        "output_tokens": answer.output_tokens,
-    }
-    if answer.pieces_s:
-        name = "later_first_token_s" if answer.turn else "time_to_first_token_s"
-        found[name] = answer.first_token_s
-    if answer.gaps_s:
-        found["inter_token_s"] = answer.gaps_s
-    if answer.per_token_s is not None:
-        found["time_per_output_token_s"] = answer.per_token_s
-    return found
+    return suite.MeasuredSystem(
+        repetitions=[*(numbers_of(answer, one.began_s) for answer in good), whole]
+    )

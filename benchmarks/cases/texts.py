@@ -14,22 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
-from moe_runtime.benchmarks.suite.results import JOULES, Metric, facts, measure_systems
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Number, PeerFailedError, Rules
 
 if TYPE_CHECKING:
     from moe_runtime.benchmarks.cases.routed import RecordedRouting
 
 MEMORY_METRICS = {
-    **facts("s", "load_s", "import_s"),
-    "peak_rss_bytes": Metric("bytes"),
-    "peak_device_bytes": Metric("bytes"),
-    **facts("bytes", "rss_after_imports_bytes", "read_call_bytes"),
-    **facts("bytes", "storage_bytes", "page_cache_bytes"),
-    **facts("count", "major_faults"),
-    **JOULES,
+    **suite.facts("s", "load_s", "import_s"),
+    "peak_rss_bytes": suite.Metric("bytes"),
+    "peak_device_bytes": suite.Metric("bytes"),
+    **suite.facts("bytes", "rss_after_imports_bytes", "read_call_bytes"),
+    **suite.facts("bytes", "storage_bytes", "page_cache_bytes"),
+    **suite.facts("count", "major_faults"),
+    **suite.JOULES,
 }
 """What is measured besides speed."""
 _PEAKS = ("peak_rss_bytes", "peak_device_bytes")
@@ -37,13 +36,13 @@ _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
 Ids = list[list[int]]
 
 
-_MORE_TOKENS = Metric("tokens/s", better="more")
+_MORE_TOKENS = suite.Metric("tokens/s", better="more")
 SPEEDS = {
     "latency": {
-        "first_token_s": Metric("s"),
-        "between_tokens_s": Metric("s"),
+        "first_token_s": suite.Metric("s"),
+        "between_tokens_s": suite.Metric("s"),
         # of all tokens after the first: with drafts some of them take no time
-        **facts("tokens/s", "decode_tokens_per_s", better="more"),
+        **suite.facts("tokens/s", "decode_tokens_per_s", better="more"),
     },
     "throughput": dict.fromkeys(
         ("new_tokens_per_s", "prompt_tokens_per_s", "step_tokens_per_s"), _MORE_TOKENS
@@ -86,7 +85,7 @@ class TextPlan:
             requests=self.routing and self.routing.requests(number, held=held),
         )
 
-    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, Number]:
+    def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, suite.Number]:
         """What the answers to all batches say of the speed."""
         prompts_s, every_s = [one["prompts_s"] for one in answers], _steps_s(answers)
         if self.case == "latency":
@@ -112,14 +111,14 @@ def joined(batches: Sequence[Ids]) -> Ids:
     return [ids for batch in batches for ids in batch]
 
 
-class TextSystem(BenchSystem):
+class TextSystem(suite.BenchSystem):
     def __init__(self, program: PeerProgram, plan: TextPlan, expected: Sequence[Ids]) -> None:
         super().__init__(program.name, {})
         self.program, self.energy = program, EnergyMeter()
         self._plan, self._expected = plan, joined(expected)
         self._given = plan.continuations or expected
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         """Runs the peer once: it reads the first text untimed, then all of them."""
         plan = self._plan
         with (
@@ -155,7 +154,7 @@ class TextSystem(BenchSystem):
         ]
         self.compared, self.equal = len(pairs), sum(one == other for one, other in pairs)
         if self.equal < self._plan.agreement * self.compared:
-            raise PeerFailedError(
+            raise suite.PeerFailedError(
                 f"{self.equal} of {self.compared} likeliest tokens equal moe_runtime's, expected "
                 f"{self._plan.agreement:.0%}; its times would be those of other work"
             )
@@ -182,8 +181,8 @@ def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Ids]:
             process.ask("load")
             found = [plan.ask(process, number, ids)["ids"] for number, ids in enumerate(given)]
             process.ask("end")
-    except PeerFailedError as error:  # no table has its name beside it
-        raise PeerFailedError(f"{ours.name}: {error}") from None
+    except suite.PeerFailedError as error:  # no table has its name beside it
+        raise suite.PeerFailedError(f"{ours.name}: {error}") from None
     return found
 
 
@@ -192,7 +191,7 @@ def memory_numbers(
     loaded: Mapping[str, Any],
     answers: Sequence[Mapping[str, Any]],
     ended: Mapping[str, Any],
-) -> dict[str, Number]:
+) -> dict[str, suite.Number]:
     """The numbers of ``MEMORY_METRICS`` from what a peer answered to its requests."""
     counts = {name: sum(answer[name] for answer in answers) for name in _KERNEL_COUNTS}
     return {
@@ -210,7 +209,7 @@ def measure_texts(
     ours: PeerProgram,
     peers: Sequence[PeerProgram],
     plan: TextPlan,
-    rules: Rules,
+    rules: suite.Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     expected = likeliest(ours, plan)
@@ -221,4 +220,4 @@ def measure_texts(
         from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS
 
         metrics = SPEEDS[plan.case] | ROUTED_METRICS | MEMORY_METRICS
-    return measure_systems(plan.case, systems, metrics, rules, settings)
+    return suite.measure_systems(plan.case, systems, metrics, rules, settings)

@@ -20,18 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases.expert_layers import FEW, OURS, PeerSystem
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProgram
-from moe_runtime.benchmarks.suite.results import JOULES, Metric, facts, measure_systems
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    peer_failures,
-)
 from moe_runtime.config import format_bytes
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face
@@ -97,15 +90,18 @@ class TrainingPlan:
         width, sizes = self.sizes.dim_model, self.sizes
         heads = max(1, width // 64)
         experts = {"num_experts": sizes.num_experts, "top_k": sizes.top_k, "loss_weights": {}}
+        attention: dict[str, Any] = {
+            "num_heads": heads,
+            "num_kv_heads": heads,
+            "head_dim": width // heads,
+        }
         return LanguageModelConfig(
             hidden_size=width,
             num_layers=self.layers,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=width // heads,
             max_positions=self.context,
             vocab_size=_VOCABULARY,
             moe=ExpertsConfig(intermediate_size=sizes.dim_hidden, **experts),
+            **attention,
         )
 
     def windows(self, step: int) -> Tensor:
@@ -116,7 +112,7 @@ class TrainingPlan:
         drawn = torch.multinomial(shares, size, replacement=True, generator=generator)
         return drawn.view(self.sequences, -1)
 
-    def found(self, seconds: float) -> Mapping[str, Number]:
+    def found(self, seconds: float) -> Mapping[str, suite.Number]:
         return {METRIC: seconds, "tokens_per_s": self.sequences * self.context / seconds}
 
     def peers(self) -> list[str]:
@@ -137,9 +133,9 @@ class TrainingPlan:
 
 OFFLOADED = f"{OURS}:offloaded"
 OFFLOADED_METRICS = {
-    "storage_read_bytes": Metric("bytes"),
-    "storage_written_bytes": Metric("bytes"),
-    **facts("s", "stall_s", "storage_alone_s"),
+    "storage_read_bytes": suite.Metric("bytes"),
+    "storage_written_bytes": suite.Metric("bytes"),
+    **suite.facts("s", "stall_s", "storage_alone_s"),
 }
 """Of its step: bytes by way, seconds of waiting, and what those bytes take alone."""
 # Largest difference of losses that rounding explains. Logits of a model at its start lie within
@@ -150,7 +146,7 @@ _COMPARED_STEPS = 3
 _RATE, _DECAY, _BETAS = 3e-4, 0.1, (0.9, 0.95)
 
 
-class TrainingSystem(BenchSystem):
+class TrainingSystem(suite.BenchSystem):
     """A model under training; losses are compared."""
 
     def __init__(
@@ -182,9 +178,9 @@ class TrainingSystem(BenchSystem):
         self._steps += 1
         return float(found[0].detach())
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         """Times a step; before the first time, compares losses."""
-        with peer_failures():
+        with suite.peer_failures():
             if not self.compared:
                 losses = [self.step() for _ in self._expected]
                 # What is computed elsewhere than in memory must not differ by a bit, except for
@@ -220,7 +216,7 @@ class OffloadedSystem(TrainingSystem):
         self._before = self.training.stats().traffic
         return super().step()
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         """As of all, with what the step moved; as much is then moved with nothing else to do."""
         found, now = super().repeat(), self.training.stats().traffic
         read = now.read_bytes - self._before.read_bytes
@@ -248,7 +244,7 @@ class TrainingPeer(PeerSystem):
         self._plan, self._expected, self._steps = plan, expected, 0
         self._energy = EnergyMeter()
 
-    def repeat(self) -> Mapping[str, Number]:
+    def repeat(self) -> Mapping[str, suite.Number]:
         if self.process is None:
             self.process = self.begin()
             self.process.ask("load")
@@ -266,14 +262,14 @@ class TrainingPeer(PeerSystem):
 
 
 def require_equal(
-    system: BenchSystem, losses: list[float], expected: list[float], bound: float
+    system: suite.BenchSystem, losses: list[float], expected: list[float], bound: float
 ) -> None:
     """Compares losses, and notes how many agree."""
     far = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     system.compared, system.equal = len(far), sum(one <= bound for one in far)
     if system.equal < system.compared:
         step = next(number for number, one in enumerate(far) if not one <= bound)
-        raise PeerFailedError(
+        raise suite.PeerFailedError(
             f"a loss differs by {max(far):.2g}, expected at most {bound:g}, first in step "
             f"{step + 1}: {losses[step]!r} instead of {expected[step]!r}; its times would be those "
             "of another training"
@@ -330,12 +326,12 @@ class FusedAdamW:
 @contextmanager
 def _systems(
     plan: TrainingPlan, folder: Path, programs: Sequence[PeerProgram]
-) -> Iterator[list[BenchSystem]]:
+) -> Iterator[list[suite.BenchSystem]]:
     # The losses that all are held to come from a run of ours that ends before any other begins.
     reference = ours_in_memory(plan, [])
     expected = [reference.step() for _ in range(_COMPARED_STEPS)]
     del reference
-    systems: list[BenchSystem] = [ours_in_memory(plan, expected)]
+    systems: list[suite.BenchSystem] = [ours_in_memory(plan, expected)]
     offloaded, running = None, ExitStack()
     export_hugging_face(_first_model(plan), folder / "model")
     systems += [in_transformers(one, plan, folder / "model", expected) for one in plan.peers()]
@@ -368,7 +364,7 @@ def _loss_of(model: LanguageModel) -> Callable[[Tensor, Tensor], Tensor]:
 
 def measure_training(
     plan: TrainingPlan,
-    rules: Rules,
+    rules: suite.Rules,
     settings: Mapping[str, Any],
     free_bytes: int,
     programs: Sequence[PeerProgram] = (),
@@ -379,7 +375,7 @@ def measure_training(
             f"weights and states of all systems take {format_bytes(needed)}, and "
             f"{format_bytes(free_bytes)} are free; fewer --layers or a smaller --shape take less"
         )
-    metrics = {METRIC: Metric("s"), **facts("tokens/s", "tokens_per_s", better="more")}
-    metrics |= OFFLOADED_METRICS | JOULES
+    metrics = {METRIC: suite.Metric("s"), **suite.facts("tokens/s", "tokens_per_s", better="more")}
+    metrics |= OFFLOADED_METRICS | suite.JOULES
     with tempfile.TemporaryDirectory() as folder, _systems(plan, Path(folder), programs) as systems:
-        return measure_systems("training", systems, metrics, rules, settings)
+        return suite.measure_systems("training", systems, metrics, rules, settings)

@@ -155,11 +155,12 @@ def bench_layer(run: TimedRun, asked: Calls, model: Model = None) -> None:
     require_one(model, asked.shape, "whose sizes are taken?")
     numbers = parse_tokens(asked.tokens, quick=run.quick)
     quiet_transformers(run.session)
-    from moe_runtime.benchmarks.cases.layer import PEERS, LayerPlan, measure_layer
+    from moe_runtime.benchmarks.cases.expert_layers import ExpertsPlan
+    from moe_runtime.benchmarks.cases.layer import PEERS, make_layer, measure_layer
 
     sizes, found = sizes_of(model, asked.shape, parse_dtype(asked.dtype))
     rest = {"trains": asked.training, "block_s": 0.2 if run.quick else 0.5}
-    plan = LayerPlan(sizes=sizes, dtype=found, tokens=numbers, **rest)
+    plan = ExpertsPlan(layer=make_layer(sizes, found), tokens=numbers, **rest)
     settings = _said(model, asked, sizes, found, numbers, use_threads(asked.threads))
     run.measure(measure_layer, plan, settings, plan.metrics(), unasked=PEERS)
 

@@ -5,9 +5,8 @@ import dataclasses
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -99,25 +98,22 @@ def bench_dispatch(
         if experts % num_ranks:
             raise ValueError(f"--experts {experts}: expected a multiple of the {num_ranks} ranks")
 
-        from moe_runtime.benchmarks.cases.dispatch import (
-            DispatchBenchPlan,
-            ExchangeShape,
-            measure_dispatch,
-            ranks_here,
-        )
+        from moe_runtime.benchmarks.cases import dispatch
 
         sizes = run.asked("tokens", "dim", "experts", "top_k")
         kinds = itertools.product(dtypes, loads)
-        shapes = [ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds]
-        plan = DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)
+        shapes = [
+            dispatch.ExchangeShape(tokens, dim, experts, top_k, one, kind) for kind, one in kinds
+        ]
+        plan = dispatch.DispatchBenchPlan(shapes=shapes, rounds=3 if run.quick else 5)
         if group is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.enter_context(ranks_here(plan, num_ranks, str(Path(folder, "store"))))
-        times = [f"{plan.name(one)}_s" for one in plan.shapes]
+            stack.enter_context(dispatch.ranks_here(plan, num_ranks, str(Path(folder, "store"))))
+        times = [f"{one.name}_s" for one in shapes]
         rules = stack.enter_context(run.rules(*times))
         settings = {"backend": "gloo", "ranks": num_ranks, **sizes, "loads": loads}
         settings |= {"dtypes": dtypes, "rounds": plan.rounds}
-        results = measure_dispatch(plan, rules, settings)
+        results = dispatch.measure_dispatch(plan, rules, settings)
     if results is not None:
         run.end(results, percentiles=times)
 
@@ -154,9 +150,8 @@ def bench_kernels(
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct
-    from moe_runtime.benchmarks.suite.results import measure_systems
-    from moe_runtime.benchmarks.suite.runner import Rules
+    from moe_runtime.benchmarks.cases.products import METRICS, TimedProduct, median_seconds
+    from moe_runtime.benchmarks.suite import Rules, measure_systems
     from moe_runtime.kernels.grouped_gemm.tile import describe_device, table_path, write_table
     from moe_runtime.kernels.grouped_gemm.tuner import candidate_tiles, layer_problems, parse_shape
     from moe_runtime.kernels.grouped_gemm.tuner import tune as tune_problems
@@ -174,7 +169,7 @@ def bench_kernels(
                 refusals=(OutOfResources, PTXASError, CompilationError),
                 num_threads=os.cpu_count() or 1,
             ):
-                products.append(TimedProduct(layer, measured, median_seconds))
+                products.append(TimedProduct(layer, measured))
                 found = measured.tile
                 said = f"tile {found.block_m} x {found.block_n} x {found.block_k}"
                 if tune:
@@ -192,13 +187,6 @@ def bench_kernels(
     if tune:
         say_line(f"tiles are written to {path}")
     run.end(results)
-
-
-def median_seconds(call: Callable[[], Any]) -> float:
-    """Median time of a call by the GPU's own clock, with a cold second-level cache."""
-    from triton.testing import do_bench
-
-    return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
 def bench_ablation(
@@ -222,7 +210,7 @@ def bench_ablation(
     """
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants
-    from moe_runtime.benchmarks.suite.runner import Rules
+    from moe_runtime.benchmarks.suite import Rules
     from moe_runtime.training.data import data_files
 
     def steps_of(configured: int) -> int:

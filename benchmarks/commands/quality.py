@@ -74,7 +74,7 @@ def bench_quality(
         raise ValueError(f"{text}: is empty, expected a text that the models predict")
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.quality import QualityPlan, cut_text, measure_quality
-    from moe_runtime.benchmarks.suite.runner import Rules
+    from moe_runtime.benchmarks.suite import Rules
 
     asked = [(name, str(fetch_model(model)), given) for name, model, given in asked]
     cut, vocab_size = cut_text(words, [*dict.fromkeys(path for _, path, _ in asked)], context)

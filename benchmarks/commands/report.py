@@ -37,19 +37,12 @@ def bench_report(
     if png is not None:
         check_output_folder(png, "plots")
         check_drawing()
-    from moe_runtime.benchmarks.suite.report_page import (
-        result_rows,
-        results_page,
-        to_csv,
-        to_markdown,
-    )
-    from moe_runtime.benchmarks.suite.results import read_results
+    from moe_runtime.benchmarks.suite import read_results, report_page
     from moe_runtime.lab.report.page import write_page, write_plots
 
     places = [os.path.realpath(path) for path in results]
-    for number, path in enumerate(results):
-        if places[number] in places[:number]:
-            raise ValueError(f"{path}: is given a second time; give each results file once")
+    for path in (p for number, p in enumerate(results) if places[number] in places[:number]):
+        raise ValueError(f"{path}: is given a second time; give each results file once")
     num_named = Counter(path.name for path in results)
     # Files of the same name in several folders are told apart by these.
     names = [path.name if num_named[path.name] == 1 else str(path) for path in results]
@@ -59,16 +52,16 @@ def bench_report(
             say_line(f"{path}: was interrupted, and the page says so")
         if not any(one["summary"] for one in found["measurements"]):
             say_line(f"{path}: no system has numbers; the page says what failed")
-    has_plots = find_spec("matplotlib") is not None
-    if not has_plots:
-        say_line(
-            "the page has numbers and no plots; "
-            "pip install 'moe-runtime[report]' brings what draws them"
-        )
-    page, rows = results_page(named, has_plots=has_plots), result_rows(named)
+    if not (has_plots := find_spec("matplotlib") is not None):
+        why = "pip install 'moe-runtime[report]' brings what draws them"
+        say_line(f"the page has numbers and no plots; {why}")
+    page, rows = (
+        report_page.results_page(named, has_plots=has_plots),
+        report_page.result_rows(named),
+    )
     write_page(page, output)
     written = [output, *([] if png is None else write_plots(page, png))]
-    for path, text in ((markdown, to_markdown(rows)), (csv, to_csv(rows))):
+    for path, text in ((markdown, report_page.to_markdown(rows)), (csv, report_page.to_csv(rows))):
         if path is not None:
             write_text(path, text)
             written.append(path)
@@ -94,22 +87,16 @@ def bench_compare(
         after: Results file of the same case.
         bound: Differences up to this share are noise.
     """
-    from moe_runtime.benchmarks.suite.comparing import (
-        compare,
-        differing_settings,
-        heading_words,
-        lost_systems,
-    )
-    from moe_runtime.benchmarks.suite.results import read_results
+    from moe_runtime.benchmarks.suite import comparing, read_results
 
     one, other = read_results(before), read_results(after)
-    verdicts = compare(one, other, bound)
+    verdicts = comparing.compare(one, other, bound)
     for path, results in ((before, one), (after, other)):
         if results["ended"] == "interrupted":
             say_line(f"{path}: was interrupted")
-    for line in differing_settings(one, other):
+    for line in comparing.differing_settings(one, other):
         say_line(line)
-    lost = lost_systems(one, other)
+    lost = comparing.lost_systems(one, other)
     for name, reason in lost.items():
         why = "was not measured after" if reason is None else f"has no numbers after: {reason}"
         say_line(f"{name}: {why}")
@@ -119,7 +106,9 @@ def bench_compare(
     else:
         columns = ["before", "after", "change", "", "chance"]
         print_table(
-            f"{one['case']}: {before.name} and {after.name}; {heading_words(one)}".rstrip("; "),
+            f"{one['case']}: {before.name} and {after.name}; {comparing.heading_words(one)}".rstrip(
+                "; "
+            ),
             [("system", "left"), ("", "left"), *((name, "right") for name in columns)],
             [
                 [

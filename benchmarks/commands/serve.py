@@ -5,16 +5,11 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import (
-    CaseRun,
-    cap_bytes,
-    keep_results,
-    show_results,
-)
+from moe_runtime.benchmarks.commands import shared
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.serve import read_keys
 from moe_runtime.cli.console import print_json, say_line
@@ -23,22 +18,18 @@ from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from moe_runtime.benchmarks.cases.load import Level, Meter, TimedAnswer
+    from moe_runtime.benchmarks.cases.load import Level, TimedAnswer
 
 _LINES = 10
 """Lines of progress of a level."""
 _MOST_CLIENTS = 4096
 _START_S = 900.0
 _ASKED = ("requests", "turns", "prompt_tokens", "output_tokens", "chat", "ignore_eos", "goodput")
-_SPREADS = (
-    *("time_to_first_token_s", "later_first_token_s", "inter_token_s", "time_per_output_token_s"),
-    "end_to_end_s",
-)
 Tokens = Annotated[str, typer.Option(metavar="N|LOW:HIGH")]
 
 
 def bench_serve(
-    run: CaseRun,
+    run: shared.CaseRun,
     url: str = "http://127.0.0.1:8000",
     start: Annotated[str | None, typer.Option(metavar="COMMAND")] = None,
     cap: options.Size | None = None,
@@ -93,16 +84,9 @@ def bench_serve(
         raise UnsupportedModelError(
             "bench serve needs httpx2; install it with pip install 'moe-runtime[serve]'"
         )
-    from moe_runtime.benchmarks.cases.load import (
-        Level,
-        LoadSettings,
-        address_of,
-        measure,
-        parse_goodput,
-        parse_lengths,
-        summarize,
-    )
-    from moe_runtime.benchmarks.cases.serve import name_of, serve_results, started_server
+    from moe_runtime.benchmarks.cases import load
+    from moe_runtime.benchmarks.cases.load import Level, parse_lengths
+    from moe_runtime.benchmarks.cases.serve import serve_results, started_server
 
     if concurrency is not None and rate is not None:
         raise ValueError("--rate and --concurrency are two ways to press a server; give one")
@@ -110,12 +94,12 @@ def bench_serve(
         raise ValueError("--cap holds a server that --start begins; give its command")
     if prompts is not None:
         refuse_given(run.ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
-    address_of(url)
+    load.address_of(url)
     clients = _numbers(concurrency or "1", "--concurrency", whole=True)
     rates = [] if rate is None else _numbers(rate, "--rate", whole=False)
     keys = read_keys(api_keys)
-    bounds = parse_goodput(goodput) if goodput is not None else {}
-    settings = LoadSettings(
+    bounds = load.parse_goodput(goodput) if goodput is not None else {}
+    settings = load.LoadSettings(
         url=url,
         key=keys[0] if keys else None,
         model=model,
@@ -135,49 +119,32 @@ def bench_serve(
     def on_answer(level: "Level", answers: "Sequence[TimedAnswer]") -> None:
         done, most = len(answers), requests * turns
         if done * _LINES // most > (done - 1) * _LINES // most:
-            say_line(f"{name_of(level)}: {done} of {most} requests")
+            say_line(f"{level}: {done} of {most} requests")
 
-    limit = cap_bytes(cap)
+    limit = shared.cap_bytes(cap)
     with run.stopping() as stop, ExitStack() as running:
-        meters: list[Meter] = []
+        stopping: Any = {"is_stopping": lambda: stop.is_set}
+        meters = []
         if start is not None:
-            server = started_server(
-                _words_of(start),
-                url,
-                cap_bytes=limit,
-                timeout_s=_START_S,
-                is_stopping=lambda: stop.is_set,
-            )
-            meters.append(running.enter_context(server))
-        name, found = measure(
-            settings, on_answer=on_answer, is_stopping=lambda: stop.is_set, meters=meters
-        )
-    rows = [summarize(measured, bounds) for measured in found]
+            words, own = _words_of(start), {"cap_bytes": limit, "timeout_s": _START_S}
+            meters.append(running.enter_context(started_server(words, url, **own, **stopping)))
+        name, found = load.measure(settings, on_answer=on_answer, meters=meters, **stopping)
+    rows = [load.summarize(measured, bounds) for measured in found]
     facts = {"url": url, "model": name or None, "is_interrupted": stop.is_set, "seed": seed}
-    results = serve_results(
-        found,
-        bounds,
-        settings={
-            "url": url,
-            "model": name,
-            "seed": seed,
-            "cap_bytes": limit,
-            **run.asked("start", "warm_up", *_ASKED),
-        },
-        is_interrupted=stop.is_set,
-    )
-    unwritten = keep_results(results, run.output)
+    about = {"url": url, "model": name, "seed": seed, "cap_bytes": limit}
+    about |= run.asked("start", "warm_up", *_ASKED)
+    results = serve_results(found, bounds, settings=about, is_interrupted=stop.is_set)
+    unwritten = shared.keep_results(results, run.output)
     if run.as_json:
         print_json({**facts, "levels": rows})
     else:
-        show_results(results, _SPREADS)
+        shared.show_results(results, load.SPREADS)
     for one, row in zip(found, rows, strict=True):
         for kind, errors in row["errors"].items():
-            said = f"{errors['count']} failed: {kind}: {errors['first']}"
-            say_line(f"{name_of(one.level)}: {said}")
+            say_line(f"{one.level}: {errors['count']} failed: {kind}: {errors['first']}")
         if not row["are_tokens_counted"]:
-            said = "the server does not count tokens: pieces of its stream are counted instead"
-            say_line(f"{name_of(one.level)}: {said}")
+            why = "the server does not count tokens: pieces of its stream are counted instead"
+            say_line(f"{one.level}: {why}")
     if unwritten is not None:
         say_line(unwritten)
     run.exit_if_stopped()

@@ -21,8 +21,8 @@ from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
+    from moe_runtime.benchmarks.suite import Rules
     from moe_runtime.benchmarks.suite.peers import PeerProgram
-    from moe_runtime.benchmarks.suite.runner import Rules
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
 Threads = Annotated[
@@ -139,7 +139,7 @@ class TimedRun(QuickRun):
     @contextmanager
     def rules(self, *judged: str) -> Iterator["Rules"]:
         """Rules of a measurement, which a signal stops within the block."""
-        from moe_runtime.benchmarks.suite.runner import Rules
+        from moe_runtime.benchmarks.suite import Rules
 
         max_s = self.max_s or (60.0 if self.quick else 300.0)
         self._facts = {"precision": self.precision, "max_s": max_s}
@@ -174,7 +174,7 @@ def say_repetition(name: str, number: int) -> None:
 
 def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
     """Writes what was measured before it is shown, so that neither is lost with the other."""
-    from moe_runtime.benchmarks.suite.results import write_results
+    from moe_runtime.benchmarks.suite import write_results
 
     results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
     if not any(one["repetitions"] for one in results["measurements"]):
@@ -201,7 +201,9 @@ def show_results(results: dict[str, Any], percentiles: Collection[str] = ()) -> 
         found = [one["summary"].get(metric) for one in shown]
         table += _lines(metric, found, ("p50", "p90", "p99") if metric in percentiles else ())
     if any(one["quality"] for one in shown):
-        table.append(("equal", [_equal(one["quality"]) for one in shown]))
+        counts = [one["quality"] for one in shown]
+        equal = [f"{one['equal']} of {one['compared']}" if one else "–" for one in counts]
+        table.append(("equal", equal))
     title = ", ".join(filter(None, [heading_words(results), results["machine"].get("gpu")]))
     names = [one["system"] for one in shown]
     if len(names) <= len(table):
@@ -221,16 +223,10 @@ def _lines(
     factor, unit = unit_for(known[0]["unit"], (one["median"] for one in known))
     label = metric_words(metric) + (f", {unit}" if unit not in ("count", "share") else "")
     for part in parts:
-        yield (
-            f"{label}: {part}",
-            ["–" if one is None else figure(one[part] * factor) for one in found],
-        )
+        cells = ["–" if one is None else figure(one[part] * factor) for one in found]
+        yield f"{label}: {part}", cells
 
     def cell(one: dict[str, Any]) -> str:
         return with_half(one, factor) if one["judged"] else figure(one["median"] * factor)
 
     yield label, ["–" if one is None else cell(one) for one in found]
-
-
-def _equal(quality: dict[str, int] | None) -> str:
-    return f"{quality['equal']} of {quality['compared']}" if quality else "–"

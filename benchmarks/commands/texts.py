@@ -130,11 +130,7 @@ def bench_throughput(
 
 
 def _measure(
-    run: TimedRun,
-    asked: TextOptions,
-    case_name: str,
-    batch: int,
-    num_built_in: int,
+    run: TimedRun, asked: TextOptions, case_name: str, batch: int, num_built_in: int
 ) -> None:
     require_one(asked.model, asked.shape, "what is measured?")
     if asked.shape is None and (asked.layers is not None or asked.keep_shape):
@@ -144,7 +140,8 @@ def _measure(
 
     names, shape = asked.peer or (), asked.shape
     find_peers(names, {}, case_name)  # an unknown one is refused before torch is imported
-    place = choose_device(run.ctx, asked.device, asked.device_memory)
+    device, gpus, memory = choose_device(run.ctx, asked.device, asked.device_memory)
+    setting = "cpu" if device == "cpu" else "cuda:0"  # a GPU is the first one that systems see
     if asked.prompts is not None:
         words = "has no effect where --prompts says what to ask"
         refuse_given(run.ctx, {"prompt_tokens", "batches"} & run.ctx.params.keys(), words)
@@ -152,20 +149,19 @@ def _measure(
         refuse_given(run.ctx, {"prompts"}, "has no effect: --routing says what is asked")
     texts = None if asked.prompts is None else read_prompts(None, None, asked.prompts)
     limit = cap_bytes(asked.cap)
-    peers = place.seen_by(find_peers(names, {"device": place.setting}, case_name))
+    found = find_peers(names, {"device": setting}, case_name)
+    peers = [replace(one, gpus=gpus) for one in found]
     run.refuse_peer_files(peers)
     num_new = asked.max_new_tokens or (16 if run.quick else 32)
     batches = in_batches(range(num_built_in), batch)
-    refuse_unrouted(run, asked, peers, place, num_built_in, num_new)
+    refuse_unrouted(asked, peers, device, num_built_in, num_new)
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.texts import CERTAIN, TextPlan, measure_texts
     from moe_runtime.lab.this_machine import num_usable_cores
 
     def read_ids(path: str) -> "Ids":
-        has_after = shape is not None
-        return prompt_ids(
-            path, texts, asked.prompt_tokens, num_built_in, num_new, has_after=has_after
-        )
+        given = texts, asked.prompt_tokens, num_built_in, num_new
+        return prompt_ids(path, *given, has_after=shape is not None)
 
     with asked_model(asked, peers, read_ids, output=run.output) as model:
         given, after, routing = model.ids, None, None
@@ -186,9 +182,9 @@ def _measure(
             "model": model.path,
             "num_threads": asked.threads or num_usable_cores(),
             "max_tokens": (max(map(len, given)) + num_new) * min(batch, len(given)),
-            "device": place.setting,
+            "device": setting,
             "host_memory": asked.host_memory,
-            "device_memory": place.memory,
+            "device_memory": memory,
             **{one: getattr(asked, one) for one in ("misses", "policy", "prefetch", "predictor")},
         }
         if routing is not None:
@@ -199,11 +195,11 @@ def _measure(
             ours["draft"] = asked.draft
         of_peers = ours | {"cap_bytes": limit}
         programs = [our_program(ours, limit), *find_peers(names, of_peers, case_name)]
-        measured, *others = model.with_files(place.seen_by(programs))
+        measured, *others = (replace(model.given_to(one), gpus=gpus) for one in programs)
         settings = {
             **{name: value for name, value in ours.items() if name not in ("model", "routes")},
             **facts,
-            "device": place.name,
+            "device": device,
             "draft": Path(asked.draft).name,
             "cap_bytes": limit,
             **({"batch": batch} if case_name == "throughput" else {}),
@@ -237,10 +233,9 @@ def _words(program: "PeerProgram") -> list[str]:
 
 
 def refuse_unrouted(
-    run: TimedRun,
     asked: TextOptions,
     peers: "Sequence[PeerProgram]",
-    place: "ChosenDevice",
+    device: str,
     num_requests: int,
     num_new: int,
 ) -> None:
@@ -256,7 +251,7 @@ def refuse_unrouted(
         raise ValueError(
             f"--routing: {others[0]} follows its own gates; leave out --peer {others[0]}"
         )
-    if place.name != "cpu":
+    if device != "cpu":
         raise ValueError("--routing: a GPU's recorded steps follow the gates; give --device cpu")
     if (asked.train is not None) != bool(taught):
         raise ValueError("--train TRACE and --peer moe_runtime:reuse+taught belong together")
@@ -316,35 +311,22 @@ class AskedModel(NamedTuple):
     failures: Mapping[str, str | None]
     gguf: Path | None = None
 
-    def _cache_of(self, program: "PeerProgram") -> Path:
-        """What is kept between runs: a network that was taught is for those that ask for it."""
-        return self.cache / "taught" if "taught" in _words(program) else self.cache
+    def given_to(self, program: "PeerProgram") -> "PeerProgram":
+        """A peer with its cache and files.
 
-    def _settings_of(self, program: "PeerProgram") -> dict[str, Any]:
-        """Those of a peer: `trained` is what `auto` finds in the cache that was taught, and one
-        that reads GGUF files alone, and was given none, is given that of the shape."""
-        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS
+        A network that was taught is for those that ask for it; `trained` is what `auto` finds
+        there. One that reads GGUF files alone, and was given none, is given that of the shape.
+        """
+        from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
 
-        if "trained" in _words(program):
-            return program.settings | {"predictor": "auto"}
-        lacks_file = program.settings["model"] == self.path
-        if self.gguf and program.file.stem in GGUF_PEERS and lacks_file:
-            return program.settings | {"model": str(self.gguf)}
-        return program.settings
-
-    def with_files(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Peers with their caches and files."""
-        from moe_runtime.benchmarks.suite.peers import OURS
-
-        return [
-            replace(
-                one,
-                failure=self.failures.get(one.name),
-                cache=self._cache_of(one) if one.file.stem == OURS else None,
-                settings=self._settings_of(one),
-            )
-            for one in programs
-        ]
+        words, kind, settings = _words(program), program.file.stem, program.settings
+        cache = self.cache / "taught" if "taught" in words else self.cache
+        if "trained" in words:
+            settings = settings | {"predictor": "auto"}
+        if self.gguf and kind in GGUF_PEERS and settings["model"] == self.path:
+            settings = settings | {"model": str(self.gguf)}
+        own = {"failure": self.failures.get(program.name), "settings": settings}
+        return replace(program, cache=cache if kind == OURS else None, **own)
 
 
 @contextmanager
@@ -364,9 +346,7 @@ def asked_model(
             yield AskedModel(path, read_ids(path), cache, {"model": Path(name).name}, able)
             return
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, files_under, require_takes_shapes
-        from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_settings
         from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GgufShape
-        from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
         from moe_runtime.benchmarks.synthetic.shape_checkpoint import (
             shape_checkpoint,
             shapes_folder,
@@ -376,10 +356,7 @@ def asked_model(
         require_takes_shapes(peers)
         require_not_read(output, "results", files_under(shapes_folder() / shape.name))
         (cache / "settings").mkdir()
-        if isinstance(shape, ModelShape):
-            write_settings(shape, cache / "settings")
-        else:
-            shape.write_settings(cache / "settings")
+        shape.write_settings(cache / "settings")
         ids = read_ids(str(cache / "settings"))
         failures = {one.name: _why_unable(one) for one in peers}
         is_gguf = isinstance(shape, GgufShape)
@@ -403,16 +380,14 @@ def asked_model(
 
 def _shape_of(name: str, layers: int | None) -> "Shape":
     from moe_runtime.benchmarks.synthetic.config_shape import read_config_shape
-    from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES, gguf_shape_of_name
-    from moe_runtime.benchmarks.synthetic.model_shapes import shape_of_name
+    from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES
+    from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, with_layers
 
     if name.endswith(".json"):
         if layers is not None:
             raise ValueError(f"--layers: how many layers there are, {name} says; change it there")
         return read_config_shape(Path(at_home(name)))
-    if name in GGUF_SHAPES:
-        return gguf_shape_of_name(name, layers)
-    return shape_of_name(name, layers)
+    return with_layers({**SHAPES, **GGUF_SHAPES}, name, layers)
 
 
 def _why_unable(program: "PeerProgram") -> str | None:
@@ -456,25 +431,14 @@ def prompt_ids(
     return found
 
 
-class ChosenDevice(NamedTuple):
-    """A device, and how much of its memory is asked for."""
+def choose_device(
+    ctx: typer.Context, device: str, device_memory: str
+) -> tuple[str, str, int | float | str]:
+    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``.
 
-    name: str
-    gpus: str
-    memory: int | float | str = "auto"
-
-    @property
-    def setting(self) -> str:
-        """The device of the settings: a GPU is the first one that they see."""
-        return "cpu" if self.name == "cpu" else "cuda:0"
-
-    def seen_by(self, programs: "Sequence[PeerProgram]") -> "list[PeerProgram]":
-        """Systems that see this device alone."""
-        return [replace(one, gpus=self.gpus) for one in programs]
-
-
-def choose_device(ctx: typer.Context, device: str, device_memory: str) -> ChosenDevice:
-    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``."""
+    Returns:
+        The device, the GPUs that systems see, and how much of its memory is asked for.
+    """
     budget = parse_budget(device_memory, name="--device-memory")
     import torch
 
@@ -482,8 +446,8 @@ def choose_device(ctx: typer.Context, device: str, device_memory: str) -> Chosen
     if kind == "cpu" or not torch.cuda.device_count():  # NVML's, which needs no context on them
         why = f"is about a GPU, and this run is on the CPU (--device {device})"
         refuse_given(ctx, {"device_memory", "misses"}, why)
-        return ChosenDevice("cpu", "")
+        return "cpu", "", "auto"
     index = int(number or 0)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = str(index) if seen is None else seen.split(",")[index]
-    return ChosenDevice(f"cuda:{index}", gpus, budget.num_bytes or budget.share or "auto")
+    return f"cuda:{index}", gpus, budget.num_bytes or budget.share or "auto"

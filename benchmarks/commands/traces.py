@@ -5,33 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_runtime.benchmarks.commands.shared import TimedRun
+from moe_runtime.cli.commands import predictor as of_predictor
+from moe_runtime.cli.commands import replay as of_replay
 from moe_runtime.cli.commands.place import Placing
-from moe_runtime.cli.commands.predictor import (
-    Distances,
-    MaxTokens,
-    Names,
-    Seed,
-    TestShare,
-    Traces,
-    check_trainable,
-    parse_distances,
-    read_sequences,
-    require_layers,
-)
-from moe_runtime.cli.commands.replay import (
-    LEARNERS,
-    Capacity,
-    ModelledTime,
-    NumExperts,
-    Reset,
-    Scope,
-    SideBySide,
-    TraceFile,
-    parse_shares,
-    read_routes_to_learn,
-    read_trace_to_replay,
-    sizes_of,
-)
 from moe_runtime.cli.console import say_line
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
@@ -46,16 +22,16 @@ _QUICK_PREDICTORS = ("popularity", "token-identity", "layer-affinity")
 
 def bench_policies(
     run: TimedRun,
-    trace: TraceFile,
+    trace: of_replay.TraceFile,
     policy: str | None = None,
     capacity: str | None = None,
-    scope: Scope = "per-layer",
+    scope: of_replay.Scope = "per-layer",
     train: Path | None = None,
     predictor: str | None = None,
     expert_size: str | None = None,
-    reset: Reset = False,
-    side_by_side: SideBySide = None,
-    num_experts: NumExperts = None,
+    reset: of_replay.Reset = False,
+    side_by_side: of_replay.SideBySide = None,
+    num_experts: of_replay.NumExperts = None,
     golden: Path | None = None,
 ) -> None:
     """Replay eviction policies on TRACE: hits at each capacity, and accesses a second.
@@ -76,56 +52,60 @@ def bench_policies(
             layer: what is read is weighed by them, and lec and gdsf go by them.
         golden: First hold the replay to a file of exact hit counts on TRACE (JSON rows).
     """
-    from moe_runtime.benchmarks.cases.policies import PoliciesPlan, measure_policies, metrics_of
-    from moe_runtime.lab.replay.experiment import usual_capacities
+    from moe_runtime.benchmarks.cases.policies import measure_policies, metrics_of, require_golden
+    from moe_runtime.lab.replay.experiment import Experiment, usual_capacities
     from moe_runtime.lab.traces.learned import read_predictor
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import is_file_name, make_estimator
 
     predictor = predictor and at_home(predictor)
     names = _policy_names(policy, quick=run.quick)
-    if predictor is None and "predicted" in names:
-        raise ValueError("the policy predicted asks a predictor: give --predictor, too")
-    if predictor is not None and "predicted" not in names:
-        raise ValueError("--predictor is for the policy predicted: name it in --policy, too")
-    named = None if predictor is None or is_file_name(predictor) else check_trainable(predictor)
+    if (predictor is None) == ("predicted" in names):
+        raise ValueError("the policy predicted and --predictor, which it asks, belong together")
+    named = (
+        None
+        if predictor is None or is_file_name(predictor)
+        else of_predictor.check_trainable(predictor)
+    )
     if named is not None and train is None:
         raise ValueError(f"--predictor {named} needs --train, or give the file of a trained one")
-    shares = None if capacity is None else parse_shares(capacity)
-    if train is not None and named is None and not LEARNERS & set(names):
+    shares = None if capacity is None else of_replay.parse_shares(capacity)
+    if train is not None and named is None and not of_replay.LEARNERS & set(names):
         raise ValueError(f"--train has nothing to train: of {', '.join(names)} nothing learns")
-    recorded = read_trace_to_replay(trace, num_experts, side_by_side)
-    training = None if train is None else read_routes_to_learn(train, num_experts, recorded, trace)
+    recorded = of_replay.read_trace_to_replay(trace, num_experts, side_by_side)
+    training = (
+        None
+        if train is None
+        else of_replay.read_routes_to_learn(train, num_experts, recorded, trace)
+    )
     trained = None
     if named is not None and training is not None:
         trained = make_estimator(named, training.shape)
         trained.fit(training)
     elif predictor is not None:
         trained = read_predictor(predictor, recorded.signature)
-    plan = PoliciesPlan(
-        workload=workload_of(recorded),
+    asked = Experiment(
         policies=names,
         capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
         scope=scope,
         training=training,
         reset_per_sequence=reset,
-        predictor=trained,
-        sizes=None if expert_size is None else sizes_of(expert_size, recorded),
+        predictor=trained and trained.name,
+        trained=trained,
+        sizes=None if expert_size is None else of_replay.sizes_of(expert_size, recorded),
     )
+    workload = workload_of(recorded)
     if golden is not None:
-        from moe_runtime.benchmarks.cases.policies import require_golden
-
-        exact = require_golden(plan.workload, golden)
-        say_line(f"{exact} rows of {golden.name} found again")
-    speeds = [name for name in metrics_of(plan) if name.startswith("accesses")]
+        say_line(f"{require_golden(workload, golden)} rows of {golden.name} found again")
+    speeds = [name for name in metrics_of(asked) if name.startswith("accesses")]
     settings = {
         **trace_settings(trace.name, recorded.num_tokens, recorded.signature),
-        "capacities": plan.capacities,
-        "train": None if train is None else train.name,
-        "predictor": None if predictor is None else Path(predictor).name,
+        "capacities": asked.capacities,
+        "train": train and train.name,
+        "predictor": predictor and Path(predictor).name,
         **run.asked("scope", "expert_size", "reset", "side_by_side"),
     }
-    run.measure(measure_policies, plan, settings, speeds)
+    run.measure(measure_policies, asked, settings, speeds, workload)
 
 
 def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
@@ -142,16 +122,16 @@ def _policy_names(policy: str | None, *, quick: bool) -> list[str]:
 def bench_predictors(
     run: TimedRun,
     *,
-    traces: Traces = None,
-    predictor: Names = None,
+    traces: of_predictor.Traces = None,
+    predictor: of_predictor.Names = None,
     train: Path | None = None,
-    test_share: TestShare = 0.5,
-    seed: Seed = 0,
-    distances: Distances = "1,2,4",
-    max_tokens: MaxTokens = None,
-    side_by_side: SideBySide = None,
-    capacity: Capacity = None,
-    modelled: ModelledTime,
+    test_share: of_predictor.TestShare = 0.5,
+    seed: of_predictor.Seed = 0,
+    distances: of_predictor.Distances = "1,2,4",
+    max_tokens: of_predictor.MaxTokens = None,
+    side_by_side: of_replay.SideBySide = None,
+    capacity: of_replay.Capacity = None,
+    modelled: of_replay.ModelledTime,
 ) -> None:
     """Measure predictors on held-out sequences of TRACE: recall, and seconds of a step.
 
@@ -176,36 +156,34 @@ def bench_predictors(
             refuse_given(run.ctx, ("seed",), "has no effect with --train; give --max-tokens too")
     from moe_runtime.benchmarks.cases.predictors import PredictorsPlan, measure_predictors
     from moe_runtime.lab.replay.experiment import usual_capacities
-    from moe_runtime.lab.traces.routes import (
-        join_routes,
-        split_unrepeated,
-        trace_of_routes,
-        unrepeated,
-    )
-    from moe_runtime.lab.traces.routes import side_by_side as serve_side_by_side
+    from moe_runtime.lab.traces import routes as recorded
     from moe_runtime.lab.traces.workload import workload_of
     from moe_runtime.policies.prediction import PREDICTORS
 
     known = [name for name, kind in PREDICTORS.items() if not kind.needs_hidden]
     names = list(dict.fromkeys(predictor or (_QUICK_PREDICTORS if run.quick else known)))
     for name in names:
-        check_trainable(name)
-    ahead = parse_distances(distances)
-    shares = None if capacity is None else parse_shares(capacity)
-    routes, signature = read_sequences(traces)
-    require_layers(run.ctx, ahead, signature.num_layers)
+        of_predictor.check_trainable(name)
+    ahead = of_predictor.parse_distances(distances)
+    shares = None if capacity is None else of_replay.parse_shares(capacity)
+    routes, signature = of_predictor.read_sequences(traces)
+    of_predictor.require_layers(run.ctx, ahead, signature.num_layers)
     if train is None:
-        parts = split_unrepeated(routes, test_share=test_share, seed=seed)
+        parts = recorded.split_unrepeated(routes, test_share=test_share, seed=seed)
         training, test = map(routes.select, parts)
     else:
-        whole = trace_of_routes(routes, signature)
-        training = read_routes_to_learn(train, None, whole, traces[0])
+        whole = recorded.trace_of_routes(routes, signature)
+        training = of_replay.read_routes_to_learn(train, None, whole, traces[0])
         first = training.num_sequences
-        new = [number - first for number in unrepeated(join_routes([training, routes]))]
+        new = [
+            number - first
+            for number in recorded.unrepeated(recorded.join_routes([training, routes]))
+        ]
         test = routes.select([number for number in new if number >= 0])
         if not test.num_sequences:
             raise ValueError(f"every sequence repeats one of --train {train}; record other prompts")
-    served = serve_side_by_side(trace_of_routes(test, signature), count=side_by_side or 1)
+    served = recorded.trace_of_routes(test, signature)
+    served = recorded.side_by_side(served, count=side_by_side or 1)
     if max_tokens is not None:
         served = served.steps(0, min(served.num_steps, -(-max_tokens // (side_by_side or 1))))
     plan = PredictorsPlan(
@@ -222,7 +200,7 @@ def bench_predictors(
     settings = {
         **trace_settings(", ".join(path.name for path in traces), routes.num_tokens, signature),
         "sequences": routes.num_sequences,
-        "train": None if train is None else train.name,
+        "train": train and train.name,
         "training_sequences": training.num_sequences,
         "test_sequences": test.num_sequences,
         "test_share": test_share if train is None else None,
@@ -232,10 +210,7 @@ def bench_predictors(
         "capacities": [] if machine is None else plan.capacities,
     }
 
-    def say_count(name: str) -> None:
-        say_line(f"{name}: fitting it, and counting its recall")
-
-    run.measure(measure_predictors, plan, settings, ["prediction_s"], say_count)
+    run.measure(measure_predictors, plan, settings, ["prediction_s"], say_line)
 
 
 def _in_words(machine: "Machine") -> str:
@@ -248,9 +223,9 @@ def _in_words(machine: "Machine") -> str:
 def bench_placements(
     run: TimedRun,
     *,
-    trace: TraceFile,
+    trace: of_replay.TraceFile,
     placing: Placing,
-    num_experts: NumExperts = None,
+    num_experts: of_replay.NumExperts = None,
 ) -> None:
     """Measure all algorithms of `place` on TRACE: balance, hops, seconds of the search.
 
@@ -263,7 +238,7 @@ def bench_placements(
     from moe_runtime.policies.placement.base import slots_needed
     from moe_runtime.policies.placement.scoring import split_window
 
-    recorded = read_trace_to_replay(trace, num_experts, None)
+    recorded = of_replay.read_trace_to_replay(trace, num_experts, None)
     signature = recorded.signature
     # Else no algorithm would have what was asked for.
     slots_needed(signature.num_experts, placing.replicas, placing.gpus)
@@ -289,6 +264,5 @@ def bench_placements(
 
 
 def trace_settings(names: str, num_tokens: int, signature: "ModelSignature") -> dict[str, Any]:
-    sizes = (signature.num_layers, signature.num_experts, signature.top_k)
-    named = zip(("layers", "experts", "top_k"), sizes, strict=True)
-    return {"model": names, "tokens": num_tokens, **dict(named)}
+    sizes = {"layers": signature.num_layers, "experts": signature.num_experts}
+    return {"model": names, "tokens": num_tokens, **sizes, "top_k": signature.top_k}

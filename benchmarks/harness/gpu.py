@@ -3,8 +3,6 @@
 Unlike in `model_shapes`, what experts compute reaches the logits, so that outputs can be compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc
@@ -21,19 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, results_parser
-from moe_runtime.benchmarks.suite.results import Metric
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.benchmarks.synthetic.model_shapes import (
-    SHAPES,
-    SMALL_STD,
-    WEIGHT_STD,
-    ModelShape,
-    TensorPlan,
-    make_shape,
-)
+from moe_runtime.benchmarks.suite import Metric
+from moe_runtime.benchmarks.synthetic import model_shapes
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
 
-TINY = make_shape("qwen3_moe", "tiny", 2, 8, 2, 64, 32, 2, 320, 10**6, 1, 32)
+TINY = model_shapes.make_shape("qwen3_moe", "tiny", 2, 8, 2, 64, 32, 2, 320, 10**6, 1, 32)
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY = ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
 CPU_EXPERTS = 30
@@ -55,21 +45,21 @@ def parse_options(
     return options
 
 
-def shape_of(name: str, num_layers: int, *, is_tiny: bool) -> ModelShape:
+def shape_of(name: str, num_layers: int, *, is_tiny: bool) -> model_shapes.ModelShape:
     """The shape of a name with fewer layers, or the one of a rehearsal."""
-    return TINY if is_tiny else replace(SHAPES[name], num_layers=num_layers)
+    return TINY if is_tiny else replace(model_shapes.SHAPES[name], num_layers=num_layers)
 
 
 @contextlib.contextmanager
-def drawn_checkpoint(shape: ModelShape, device: str) -> Iterator[Path]:
+def drawn_checkpoint(shape: model_shapes.ModelShape, device: str) -> Iterator[Path]:
     """The checkpoint's folder, in memory where it fits twice; all beside it is removed, too."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def make(plan: TensorPlan, seed: int) -> list[Any]:
+    def make(plan: model_shapes.TensorPlan, seed: int) -> list[Any]:
         del seed
         values = torch.ones(plan.shape, dtype=torch.bfloat16, device=device)
         if plan.std is not None:
-            std = WEIGHT_STD if plan.std == SMALL_STD else plan.std
+            std = model_shapes.WEIGHT_STD if plan.std == model_shapes.SMALL_STD else plan.std
             values.normal_(std=std, generator=generator)
         return [values.cpu().view(torch.uint16).numpy()]
 
@@ -77,7 +67,7 @@ def drawn_checkpoint(shape: ModelShape, device: str) -> Iterator[Path]:
     if not place.is_dir() or shutil.disk_usage(place).free < 2 * shape.total_bytes:
         place = Path(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-", dir=place) as folder:
-        write_checkpoint(shape, Path(folder, "model"), make=make)
+        model_shapes.write_checkpoint(shape, Path(folder, "model"), make=make)
         yield Path(folder, "model")
 
 
@@ -90,7 +80,7 @@ class Rates(NamedTuple):
     cpu_expert_s: float
 
 
-def measure_rates(shape: ModelShape, device: str, num_bytes: int) -> Rates:
+def measure_rates(shape: model_shapes.ModelShape, device: str, num_bytes: int) -> Rates:
     """Measures with tensors of `num_bytes`, and with experts of the shape."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -1,7 +1,5 @@
 """What the scripts share: arguments, exit codes, and results in the format that `bench` reads."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -10,14 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.suite.figures import figure
-from moe_runtime.benchmarks.suite.results import (
-    Metric,
-    describe_system,
-    make_results,
-    write_results,
-)
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem, Number, middle
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.files import check_output_path
 from moe_runtime.lab.this_machine import describe_machine
@@ -99,13 +91,13 @@ class ScriptResults:
         kind: str,
         options: argparse.Namespace,
         settings: Mapping[str, Any],
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, suite.Metric],
         *,
         file: str | None = None,
         machine: str | None = None,
     ) -> None:
         self.settings, self._kind, self._metrics = dict(settings), kind, metrics
-        self.systems = dict[str, Sequence[Mapping[str, Number]] | str]()
+        self.systems = dict[str, Sequence[Mapping[str, suite.Number]] | str]()
         self.qualities = dict[str, Mapping[str, int]]()
         self._ended, self._path = "interrupted", options.output
         if options.save:
@@ -114,7 +106,7 @@ class ScriptResults:
         if self._path is not None:
             check_output_path(self._path, "results")
 
-    def add(self, name: str, found: Sequence[Mapping[str, Number | None]] | str) -> None:
+    def add(self, name: str, found: Sequence[Mapping[str, suite.Number | None]] | str) -> None:
         """Takes repetitions of a system, or why it has none; writes the file and says them."""
         if not isinstance(found, str):
             found = [{key: v for key, v in one.items() if v is not None} for one in found]
@@ -128,8 +120,8 @@ class ScriptResults:
         """The median over a system's repetitions; None where it has none."""
         found = self.systems.get(name, "")
         rows = [] if isinstance(found, str) else [*found]
-        values = MeasuredSystem(repetitions=rows).values(metric)
-        return middle(values) if values else None
+        values = suite.MeasuredSystem(repetitions=rows).values(metric)
+        return suite.middle(values) if values else None
 
     def write(self) -> None:
         """Writes the file, for `bench compare` and `bench report` too."""
@@ -137,16 +129,16 @@ class ScriptResults:
             return
         rows = []
         for name, found in self.systems.items():
-            measured = MeasuredSystem(repetitions=[] if isinstance(found, str) else [*found])
+            measured = suite.MeasuredSystem(repetitions=[] if isinstance(found, str) else [*found])
             measured.failure = found if isinstance(found, str) else None
             quality = self.qualities.get(name)
-            rows.append(describe_system(name, measured, self._metrics, quality=quality))
+            rows.append(suite.describe_system(name, measured, self._metrics, quality=quality))
         # the command as a reader would repeat it: no place on this machine is named
         words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
         script = Path(sys.argv[0]).resolve().relative_to(ROOT)
         command = {"command": shlex.join(["python", str(script), *words])}
-        results = make_results(self._kind, self.settings, self._ended, rows)
-        write_results(self._path, results | command)
+        results = suite.make_results(self._kind, self.settings, self._ended, rows)
+        suite.write_results(self._path, results | command)
 
     def finish(self) -> int:
         """Writes that nothing is missing; the exit code of a script that kept its promises."""

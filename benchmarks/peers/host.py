@@ -121,7 +121,7 @@ def measure(
     Returns:
         ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
         of all of them; ``ids`` of each sequence: the likeliest token after the prompt and after
-        each one appended; what the kernel counted (`counted`).
+        each one appended; what the kernel counted.
     """
     is_alone = len(prompts) == 1
     if hasattr(peer, "stream") and is_alone:
@@ -132,12 +132,12 @@ def measure(
         prefill, step = peer.prefill_batch, peer.step_batch
     else:
         raise NotImplementedError("this peer reads one sequence at a time: no prefill_batch")
-    with counted() as counts:
+    with grown(_counts) as counts:
         begin = time.perf_counter()
         tokens = prefill(prompts)
         prompts_s = time.perf_counter() - begin
         likeliest, steps_s = [[token] for token in tokens], []
-        with counted_by(peer) as of_steps:
+        with grown(getattr(peer, "counts", dict)) as of_steps:
             for number in range(num_new - 1):
                 if given is not None:
                     tokens = [ids[number] for ids in given]
@@ -152,7 +152,7 @@ def measure(
 
 def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
     """As ``measure``, of a peer that generates by itself: the tokens are its own."""
-    with counted() as counts:
+    with grown(_counts) as counts:
         begin = time.perf_counter()
         likeliest, at_s, stream = [], [], peer.stream(ids, num_new)
         if not isinstance(stream, Iterator):
@@ -265,30 +265,18 @@ def _versions(module: Any) -> dict[str, str]:
 
 
 @contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """What the kernel counted of this process within the block: ``read_call_bytes`` through system
-    calls, ``storage_bytes`` from the disk itself, ``major_faults``."""
-    found: dict[str, int] = {}
-    before = _counts()
-    yield found
-    found |= {name: value - before[name] for name, value in _counts().items()}
-
-
-@contextmanager
-def counted_by(peer: Any) -> Iterator[dict[str, float]]:
-    """What a peer that has ``counts`` counted itself within the block."""
+def grown(counts: Callable[[], dict[str, Any]]) -> Iterator[dict[str, float]]:
+    """How much numbers grow within the block."""
     found: dict[str, float] = {}
-    counts = getattr(peer, "counts", dict)
     before = counts()
     yield found
-    found |= {
-        name: value - before[name]
-        for name, value in counts().items()
-        if isinstance(value, int | float)
-    }
+    after = counts().items()
+    found |= {name: value - before[name] for name, value in after if isinstance(value, int | float)}
 
 
 def _counts() -> dict[str, int]:
+    """What the kernel counted of this process: ``read_call_bytes`` through system calls,
+    ``storage_bytes`` from the disk itself, ``major_faults``."""
     import resource
 
     lines = Path("/proc/self/io").read_text().splitlines()

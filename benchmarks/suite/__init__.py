@@ -1,5 +1,399 @@
-"""What all cases of ``moe-runtime bench`` share.
+"""What all cases of ``moe-runtime bench`` share: systems in turn, and one format of results.
 
-A case (``cases``) gives the numbers of one repetition; ``runner`` asks all systems in turn until
-the numbers are certain; ``results`` is the file format, and ``comparing`` compares two files.
+A case (``cases``) gives the numbers of one repetition. All systems are asked in turn until the
+numbers are certain enough: a machine that slows down slows all of them, and the first one changes
+from round to round. A results file (``schema.json``) holds numbers and what they depend on:
+machine, versions, commit, command, settings. ``comparing`` compares two of them.
 """
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.files import read_bounded, write_text
+from moe_runtime.lab.this_machine import describe_machine, package_commit, versions
+
+Number = float | Sequence[float]
+"""What a repetition found of one metric."""
+
+
+class PeerFailedError(MoERuntimeError):
+    """A system under test gave no numbers; the text says why, in one line."""
+
+
+class StoppedRepetitionError(MoERuntimeError):
+    """A repetition was ended because the measurement is stopping; it has no numbers."""
+
+
+@contextmanager
+def peer_failures(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of torch or of a system under test, and further kinds, become `PeerFailedError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError, *kinds) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise PeerFailedError(lines[0]) from None
+
+
+class BenchSystem(ABC):
+    """A system under test; ``compared`` and ``equal`` count answers."""
+
+    def __init__(self, name: str, own_versions: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.versions = versions() if own_versions is None else own_versions
+        self.gpu: str | None = None
+        self.compared = self.equal = 0
+
+    @abstractmethod
+    def repeat(self) -> Mapping[str, Number]:
+        """Runs the system once; before the first time, compares its answers.
+
+        Raises:
+            PeerFailedError: it has no numbers.
+        """
+
+    def count(
+        self,
+        compared: int,
+        equal: int,
+        difference: str = "tokens differ by more than roundings allow",
+    ) -> None:
+        """Counts answers; raises `PeerFailedError` where some differ."""
+        self.compared, self.equal = self.compared + compared, self.equal + equal
+        if self.equal < self.compared:
+            raise PeerFailedError(
+                f"{self.compared - self.equal} of {self.compared} {difference}; "
+                "its times would be those of other work"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """When a measurement ends, and its callbacks.
+
+    Attributes:
+        judged: the metrics that must be certain.
+        least, most: repetitions of each system.
+        precision: half of the confidence interval of the mean, as a share of it.
+        max_s: no round begins that would end later, going by the longest.
+        on_repetition: gets a system's name and the number of its repetitions.
+        is_stopping: asked before each repetition; what was found until then counts.
+    """
+
+    judged: Sequence[str]
+    least: int = 3
+    most: int = 20
+    precision: float = 0.05
+    max_s: float = 300.0
+    clock: Callable[[], float] = time.monotonic
+    on_repetition: Callable[[str, int], None] = lambda name, number: None
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+@dataclass(kw_only=True)
+class MeasuredSystem:
+    """What was found of one system: its repetitions, or why it has none."""
+
+    repetitions: list[Mapping[str, Number]] = field(default_factory=list)
+    failure: str | None = None
+
+    def values(self, metric: str) -> list[float]:
+        return [middle(found[metric]) for found in self.repetitions if metric in found]
+
+
+def middle(value: Number) -> float:
+    """The number that stands for a repetition."""
+    return float(median(value)) if isinstance(value, Sequence) else float(value)
+
+
+def run_in_turn(
+    systems: Sequence[BenchSystem], rules: Rules
+) -> tuple[dict[str, MeasuredSystem], str]:
+    """Measures systems in turn.
+
+    Returns:
+        What was found, by name, and why it ended: ``narrow``, ``time``, ``most``, ``interrupted``,
+        or ``failed`` where no system has numbers.
+    """
+    found = {system.name: MeasuredSystem() for system in systems}
+    begin, longest_s = rules.clock(), 0.0
+    for number in range(rules.most):
+        round_begin = rules.clock()
+        turn = number % len(systems)
+        for system in [*systems[turn:], *systems[:turn]]:
+            if rules.is_stopping():
+                return found, "interrupted"
+            measured = found[system.name]
+            if measured.failure is not None:
+                continue
+            try:
+                measured.repetitions.append(system.repeat())
+            except PeerFailedError as error:
+                measured.failure, measured.repetitions = str(error), []
+                continue
+            except StoppedRepetitionError:
+                return found, "interrupted"
+            rules.on_repetition(system.name, len(measured.repetitions))
+        longest_s = max(longest_s, rules.clock() - round_begin)
+        working = [one for one in found.values() if one.failure is None]
+        if not working:
+            return found, "failed"
+        if number + 1 >= rules.least and all(_is_certain(one, rules) for one in working):
+            return found, "narrow"
+        if rules.clock() - begin + longest_s > rules.max_s:
+            return found, "time"
+    return found, "most"
+
+
+def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
+    """Whether the mean of each judged metric that the system has is known to the precision."""
+    for values in map(measured.values, rules.judged):
+        ends = mean_interval(values)
+        if values and (
+            ends is None or ends[1] - ends[0] > 2 * rules.precision * abs(fmean(values))
+        ):
+            return False
+    return True
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean, by Student's t; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
+    return fmean(values) - half, fmean(values) + half
+
+
+FORMAT, VERSION = "moe-runtime-bench", 1
+_MAX_BYTES = 256 << 20
+_TYPES: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "null": type(None),
+}
+_LARGEST = 1e100  # room to multiply and divide
+_KNOWN = {
+    *("$schema", "$id", "title", "type", "const", "enum", "minimum", "required"),
+    *("properties", "additionalProperties", "items"),
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Unit of a number, whether ``less`` or ``more`` is better, and whether it is judged."""
+
+    unit: str
+    better: str = "less"
+    is_judged: bool = True
+
+
+def facts(unit: str, *names: str, better: str = "less") -> dict[str, Metric]:
+    """Metrics that are reported and not judged."""
+    return {name: Metric(unit, better, is_judged=False) for name in names}
+
+
+JOULES = {"cpu_joules": Metric("J"), "gpu_joules": Metric("J")}
+"""What `EnergyMeter` finds, where this machine lets its users read it."""
+
+
+def describe_system(
+    name: str,
+    measured: MeasuredSystem,
+    metrics: Mapping[str, Metric],
+    *,
+    system_versions: Mapping[str, str] | None = None,
+    quality: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """What a results file says of one system; versions are those of this process by default."""
+    import numpy as np
+
+    summary = {}
+    for metric, meant in metrics.items():
+        values = measured.values(metric)
+        if not values:
+            continue
+        pooled = np.concatenate(
+            [np.atleast_1d(found[metric]) for found in measured.repetitions if metric in found]
+        )
+        low, high = mean_interval(values) or (None, None)
+        summary[metric] = {
+            "unit": meant.unit,
+            "better": meant.better,
+            "judged": meant.is_judged,
+            "median": median(values),
+            "mean": fmean(values),
+            "low": low,
+            "high": high,
+            **{f"p{share}": float(np.percentile(pooled, share)) for share in (50, 90, 99)},
+        }
+    return {
+        "system": name,
+        "failure": measured.failure,
+        "versions": dict(versions() if system_versions is None else system_versions),
+        "quality": None if quality is None else dict(quality),
+        "repetitions": [dict(found) for found in measured.repetitions],
+        "summary": summary,
+    }
+
+
+def describe_compared(
+    one: BenchSystem, measured: MeasuredSystem, metrics: Mapping[str, Metric]
+) -> dict[str, Any]:
+    """As `describe_system`, with the quality of a system whose answers were compared."""
+    quality = {"compared": one.compared, "equal": one.equal} if one.compared else None
+    return describe_system(
+        one.name, measured, metrics, system_versions=one.versions, quality=quality
+    )
+
+
+def measure_systems(
+    case: str,
+    systems: Sequence[BenchSystem],
+    metrics: Mapping[str, Metric],
+    rules: Rules,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Measures systems of different names in turn; the content of a results file."""
+    found, ended = run_in_turn(systems, rules)
+    rows = [describe_compared(one, found[one.name], metrics) for one in systems]
+    gpu = next((one.gpu for one in systems if one.gpu), None)
+    return make_results(case, settings, ended, rows, gpu=gpu)
+
+
+def make_results(
+    case: str,
+    settings: Mapping[str, Any],
+    ended: str,
+    measurements: Sequence[dict[str, Any]],
+    *,
+    gpu: str | None = None,
+) -> dict[str, Any]:
+    """The content of a results file, but for its ``command``.
+
+    ``machine`` names the ``gpu`` on which systems computed, if any.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "case": case,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "",
+        "commit": package_commit(),
+        "machine": describe_machine() | ({"gpu": gpu} if gpu else {}),
+        "versions": versions(),
+        "settings": dict(settings),
+        "ended": ended,
+        "measurements": list(measurements),
+    }
+
+
+def write_results(path: Path, results: Mapping[str, Any]) -> None:
+    """Writes a results file.
+
+    Raises:
+        ValueError: the schema refuses it.
+        OSError: it cannot be written.
+    """
+    require_valid(dict(results), read_schema())
+    write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Reads a results file.
+
+    Raises:
+        CheckpointError: it is none, or has another version.
+        OSError: it cannot be read.
+    """
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    raw = read_bounded(path, max_bytes=_MAX_BYTES)
+    try:
+        found = json.loads(raw, parse_constant=refuse_constant)
+        require_valid(found, read_schema())
+        _require_systems(found["measurements"])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: not results of moe-runtime bench, version {VERSION}: {error}"
+        ) from None
+    return found
+
+
+def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses what no schema can exclude."""
+    names = [one["system"] for one in measurements]
+    if not names:
+        raise ValueError("results.measurements: expected at least one system, got none")
+    for number, one in enumerate(measurements):
+        place = f"results.measurements[{number}]"
+        if one["system"] in names[:number]:
+            raise ValueError(f"{place}: {one['system']!r} is there a second time")
+        if one["summary"] and not one["repetitions"]:
+            raise ValueError(f"{place}: a summary without the repetitions that it is of")
+
+
+def read_schema() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
+
+
+def require_valid(value: Any, schema: dict[str, Any], place: str = "results") -> None:
+    """Checks a JSON value against the keywords of JSON Schema that ``schema.json`` uses.
+
+    Raises:
+        ValueError: the value does not fit; the message says where and what was expected.
+        NotImplementedError: the schema has another keyword.
+    """
+    if unknown := schema.keys() - _KNOWN:
+        raise NotImplementedError(f"{place}: keywords of JSON Schema not known: {sorted(unknown)}")
+
+    def expect(holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"{place}: expected {what}, got {_shown(value)}")
+
+    kinds = schema.get("type", list(_TYPES))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    is_flag = isinstance(value, bool)  # a number for Python, none for JSON
+    fits = (isinstance(value, _TYPES[one]) for one in kinds if one == "boolean" or not is_flag)
+    expect(any(fits), " or ".join(kinds))
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum", [value])
+    expect(value in allowed, " or ".join(map(repr, allowed)))
+    if isinstance(value, int | float):
+        expect(abs(value) <= _LARGEST, f"a number up to {_LARGEST:g}")
+        least = schema.get("minimum", value)
+        expect(value >= least, f"at least {least}")
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            require_valid(item, schema.get("items", {}), f"{place}[{number}]")
+    if not isinstance(value, dict):
+        return
+    if missing := [name for name in schema.get("required", ()) if name not in value]:
+        raise ValueError(f"{place}: lacks {', '.join(missing)}")
+    known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+    for name, item in value.items():
+        if name not in known and rest is False:
+            raise ValueError(
+                f"{place}: has {_shown(name)}, which is unknown; known are {', '.join(known)}"
+            )
+        if isinstance(of_item := known.get(name, rest), dict):
+            require_valid(item, of_item, f"{place}.{name}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

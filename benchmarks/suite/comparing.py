@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite import MeasuredSystem
 from moe_runtime.config import format_bytes
 
 _LAYER = ("experts", "num_experts", "top_k", "dim_model", "dim_hidden", "dtype", "device")
@@ -153,12 +153,11 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
     if not found:
         names = [
             ", ".join(sorted(one["system"] for one in each["measurements"] if one["summary"]))
+            or "none"
             for each in (before, after)
         ]
-        raise ValueError(
-            "no system has numbers in both results: "
-            f"{names[0] or 'none'} before, {names[1] or 'none'} after"
-        )
+        told = f"{names[0]} before, {names[1]} after"
+        raise ValueError(f"no system has numbers in both results: {told}")
     return found
 
 
@@ -175,15 +174,12 @@ def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str
 
 def differing_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What else differs between two results, a line for each: machine, then settings."""
-    lines = []
-    for part in ("machine", "settings"):
-        one, other = before[part], after[part]
-        lines += [
-            f"{part}: {name}: {one.get(name)!r} before, {other.get(name)!r} after"
-            for name in sorted(one.keys() | other.keys())
-            if one.get(name) != other.get(name)
-        ]
-    return lines
+    return [
+        f"{part}: {name}: {before[part].get(name)!r} before, {after[part].get(name)!r} after"
+        for part in ("machine", "settings")
+        for name in sorted(before[part].keys() | after[part].keys())
+        if before[part].get(name) != after[part].get(name)
+    ]
 
 
 def _verdicts(before: dict[str, Any], after: dict[str, Any], bound: float) -> Iterator[Verdict]:
@@ -199,14 +195,12 @@ def _verdicts(before: dict[str, Any], after: dict[str, Any], bound: float) -> It
             )
             if was and now:
                 is_less_better = meant["better"] == "less"
-                word, change, chance = judge(was, now, bound=bound, is_less_better=is_less_better)
-                yield Verdict(
-                    system=one["system"],
-                    metric=metric,
-                    unit=meant["unit"],
-                    before=median(was),
-                    after=median(now),
-                    change=change,
-                    chance=chance,
-                    word=word,
-                )
+                judged = judge(was, now, bound=bound, is_less_better=is_less_better)
+                word, change, chance = judged
+                numbers: dict[str, Any] = {
+                    "before": median(was),
+                    "after": median(now),
+                    "change": change,
+                }
+                named = {"system": one["system"], "metric": metric, "unit": meant["unit"]}
+                yield Verdict(**named, **numbers, chance=chance, word=word)

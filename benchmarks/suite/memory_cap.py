@@ -33,7 +33,7 @@ class CapUnavailableError(MoERuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ScopeCap:
-    """A systemd scope for each command; its counters are gone with its last process."""
+    """A systemd scope for each command; it is not known what the kernel killed there."""
 
     program: str
     limit_bytes: int
@@ -42,10 +42,6 @@ class ScopeCap:
         """The command that puts itself under the limit and then becomes ``command``."""
         limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
         return [self.program, "--user", "--scope", "--quiet", "--collect", *limits, "--", *command]
-
-    def peak_bytes(self) -> int | None:
-        """The kernel's peak counter; None where none is kept."""
-        return None
 
     def num_oom_kills(self) -> int:
         """Processes that the kernel killed for memory, as far as it is known."""
@@ -63,11 +59,6 @@ class GroupCap:
     def wrap(self, command: Sequence[str]) -> list[str]:
         join = 'echo $$ > "$0" && exec "$@"'
         return ["/bin/sh", "-c", join, str(self.folder / "cgroup.procs"), *command]
-
-    def peak_bytes(self) -> int | None:
-        name = "memory.peak" if self.unified else "memory.max_usage_in_bytes"
-        file = self.folder / name
-        return int(file.read_text()) if file.is_file() else None
 
     def num_oom_kills(self) -> int:
         file = self.folder / ("memory.events" if self.unified else "memory.oom_control")

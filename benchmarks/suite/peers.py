@@ -15,14 +15,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.benchmarks.suite import PeerFailedError
 from moe_runtime.benchmarks.suite.memory_cap import MemoryCap, forget, memory_cap
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
+from moe_runtime.benchmarks.suite.programs import running
 from moe_runtime.config import format_bytes, require_known
 from moe_runtime.files import at_home
 
@@ -138,22 +139,9 @@ def started(
         if cap is not None:
             command = cap.wrap(command)
             forget(files_under(Path(program.settings["model"])))
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        with running(command, **pipes) as process:
             yield PeerProcess(process, log, timeout_s, cap, stands_still=stands_still)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for stream in filter(None, (process.stdin, process.stdout)):
-                with suppress(BrokenPipeError):  # what a dead peer never read cannot be flushed
-                    stream.close()
 
 
 def why_unable(program: PeerProgram, timeout_s: float) -> str | None:

@@ -28,8 +28,9 @@ class ConfigShape:
     vocab_size: int
     total_bytes: int
 
-    def write(self, folder: Path) -> None:
-        """Draws the weights and writes a checkpoint."""
+    def write(self, folder: Path, progress: Any = None) -> None:
+        """Draws the weights and writes a checkpoint, all at once."""
+        del progress
         import torch
 
         from moe_runtime.inference.budget import available_host_bytes

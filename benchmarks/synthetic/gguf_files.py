@@ -6,8 +6,6 @@ fp32. Names, types and metadata are those of llama.cpp's `convert_hf_to_gguf.py`
 has them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -20,15 +18,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import TensorPlace, locate_tensors
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     FAMILIES,
     FP8_BLOCK,
     MXFP4_GROUP,
     ModelShape,
+    TensorPlace,
     facts_of,
     filled,
-    with_layers,
+    locate_tensors,
 )
 from moe_runtime.benchmarks.synthetic.texts import END_OF_TEXT, TOKENIZER_NAME, write_tokenizer
 from moe_runtime.errors import UnsupportedModelError
@@ -146,7 +144,7 @@ class GgufShape:
         every = self._tensors(np.random.default_rng(0))
         return sum(one.num_bytes for one in every if one.kind != "F32")
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
         """Writes file and tokenizer.
 
         Raises:
@@ -157,7 +155,8 @@ class GgufShape:
         write_tokenizer(folder, self.sizes["V"])
         metadata = filled(FAMILIES[_RANDOM]["gguf"], self._dims())
         tensors = self._tensors(np.random.default_rng(0))
-        _write_file(folder / FILE_NAME, _RANDOM, folder / TOKENIZER_NAME, tensors, metadata)
+        tokenizer = folder / TOKENIZER_NAME
+        _write_file(folder / FILE_NAME, _RANDOM, tokenizer, tensors, metadata, progress)
 
     def write_settings(self, folder: Path) -> None:
         """Writes the tokenizer, and a configuration by which transformers finds it."""
@@ -223,11 +222,6 @@ GGUF_SHAPES = {
     name: GgufShape(name, layers, dict(zip(_LETTERS, sizes, strict=True)))
     for name, (layers, *sizes) in _TABLE.items()
 }
-
-
-def gguf_shape_of_name(name: str, num_layers: int | None = None) -> GgufShape:
-    """A shape of `GGUF_SHAPES`, with fewer layers if wanted; its name says so."""
-    return with_layers(GGUF_SHAPES, name, num_layers)
 
 
 _FLOAT32_PARTS = ("_norm.weight", "ffn_gate_inp.weight", "attn_sinks.weight", ".bias")

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import platformdirs
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
 from moe_runtime.benchmarks.synthetic.config_shape import ConfigShape
 from moe_runtime.benchmarks.synthetic.gguf_files import GgufShape, require_copy, write_gguf
 from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape
@@ -97,10 +96,7 @@ def _write_missing(
         size = format_bytes(shape.total_bytes)
         say(f"writing random weights of {shape.name}, {size}, to {new.checkpoint}; {after}")
         with replace_folder(new.checkpoint) as whole:
-            if isinstance(shape, ModelShape):
-                write_checkpoint(shape, whole, progress=_progress(say, "checkpoint"))
-            else:
-                shape.write(whole)
+            shape.write(whole, _progress(say, "checkpoint"))
             write_text(whole / _MARK, _made_of(shape, whole))
     if needs_gguf and not has_gguf:
         assert isinstance(shape, ModelShape), "require_copy refuses others"

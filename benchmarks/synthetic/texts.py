@@ -3,8 +3,6 @@
 Texts are cut as a published tokenizer of English would cut them; unused ids fill the vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from text_checkpoint import save_text_checkpoint
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import write_checkpoint
-from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape, make_shape
+from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape, make_shape, write_checkpoint
 from moe_runtime.cli.main import main
 
 

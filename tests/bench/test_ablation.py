@@ -12,9 +12,8 @@ from training_runs import CONFIG, train, training_records, write_run
 
 from moe_runtime.benchmarks.cases.ablation import BASE, measure_ablation, read_variants
 from moe_runtime.benchmarks.commands import machine
+from moe_runtime.benchmarks.suite import Number, Rules, read_results
 from moe_runtime.benchmarks.suite.comparing import heading_words
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Number, Rules
 from moe_runtime.cli.main import main
 from moe_runtime.routing import GATES
 

@@ -10,9 +10,8 @@ import torch
 
 from moe_runtime.benchmarks.cases.texts import TextPlan, measure_texts
 from moe_runtime.benchmarks.commands.shared import show_results
+from moe_runtime.benchmarks.suite import Rules, read_results, write_results
 from moe_runtime.benchmarks.suite.peers import find_peer, started
-from moe_runtime.benchmarks.suite.results import read_results, write_results
-from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

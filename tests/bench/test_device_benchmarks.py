@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.benchmarks import device_decode, device_training, kernels
 from moe_runtime.benchmarks.device_decode import Answer, compare, error_of
-from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite import read_results
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 # 2 layers, D, F, E, K = 64, 32, 8, 2; 2 heads of 32, 1 of keys; 320 tokens.

@@ -10,8 +10,7 @@ import torch
 from text_checkpoint import save_text_checkpoint
 
 from moe_runtime.benchmarks.cases.io import PlainReads, ReadPlan, make_read_systems
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
+from moe_runtime.benchmarks.suite import PeerFailedError, read_results
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.cli.main import main

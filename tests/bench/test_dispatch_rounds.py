@@ -13,22 +13,14 @@ import torch
 from rank_followers import join_and_end, never_join
 from warm_python import warm_python
 
-from moe_runtime.benchmarks.cases.dispatch import (
-    DispatchBenchPlan,
-    DispatchSide,
-    ExchangeShape,
-    measure_dispatch,
-    meet,
-    ranks_here,
-)
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
+from moe_runtime.benchmarks.cases import dispatch
+from moe_runtime.benchmarks.suite import PeerFailedError, Rules, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.errors import RankFailureError
 
 
-def shape(load: str) -> ExchangeShape:
-    return ExchangeShape(12, 8, 4, 2, load, "float32")
+def shape(load: str) -> dispatch.ExchangeShape:
+    return dispatch.ExchangeShape(12, 8, 4, 2, load, "float32")
 
 
 @pytest.mark.parametrize("load", ["balanced", "uniform", "zipf"])
@@ -44,7 +36,7 @@ def test_choices_of_a_token_differ_and_those_of_ranks_too(load):
 class OneTokenOff:
     """Rounds that find one token of the comparison unequal."""
 
-    plan = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
+    plan = dispatch.DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
 
     def tell(self, what: str, number: int, side: str) -> list[float]:
         return [11.0]
@@ -53,7 +45,7 @@ class OneTokenOff:
 def test_a_peer_whose_results_differ_has_no_numbers(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     with pytest.raises(PeerFailedError, match="1 of 12 tokens differ"):
-        DispatchSide("padded", OneTokenOff()).repeat()
+        dispatch.DispatchSide("padded", OneTokenOff()).repeat()
 
 
 def test_the_command_measures_two_ranks(tmp_path, monkeypatch, capsys):
@@ -78,19 +70,19 @@ def test_the_command_measures_two_ranks(tmp_path, monkeypatch, capsys):
     assert skewed[0] < skewed[1]
 
 
-PLAN = DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
+PLAN = dispatch.DispatchBenchPlan(shapes=[shape("uniform")], rounds=1)
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path):
     with pytest.raises(RankFailureError, match=r"^of 3 ranks 1, 2 did not join within 0.05 s$"):
-        meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
+        dispatch.meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
 
 
 def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     with (
         pytest.raises(RankFailureError, match=r"rank 1 of 2 ended: MemoryError: no room$"),
-        ranks_here(PLAN, 2, str(tmp_path / "store"), never_join),
+        dispatch.ranks_here(PLAN, 2, str(tmp_path / "store"), never_join),
     ):
         pytest.fail("the group was made")
 
@@ -100,9 +92,9 @@ def test_a_rank_that_dies_within_the_block_is_named(tmp_path, monkeypatch):
     others = set(psutil.Process().children())
     with (
         pytest.raises(RankFailureError, match=r"rank 2 of 3 ended: exit code 3$"),
-        ranks_here(PLAN, 3, str(tmp_path / "store"), join_and_end),
+        dispatch.ranks_here(PLAN, 3, str(tmp_path / "store"), join_and_end),
     ):
-        measure_dispatch(PLAN, Rules(judged=()), {})
+        dispatch.measure_dispatch(PLAN, Rules(judged=()), {})
     left = [one for one in set(psutil.Process().children()) - others if _follows(one)]
     assert left == []
 

@@ -5,13 +5,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import (
-    TensorPlan,
-    locate_tensors,
-    make_parts,
-    write_checkpoint,
-)
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
+from moe_runtime.benchmarks.synthetic import model_shapes
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -46,9 +40,9 @@ def test_routing_depends_on_the_token(shape, checkpoint):
 
 
 def test_weights_depend_on_seed_and_name_only(shape, tmp_path):
-    write_checkpoint(replace(shape, shard_bytes=10**9), tmp_path / "one", seed=3)
-    write_checkpoint(shape, tmp_path / "many", seed=3)
-    write_checkpoint(shape, tmp_path / "other", seed=4)
+    model_shapes.write_checkpoint(replace(shape, shard_bytes=10**9), tmp_path / "one", seed=3)
+    model_shapes.write_checkpoint(shape, tmp_path / "many", seed=3)
+    model_shapes.write_checkpoint(shape, tmp_path / "other", seed=4)
     one, many, other = (load_all(tmp_path / name) for name in ("one", "many", "other"))
     assert all(torch.equal(one[name], many[name]) for name in one)
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
@@ -60,7 +54,7 @@ def test_scales_are_those_announced(shape):
     wanted = {"embed_tokens": 1.0, "q_proj": 0.02, "o_proj": 2e-5, "0.down_proj": 2e-5}
     for part, std in wanted.items():
         plan = next(plan for plan in shape.tensors() if part in plan.name)
-        bits = make_parts(plan, seed=0)[0]
+        bits = model_shapes.make_parts(plan, seed=0)[0]
         values = torch.from_numpy(bits).view(torch.bfloat16).double()
         # The standard error of a sample's deviation is std / sqrt(2 n); five of them.
         assert values.std() == pytest.approx(std, rel=5 / (2 * values.numel()) ** 0.5 + 2**-8)
@@ -70,11 +64,11 @@ def test_shapes_have_the_sizes_that_were_published():
     # Qwen3-30B-A3B-FP8: three matrices of 2048 x 768 bytes and 96 bf16 scales
     experts = {"olmoe-1b-7b": 12_582_912, "gpt-oss-20b": 13_236_480}
     experts["qwen3-30b-a3b-fp8"] = 3 * (2048 * 768 + 96 * 2)
-    assert {name: SHAPES[name].expert_bytes for name in experts} == experts
+    assert {name: model_shapes.SHAPES[name].expert_bytes for name in experts} == experts
     billions = {"olmoe-1b-7b": 6.92, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
     for name, parameters in billions.items():
-        assert SHAPES[name].total_bytes == pytest.approx(2e9 * parameters, rel=1e-3)
-    for shape in SHAPES.values():
+        assert model_shapes.SHAPES[name].total_bytes == pytest.approx(2e9 * parameters, rel=1e-3)
+    for shape in model_shapes.SHAPES.values():
         assert shape.total_bytes == sum(plan.num_bytes for plan in shape.tensors())
 
 
@@ -84,8 +78,8 @@ def test_transformers_knows_every_weight_of_a_family(name, tmp_path):
 
     sizes = {"num_layers": 2, "num_experts": 4, "top_k": 2, "model_width": 64, "expert_width": 32}
     sizes |= {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "vocab_size": 320}
-    shape = replace(SHAPES[name], **sizes)
-    write_checkpoint(shape, tmp_path)
+    shape = replace(model_shapes.SHAPES[name], **sizes)
+    model_shapes.write_checkpoint(shape, tmp_path)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sum(weight.numel() for weight in model.parameters()) * 2 == shape.total_bytes
@@ -95,10 +89,10 @@ def test_transformers_knows_every_weight_of_a_family(name, tmp_path):
 def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name, tmp_path):
     import moe_runtime
 
-    shape = SHAPES[name]
-    write_checkpoint(shape, tmp_path, seed=3)
+    shape = model_shapes.SHAPES[name]
+    model_shapes.write_checkpoint(shape, tmp_path, seed=3)
     assert (
-        sum(one.read_bits().nbytes for one in locate_tensors(tmp_path).values())
+        sum(one.read_bits().nbytes for one in model_shapes.locate_tensors(tmp_path).values())
         == shape.total_bytes
     )
     model = moe_runtime.load(tmp_path, device="cpu", host_memory="200MiB", max_tokens=16)
@@ -127,9 +121,9 @@ def test_a_quantised_checkpoint_is_whole_and_routes_by_the_token(name, tmp_path)
 @pytest.mark.parametrize("stored", ["fp8", "mxfp4"])
 def test_quantised_weights_are_gaussian(stored):
     """Their codes use the range that a format has: neither few of them, nor all alike."""
-    shape = SHAPES["qwen3-tiny-fp8" if stored == "fp8" else "gpt-oss-tiny"]
+    shape = model_shapes.SHAPES["qwen3-tiny-fp8" if stored == "fp8" else "gpt-oss-tiny"]
     plan = next(plan for plan in shape.tensors() if plan.stored == stored)
-    codes = torch.from_numpy(make_parts(plan, seed=0)[0]).flatten()
+    codes = torch.from_numpy(model_shapes.make_parts(plan, seed=0)[0]).flatten()
     if stored == "fp8":
         values = codes.view(torch.float8_e4m3fn).float()
         assert values.abs().max() == 448
@@ -144,9 +138,9 @@ def test_quantised_weights_are_gaussian(stored):
 
 def test_mxfp4_codes_are_the_nearest_numbers():
     """Of the eight magnitudes and the group's power of two, beside the same numbers in bf16."""
-    plan = TensorPlan("weight", (3, 130, 64), 0.02, "mxfp4")
-    blocks, scales = (torch.from_numpy(part) for part in make_parts(plan, seed=0))
-    exact = torch.from_numpy(make_parts(replace(plan, stored="bf16"), seed=0)[0])
+    plan = model_shapes.TensorPlan("weight", (3, 130, 64), 0.02, "mxfp4")
+    blocks, scales = (torch.from_numpy(part) for part in model_shapes.make_parts(plan, seed=0))
+    exact = torch.from_numpy(model_shapes.make_parts(replace(plan, stored="bf16"), seed=0)[0])
     numbers = exact.view(torch.bfloat16).double().view(3, 130, 2, 32)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).view(3, 130, 2, 32).int()
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)

@@ -7,20 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_runtime.benchmarks.cases.expert_layers import (
-    ExpertLayer,
-    ExpertsPlan,
-    in_float64,
-    layer_of_model,
-    measure_experts,
-)
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.cases import expert_layers
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.checkpoints.transformers_private import ExpertsInterface
 from moe_runtime.cli.main import main
 
 
-def by_hand(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def by_hand(layer: expert_layers.ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """SwiGLU experts, token by token in float64."""
     both, down = (p.detach().double() for p in (layer.module.gate_up_proj, layer.module.down_proj))
     rows = []
@@ -33,10 +26,10 @@ def by_hand(layer: ExpertLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 def test_the_reference_is_the_formula(model):
-    layer = layer_of_model(model, torch.bfloat16)
+    layer = expert_layers.layer_of_model(model, torch.bfloat16)
     ids, weights = layer.routing(5, 0)
     expected = by_hand(layer, layer.tokens(5), ids, weights)[:2]
-    torch.testing.assert_close(in_float64(layer, 5, trains=False), expected)
+    torch.testing.assert_close(expert_layers.in_float64(layer, 5, trains=False), expected)
     assert layer.module.num_experts == layer.num_experts > len(ids[:2].unique())
 
 
@@ -72,10 +65,10 @@ def refuses(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 def test_who_computes_something_else_has_no_numbers(implementation, failure, model, monkeypatch):
     ExpertsInterface.register("tested", implementation)
     monkeypatch.setattr("moe_runtime.benchmarks.cases.expert_layers.PEERS", ("tested",))
-    layer = layer_of_model(model, torch.float32)
-    plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
+    layer = expert_layers.layer_of_model(model, torch.float32)
+    plan = expert_layers.ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
     rules = Rules(judged=("forward_1_s",), least=1, most=1)
-    results = measure_experts(plan, rules, settings={})
+    results = expert_layers.measure_experts(plan, rules, settings={})
     ours, tested = results["measurements"]
     assert ours["quality"] == {"compared": 6, "equal": 6}
     assert ours["summary"].keys() == {"forward_1_s", "forward_5_s"}
@@ -104,10 +97,12 @@ def test_the_command_measures_both_passes(model, tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_a_layer_on_a_gpu_is_held_to_the_same(model):
-    layer = layer_of_model(model, torch.bfloat16)
+    layer = expert_layers.layer_of_model(model, torch.bfloat16)
     layer.module.to("cuda")
-    plan = ExpertsPlan(layer=layer, tokens=(1, 5), trains=True, block_s=0.001)
-    results = measure_experts(plan, Rules(judged=("forward_1_s",), least=1, most=1), settings={})
+    plan = expert_layers.ExpertsPlan(layer=layer, tokens=(1, 5), trains=True, block_s=0.001)
+    results = expert_layers.measure_experts(
+        plan, Rules(judged=("forward_1_s",), least=1, most=1), settings={}
+    )
     for one in results["measurements"]:
         assert one["quality"] == {"compared": 12, "equal": 12}
 

@@ -6,18 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_runtime.benchmarks.cases import formats
 from moe_runtime.benchmarks.cases import formats as format_layers
 from moe_runtime.benchmarks.cases.expert_layers import in_float64
-from moe_runtime.benchmarks.cases.formats import (
-    FORMATS,
-    FormatLayer,
-    FormatsPlan,
-    make_format_layer,
-    measure_formats,
-)
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules, middle
+from moe_runtime.benchmarks.suite import Rules, middle, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 
@@ -28,13 +21,13 @@ BITS = {"bf16": 16, "fp8": 8, "mxfp4": 4.25, "int4": 4.5, "q8_0": 8.5, "q4_k": 4
 
 def measure(*names: str, memory: int = 1 << 24) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The results, and the rows of systems by name."""
-    plan = FormatsPlan(names, SIZES, memory, tokens=[1, 17], block_s=1e-4)
+    plan = formats.FormatsPlan(names, SIZES, memory, tokens=[1, 17], block_s=1e-4)
     rules = Rules(judged=["forward_1_s"], least=2, most=2)
-    results = measure_formats(plan, rules, settings={})
+    results = formats.measure_formats(plan, rules, settings={})
     return results, {one["system"]: one for one in results["measurements"]}
 
 
-def by_hand(layer: FormatLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def by_hand(layer: formats.FormatLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Every expert decoded from its own place in memory, token by token in float64."""
     rows = []
     for token, choices, shares in zip(x.double(), ids.tolist(), weights.double(), strict=True):
@@ -51,9 +44,9 @@ def by_hand(layer: FormatLayer, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", formats.FORMATS)
 def test_a_format_moves_its_bytes_and_is_held_to_its_decoded_weights(name):
-    layer = make_format_layer(name, SIZES, 1 << 24)
+    layer = formats.make_format_layer(name, SIZES, 1 << 24)
     bits = 8 * layer.expert_bytes / (3 * SIZES.dim_model * SIZES.dim_hidden)
     assert BITS[name.removesuffix("-int8")] == pytest.approx(bits, abs=0.01)
     assert layer.num_experts == SIZES.num_experts
@@ -76,7 +69,7 @@ def test_formats_are_systems_beside_reads_of_as_many_bytes():
         own, read = rows[name], rows[f"read, {name}"]
         assert own["quality"] == {"compared": 18, "equal": 18}
         assert read["quality"] is None
-        layer = make_format_layer(name, SIZES, 1 << 24)
+        layer = formats.make_format_layer(name, SIZES, 1 << 24)
         moved = {number: read["summary"][f"forward_{number}_bytes"]["median"] for number in (1, 17)}
         assert moved == {1: 2 * layer.expert_bytes, 17: 6 * layer.expert_bytes}
         for first, second in zip(own["repetitions"], read["repetitions"], strict=True):
@@ -94,7 +87,7 @@ def test_no_more_experts_than_fit_and_what_cannot_be_made_says_why():
     assert rows["bf16"]["failure"] == f"1 experts of {expert} bytes fit, and a token takes 2"
     assert (rows["q8_0"]["failure"], results["ended"]) == (None, "most")
     with pytest.raises(ValueError, match="q4_k must have a multiple of 256 columns, got 128"):
-        make_format_layer("q4_k", SIZES._replace(dim_hidden=128), 1 << 24)
+        formats.make_format_layer("q4_k", SIZES._replace(dim_hidden=128), 1 << 24)
     results, rows = measure("bf16", memory=1)
     assert (list(rows), results["ended"]) == (["bf16"], "failed")
 

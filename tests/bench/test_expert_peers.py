@@ -9,17 +9,12 @@ import psutil
 import pytest
 import torch
 
-from moe_runtime.benchmarks.cases.expert_layers import (
-    ExpertsPlan,
-    layer_of_model,
-    measure_experts,
-    write_layer,
-)
+from moe_runtime.benchmarks.cases import expert_layers
 from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
 from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers import kt_kernel
+from moe_runtime.benchmarks.suite import PeerFailedError, Rules
 from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started
-from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.kernels.native import native_library
 
 NUMPY = """
@@ -67,13 +62,13 @@ def measure(
 ) -> list[dict[str, Any]]:
     file = folder / "plain.py"
     file.write_text(NUMPY)
-    plan = ExpertsPlan(
-        layer=layer_of_model(model, dtype), tokens=(1, 5), trains=True, block_s=0.001
+    plan = expert_layers.ExpertsPlan(
+        layer=expert_layers.layer_of_model(model, dtype), tokens=(1, 5), trains=True, block_s=0.001
     )
     settings = {"model": None, "num_threads": 1, "top_k": plan.layer.top_k, "most_tokens": 5}
     peers = [find_peer(f"{file}{variant}", settings, "experts") for variant in variants]
     rules = Rules(judged=("forward_1_s",), least=2, most=2)
-    results = measure_experts(plan, rules, settings={}, peers=peers)
+    results = expert_layers.measure_experts(plan, rules, settings={}, peers=peers)
     return results["measurements"][-len(variants) :]
 
 
@@ -147,8 +142,11 @@ def test_a_peer_stands_still_while_it_is_not_its_turn(tmp_path):
 def test_a_layer_that_was_not_handed_over_in_full_is_handed_over_again(
     model, tmp_path, monkeypatch
 ):
-    plan = ExpertsPlan(
-        layer=layer_of_model(model, torch.bfloat16), tokens=(1, 5), trains=False, block_s=0.001
+    plan = expert_layers.ExpertsPlan(
+        layer=expert_layers.layer_of_model(model, torch.bfloat16),
+        tokens=(1, 5),
+        trains=False,
+        block_s=0.001,
     )
 
     def fail(*_: object, **__: object) -> None:
@@ -157,8 +155,8 @@ def test_a_layer_that_was_not_handed_over_in_full_is_handed_over_again(
     with monkeypatch.context() as full:
         full.setattr(np, "savez", fail)
         with pytest.raises(OSError, match="No space"):
-            write_layer(plan, tmp_path)
-    write_layer(plan, tmp_path)
+            expert_layers.write_layer(plan, tmp_path)
+    expert_layers.write_layer(plan, tmp_path)
     names = ["1.npz", "5.npz", "down.npy", "gate.npy", "up.npy"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
 

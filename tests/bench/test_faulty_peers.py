@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_runtime.benchmarks.suite import PeerFailedError
 from moe_runtime.benchmarks.suite.peers import find_peer, started
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
 
 PEER = """
 INSTALL = "pip install nothing"

@@ -12,7 +12,7 @@ import pytest
 
 from moe_runtime.benchmarks import fresh_clone
 from moe_runtime.benchmarks.fresh_clone import METRICS, WARM_BYTES, StepFailure, measure, pip_facts
-from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite import read_results
 
 MAKEFILE = """
 install:

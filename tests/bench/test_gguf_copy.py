@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import locate_tensors, write_checkpoint
+from moe_runtime.benchmarks.synthetic import model_shapes
 from moe_runtime.benchmarks.synthetic.gguf_files import write_gguf
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, make_shape
 
 gguf = pytest.importorskip("gguf", reason="extra peers is not installed")
 
@@ -18,7 +17,7 @@ def test_file_holds_the_checkpoints_weights(shape, checkpoint, tmp_path):
     write_gguf(shape, checkpoint, target)
     assert sorted(tmp_path.iterdir()) == [target]
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(target).tensors}
-    places = locate_tensors(checkpoint)
+    places = model_shapes.locate_tensors(checkpoint)
 
     up = tensors["blk.1.ffn_up_exps.weight"]
     assert up.tensor_type == gguf.GGMLQuantizationType.BF16
@@ -39,11 +38,13 @@ def test_file_holds_the_checkpoints_weights(shape, checkpoint, tmp_path):
 
 def test_experts_of_gpt_oss_keep_their_codes(tmp_path):
     """By gguf's own dequantiser; rows of gate and up lie apart."""
-    shape = make_shape("gpt_oss", "gpt-oss-test", 2, 3, 2, 64, 32, 2, 320, 20_000, 1, 32)
-    write_checkpoint(shape, tmp_path / "model", seed=3)
+    shape = model_shapes.make_shape(
+        "gpt_oss", "gpt-oss-test", 2, 3, 2, 64, 32, 2, 320, 20_000, 1, 32
+    )
+    model_shapes.write_checkpoint(shape, tmp_path / "model", seed=3)
     write_gguf(shape, tmp_path / "model", tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    places = locate_tensors(tmp_path / "model")
+    places = model_shapes.locate_tensors(tmp_path / "model")
 
     stem = "model.layers.1.mlp.experts.gate_up_proj"
     pairs = places[f"{stem}_blocks"].read_bits()
@@ -68,8 +69,8 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path):
 
 def test_fp8_in_blocks_becomes_q8_0(tmp_path):
     """Within half a step of Q8_0, whose step is the largest magnitude of 32 values over 127."""
-    shape = SHAPES["qwen3-tiny-fp8"]
-    write_checkpoint(shape, tmp_path / "model", seed=5)
+    shape = model_shapes.SHAPES["qwen3-tiny-fp8"]
+    model_shapes.write_checkpoint(shape, tmp_path / "model", seed=5)
     write_gguf(shape, tmp_path / "model", tmp_path / "model.gguf")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     assert reader.get_field("general.architecture").contents() == "qwen3moe"

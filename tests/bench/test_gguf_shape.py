@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import moe_runtime
-from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GGUF_SHAPES, gguf_shape_of_name
+from moe_runtime.benchmarks.synthetic.gguf_files import FILE_NAME, GGUF_SHAPES
+from moe_runtime.benchmarks.synthetic.model_shapes import with_layers
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main
 
@@ -40,8 +41,9 @@ def test_the_file_has_all_that_the_model_has(folder):
 
 
 def test_layers_are_asked_for_and_the_file_is_what_is_measured(tmp_path, monkeypatch, capsys):
-    assert gguf_shape_of_name(TINY.name, 4) is TINY
-    assert gguf_shape_of_name("qwen3.6-35b-a3b-q4_k", 2).name == "qwen3.6-35b-a3b-q4_k-2-layers"
+    assert with_layers(GGUF_SHAPES, TINY.name, 4) is TINY
+    name = "qwen3.6-35b-a3b-q4_k"
+    assert with_layers(GGUF_SHAPES, name, 2).name == f"{name}-2-layers"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     given = list[Any]()
 

@@ -15,12 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.benchmarks.cases.expert_layers import (
-    ExpertsPlan,
-    layer_of_model,
-    num_equal,
-    write_layer,
-)
+from moe_runtime.benchmarks.cases import expert_layers
 from moe_runtime.benchmarks.peers import host
 from moe_runtime.benchmarks.suite.peers import peer_file
 
@@ -139,14 +134,14 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plan(model: Path) -> ExpertsPlan:
-    layer = layer_of_model(model, torch.bfloat16)
-    return ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
+def plan(model: Path) -> expert_layers.ExpertsPlan:
+    layer = expert_layers.layer_of_model(model, torch.bfloat16)
+    return expert_layers.ExpertsPlan(layer=layer, tokens=(1, 5), trains=False, block_s=0.001)
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_the_layer_arrives_as_it_is(name, plan, packages, tmp_path):
-    write_layer(plan, tmp_path)
+    expert_layers.write_layer(plan, tmp_path)
     _, peer = host._made(str(peer_file(name)), {"top_k": plan.layer.top_k})
     host.load_experts(peer, str(tmp_path))
     plan.layer.select("eager")
@@ -155,8 +150,8 @@ def test_the_layer_arrives_as_it_is(name, plan, packages, tmp_path):
         bits = np.load(tmp_path / f"{tokens}.npy").view(np.int16)
         found = torch.from_numpy(bits).view(torch.bfloat16)
         expected = plan.call(tokens, trains=False)(0)
-        assert num_equal(plan, found, expected, trains=False) == tokens
-        assert num_equal(plan, found * torch.nan, expected, trains=False) == 0
+        assert expert_layers.num_equal(plan, found, expected, trains=False) == tokens
+        assert expert_layers.num_equal(plan, found * torch.nan, expected, trains=False) == 0
     assert len(packages) == len(plan.tokens)
     assert len(host.run_experts(peer, str(tmp_path), 5, 0.001)["seconds"]) >= 1
     # the untimed call, too, and every one is waited for

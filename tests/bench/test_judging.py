@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.benchmarks.suite.comparing import judge
-from moe_runtime.benchmarks.suite.results import (
+from moe_runtime.benchmarks.suite import (
+    MeasuredSystem,
     Metric,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite.comparing import judge
 from moe_runtime.cli.main import main
 
 

@@ -10,6 +10,7 @@ from warm_python import warm_python
 
 from moe_runtime.benchmarks.cases.texts import TextPlan, likeliest, measure_texts
 from moe_runtime.benchmarks.commands.shared import show_results
+from moe_runtime.benchmarks.suite import PeerFailedError, Rules, read_results, write_results
 from moe_runtime.benchmarks.suite.peers import (
     PeerProgram,
     describe_peer,
@@ -18,8 +19,6 @@ from moe_runtime.benchmarks.suite.peers import (
     peer_names,
     started,
 )
-from moe_runtime.benchmarks.suite.results import read_results, write_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError, Rules
 from moe_runtime.cli.main import main
 
 COUNTING = """

@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.benchmarks.suite.comparing import (
-    heading_words,
-    require_same_work,
-    work_of,
-)
-from moe_runtime.benchmarks.suite.results import (
+from moe_runtime.benchmarks.suite import (
+    MeasuredSystem,
     Metric,
+    comparing,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 from moe_runtime.cli.main import main
 
 LATENCY = {
@@ -43,14 +39,14 @@ def put(path: Path, ended: str = "time", case: str = "latency", **settings: Any)
 def test_a_heading_names_what_was_measured():
     def words(case: str = "latency", **changed: Any) -> str:
         settings = LATENCY if case == "latency" else {}
-        return heading_words({"case": case, "settings": settings | changed})
+        return comparing.heading_words({"case": case, "settings": settings | changed})
 
     model = "olmoe-1b-7b, layers 4 of 16, weights random"
     assert words() == f"{model}, prompt tokens 64, new tokens 16"
     assert words(layers=16).startswith("olmoe-1b-7b, layers 16, weights")
     assert words(prompt_tokens=[8, 128]) == f"{model}, prompt tokens 8 and 128, new tokens 16"
     mixed = {"case": "latency", "settings": LATENCY | {"prompt_tokens": [128, 8, 128, 64]}}
-    assert work_of(mixed)["prompt_tokens"] == [8, 64, 128]
+    assert comparing.work_of(mixed)["prompt_tokens"] == [8, 64, 128]
     assert words("experts", dtype="bfloat16", memory=2 << 30) == "bfloat16, memory 2 GiB"
     assert words("serve", model="m", chat=False, ignore_eos=True) == "m, ignore eos"
 
@@ -100,9 +96,9 @@ def test_other_work_is_not_compared(changed, complaint, tmp_path, capsys):
 )
 def test_each_setting_that_changes_the_work_counts(case, name, before, after, complaint):
     one, other = ({"case": case, "settings": {name: value}} for value in (before, after))
-    require_same_work(one, one)
+    comparing.require_same_work(one, one)
     with pytest.raises(ValueError, match=f"the same work, got {re.escape(complaint)};"):
-        require_same_work(one, other)
+        comparing.require_same_work(one, other)
 
 
 def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(tmp_path, capsys):
@@ -155,7 +151,7 @@ def test_results_are_shown_where_their_file_cannot_be_written(tmp_path, monkeypa
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.write_text", full)
     words = ["bench", "io", "models/pocket", "--experts", "4", "--time", "1", "--quick"]
     assert main([*words, "--json", "-o", str(tmp_path / "r.json")]) == 2
     out, err = capsys.readouterr()

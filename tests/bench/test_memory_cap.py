@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moe_runtime.benchmarks.suite import PeerFailedError
 from moe_runtime.benchmarks.suite import memory_cap as caps
 from moe_runtime.benchmarks.suite.memory_cap import (
     CGROUP_ROOT,
@@ -24,7 +25,6 @@ from moe_runtime.benchmarks.suite.memory_cap import (
     why_unavailable,
 )
 from moe_runtime.benchmarks.suite.peers import find_peer, started
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 NO_CAPS = why_unavailable()
@@ -44,7 +44,6 @@ def test_a_process_over_its_cap_is_killed_and_the_group_removed():
         assert over.returncode == -signal.SIGKILL
         if not isinstance(cap, ScopeCap):
             assert cap.num_oom_kills() == 1
-            assert 90 << 20 < (cap.peak_bytes() or 100 << 20) <= 100 << 20
     with memory_cap(600 << 20) as cap:
         under = subprocess.run(cap.wrap([sys.executable, "-c", script]), check=False)
         assert under.returncode == 0
@@ -61,9 +60,12 @@ def test_the_page_cache_counts_against_the_cap(tmp_path):
     script = f"open({str(file)!r}, 'rb').readinto(bytearray(200 << 20))"
     with memory_cap(400 << 20) as cap:
         subprocess.run(cap.wrap([sys.executable, "-c", script]), check=True)
-        peak = cap.peak_bytes()
-    if peak is None:
+        names = ("memory.peak", "memory.max_usage_in_bytes")
+        peaks = [] if isinstance(cap, ScopeCap) else [cap.folder / name for name in names]
+        found = [int(one.read_text()) for one in peaks if one.is_file()]
+    if not found:
         pytest.skip("this kernel keeps no peak counter")
+    (peak,) = found
     assert peak > 350 << 20
 
 

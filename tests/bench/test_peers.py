@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.benchmarks.suite import PeerFailedError
 from moe_runtime.benchmarks.suite.peers import (
     find_peer,
     find_peers,
@@ -19,7 +20,6 @@ from moe_runtime.benchmarks.suite.peers import (
     started,
     why_unable,
 )
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 
 STAND_INS = Path(__file__).resolve().parents[1] / "support" / "peers"

@@ -10,8 +10,7 @@ from traces import trace_of
 
 from moe_runtime.benchmarks.cases import placements as placement_scores
 from moe_runtime.benchmarks.cases.placements import PlacementsPlan, measure_placements
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace

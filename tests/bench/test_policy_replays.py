@@ -10,15 +10,9 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.benchmarks.cases import policies as policy_replays
-from moe_runtime.benchmarks.cases.policies import (
-    PoliciesPlan,
-    beginning,
-    measure_policies,
-    require_golden,
-)
+from moe_runtime.benchmarks.cases.policies import beginning, measure_policies, require_golden
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.benchmarks.suite.comparing import work_of
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 from moe_runtime.lab.replay.experiment import Experiment, run_experiment
@@ -39,9 +33,7 @@ def trace() -> Trace:
 
 
 def test_a_replay_that_is_not_the_policy_has_no_numbers(trace, monkeypatch):
-    plan = PoliciesPlan(
-        workload=workload_of(trace), policies=["lru", "reuse"], capacities=[0.25], scope="global"
-    )
+    plan = Experiment(policies=["lru", "reuse"], capacities=[0.25], scope="global")
     asked = policy_replays.ask_policy
 
     def with_one_hit_more(*words: Any) -> DemandReplay:
@@ -51,8 +43,8 @@ def test_a_replay_that_is_not_the_policy_has_no_numbers(trace, monkeypatch):
 
     monkeypatch.setattr(policy_replays, "ask_policy", with_one_hit_more)
     rules = Rules(judged=(), least=1, most=1)
-    for one in measure_policies(plan, rules, settings={})["measurements"]:
-        assert one["failure"].startswith("the replay and the policy differ at 1 of ")
+    for one in measure_policies(plan, rules, {}, workload_of(trace))["measurements"]:
+        assert "events differ between the replay and the policy" in one["failure"]
         assert one["quality"]["compared"] - one["quality"]["equal"] == 1
 
 

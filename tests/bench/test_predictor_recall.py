@@ -10,15 +10,10 @@ import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
+from moe_runtime.benchmarks.cases import predictors
 from moe_runtime.benchmarks.cases import predictors as predictor_recall
-from moe_runtime.benchmarks.cases.predictors import (
-    MeasuredPredictor,
-    PredictorsPlan,
-    measure_predictors,
-)
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.benchmarks.suite.comparing import heading_words
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
 from moe_runtime.cli.main import main
 from moe_runtime.lab.replay.evaluation import Evaluation
 from moe_runtime.lab.replay.timed import Machine, replay_timed
@@ -38,10 +33,10 @@ def trace() -> Trace:
     return trace_of(make_routes(SHAPE, num_sequences=8))
 
 
-def plan_of(trace: Trace, **fields: Any) -> PredictorsPlan:
+def plan_of(trace: Trace, **fields: Any) -> predictors.PredictorsPlan:
     training, test = split_sequences(routes_of(trace), test_share=0.5)
     served = workload_of(trace_of_routes(test, trace.signature))
-    return PredictorsPlan(
+    return predictors.PredictorsPlan(
         **{
             "predictors": ["popularity", "layer-affinity"],
             "training": training,
@@ -66,7 +61,7 @@ def counted_by_hand(training: Routes, test: Routes, width: int) -> float:
 
 def test_recall_is_what_counting_by_hand_gives(trace):
     plan = plan_of(trace)
-    results = measure_predictors(plan, RULES, settings={})
+    results = predictors.measure_predictors(plan, RULES, settings={})
     popularity = results["measurements"][0]
     assert popularity["quality"] == {"compared": 4, "equal": 4}
     for repetition in popularity["repetitions"]:
@@ -87,7 +82,7 @@ def test_without_a_complete_control_there_are_no_numbers(trace, monkeypatch):
         return [dataclasses.replace(control, recalls=(first, *control.recalls[1:])), *rest]
 
     monkeypatch.setattr(predictor_recall, "evaluate", with_a_miss)
-    results = measure_predictors(plan_of(trace), RULES, settings={})
+    results = predictors.measure_predictors(plan_of(trace), RULES, settings={})
     assert results["ended"] == "failed"
     for one in results["measurements"]:
         assert one["failure"].endswith("found it in 3 of 4 recalls")
@@ -99,7 +94,7 @@ def test_prefetching_is_that_of_a_timed_replay(trace):
         bytes_per_s=1e9, latency_s=1e-5, expert_bytes=10**6, layer_s=1e-3, expert_s=1e-4
     )
     plan = plan_of(trace, machine=machine, capacities=[0.25])
-    found = MeasuredPredictor("layer-affinity", plan).repeat()
+    found = predictors.MeasuredPredictor("layer-affinity", plan).repeat()
     estimator = make_estimator("layer-affinity", SHAPE)
     estimator.fit(plan.training)
     without, with_it = (
@@ -121,7 +116,9 @@ def test_prefetching_is_that_of_a_timed_replay(trace):
 
 def test_what_was_counted_is_kept_when_it_is_stopped(trace):
     """Whoever stops it during the first one gets its numbers, timed once."""
-    results = measure_predictors(plan_of(trace), replace(RULES, is_stopping=lambda: True), {})
+    results = predictors.measure_predictors(
+        plan_of(trace), replace(RULES, is_stopping=lambda: True), {}
+    )
     assert results["ended"] == "interrupted"
     (one,) = results["measurements"]
     assert one["system"] == "popularity"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite import read_results
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.grouped_gemm import tile as tiles
 from moe_runtime.kernels.grouped_gemm import tuner
@@ -19,7 +19,6 @@ from moe_runtime.kernels.grouped_gemm.tile import Tile, TileKey
 from moe_runtime.kernels.grouped_gemm.tuner import LayerBatch, Problem
 
 TILE = Tile(64, 64, 64, 4, 3)
-CASE = "moe_runtime.benchmarks.commands.machine"
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tuner, "layer_problems", problems)
     monkeypatch.setattr(tiles, "describe_device", lambda device: None)
     monkeypatch.setattr("moe_runtime.kernels.triton_support.require_triton", lambda device: None)
-    monkeypatch.setattr(f"{CASE}.median_seconds", seconds_of)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.products.median_seconds", seconds_of)
     fake = {"is_available": lambda: True, "current_device": lambda: 0}
     fake |= {"get_device_name": lambda device: "GPU of a test"}
     for name, function in fake.items():
@@ -91,7 +90,7 @@ def test_a_signal_ends_it_with_what_was_found(ran, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return 1e-3 * len(ran)
 
-    monkeypatch.setattr(f"{CASE}.median_seconds", seconds_of)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.products.median_seconds", seconds_of)
     path = tmp_path / "k.json"
     assert main(["bench", "kernels", "--shape", "8,32,16,4,2", "-o", str(path)]) == 130
     results = read_results(path)
@@ -107,7 +106,7 @@ def test_a_signal_before_the_first_repetition_leaves_older_results(
         os.kill(os.getpid(), signal.SIGINT)
         return 1e-3
 
-    monkeypatch.setattr(f"{CASE}.median_seconds", seconds_of)
+    monkeypatch.setattr("moe_runtime.benchmarks.cases.products.median_seconds", seconds_of)
     path = tmp_path / "k.json"
     path.write_text("an older run's")
     assert main(["bench", "kernels", "--shape", "8,32,16,4,2", "-o", str(path)]) == 130

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_runtime.benchmarks.cases import quality
 from moe_runtime.benchmarks.cases.quality import QualityPlan, cut_text, score_tokens, summarize
 from moe_runtime.benchmarks.commands.shared import show_results
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import Rules
+from moe_runtime.benchmarks.suite import Rules, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 

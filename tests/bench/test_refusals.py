@@ -67,7 +67,7 @@ REFUSED = {
     "policies t.npz --side-by-side 9": "expected a trace of at least 9 requests",
     "policies t.npz --policy lru --train t.npz": "of lru nothing learns",
     "policies t.npz --capacity x": "--capacity must be shares",
-    "policies t.npz --policy predicted": "asks a predictor: give --predictor, too",
+    "policies t.npz --policy predicted": "the policy predicted and --predictor",
     "policies t.npz --policy predicted --predictor eam": "--predictor eam needs --train",
     "policies t.npz --policy lru --expert-size 1MiB,2MiB": "--expert-size must be one size, 3 for",
     "predictors t.npz --predictor popularty": "unknown predictor 'popularty'",

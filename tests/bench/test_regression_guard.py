@@ -18,9 +18,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import moe_runtime
-from moe_runtime.benchmarks.suite.results import Metric, describe_system, make_results, read_results
-from moe_runtime.benchmarks.suite.results import write_results as write
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite import (
+    MeasuredSystem,
+    Metric,
+    describe_system,
+    make_results,
+    read_results,
+)
+from moe_runtime.benchmarks.suite import write_results as write
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError

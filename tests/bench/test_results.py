@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from moe_runtime.benchmarks.commands import report
-from moe_runtime.benchmarks.suite.report_page import results_page
-from moe_runtime.benchmarks.suite.results import (
+from moe_runtime.benchmarks.suite import (
+    MeasuredSystem,
     Metric,
     describe_system,
     make_results,
@@ -22,7 +22,7 @@ from moe_runtime.benchmarks.suite.results import (
     require_valid,
     write_results,
 )
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
+from moe_runtime.benchmarks.suite.report_page import results_page
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError
 

@@ -17,8 +17,7 @@ from warm_python import warm_python
 import moe_runtime
 from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, RecordedRouting, TracedModel, teach
 from moe_runtime.benchmarks.cases.routed_model import RoutedModel
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
+from moe_runtime.benchmarks.suite import PeerFailedError, read_results
 from moe_runtime.cli.main import main
 from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.lab.traces import write_trace

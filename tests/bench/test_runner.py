@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.benchmarks.suite.runner import (
-    BenchSystem,
-    Number,
-    PeerFailedError,
-    Rules,
-    run_in_turn,
-)
+from moe_runtime.benchmarks.suite import BenchSystem, Number, PeerFailedError, Rules, run_in_turn
 
 
 class Clock:

@@ -10,9 +10,9 @@ import pytest
 
 from moe_runtime.benchmarks.commands.texts import AskedModel
 from moe_runtime.benchmarks.suite.peers import find_peers
+from moe_runtime.benchmarks.synthetic import model_shapes
 from moe_runtime.benchmarks.synthetic import shape_checkpoint as module
-from moe_runtime.benchmarks.synthetic.checkpoint_writer import INDEX_NAME
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
+from moe_runtime.benchmarks.synthetic.model_shapes import INDEX_NAME, SHAPES, ModelShape
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint
 from moe_runtime.cli.main import describe, main
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedModelError
@@ -61,7 +61,7 @@ def test_a_damaged_file_is_written_again(name, text, shape, tmp_path):
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path, monkeypatch, capsys):
     """Its prompts are not there, or its results would replace a file that is kept of the shape."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "write_checkpoint", fails)
+    monkeypatch.setattr(model_shapes, "write_checkpoint", fails)
     words = ["bench", "latency", "--shape", "olmoe-tiny"]
     (tmp_path / "none.txt").write_text("\n")
     assert main([*words, "--prompts", str(tmp_path / "none.txt")]) == 2
@@ -92,7 +92,7 @@ def test_the_gguf_file_comes_beside_a_kept_checkpoint(shape, tmp_path):
 @pytest.mark.parametrize(("keep", "after"), [(False, 7), (True, 0)])
 def test_an_interrupted_writer_leaves_nothing(shape, tmp_path, monkeypatch, keep, after):
     """Ctrl-C in the middle of a weight, the first one or a later one."""
-    real, made = module.write_checkpoint, []
+    real, made = model_shapes.write_checkpoint, []
 
     def interrupted(*args: Any, **options: Any) -> None:
         def make(plan: Any, seed: int) -> Any:
@@ -101,11 +101,11 @@ def test_an_interrupted_writer_leaves_nothing(shape, tmp_path, monkeypatch, keep
                 os.kill(os.getpid(), signal.SIGINT)
             return drawn(plan, seed)
 
-        from moe_runtime.benchmarks.synthetic.checkpoint_writer import make_parts as drawn
+        from moe_runtime.benchmarks.synthetic.model_shapes import make_parts as drawn
 
         real(*args, **options, make=make)
 
-    monkeypatch.setattr(module, "write_checkpoint", interrupted)
+    monkeypatch.setattr(model_shapes, "write_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt), files_of(shape, tmp_path, keep=keep):
         pass
     assert entries(tmp_path) == []
@@ -132,7 +132,7 @@ def test_what_killed_runs_left_is_removed_by_the_next(shape, tmp_path):
 def test_no_empty_folder_stays(shape, tmp_path, monkeypatch, keep):
     folder = tmp_path / "cache" / "shapes"
     if keep:
-        monkeypatch.setattr(module, "write_checkpoint", fails)
+        monkeypatch.setattr(model_shapes, "write_checkpoint", fails)
     refused = pytest.raises(OSError, match="broken") if keep else nullcontext()
     with refused, files_of(shape, folder, keep=keep):
         pass
@@ -145,7 +145,7 @@ def fails(*args: Any, **options: Any) -> None:
 
 def test_two_runs_do_not_write_what_is_kept_at_once(shape, tmp_path, monkeypatch):
     """The second is refused while the first writes, and reads what is there afterwards."""
-    real = module.write_checkpoint
+    real = model_shapes.write_checkpoint
 
     def meanwhile(*args: Any, **options: Any) -> None:
         with (
@@ -156,9 +156,9 @@ def test_two_runs_do_not_write_what_is_kept_at_once(shape, tmp_path, monkeypatch
         assert describe(refused.value)[1].count(str(tmp_path / shape.name)) == 1
         real(*args, **options)
 
-    monkeypatch.setattr(module, "write_checkpoint", meanwhile)
+    monkeypatch.setattr(model_shapes, "write_checkpoint", meanwhile)
     with files_of(shape, tmp_path, keep=True) as files:
-        monkeypatch.setattr(module, "write_checkpoint", fails)
+        monkeypatch.setattr(model_shapes, "write_checkpoint", fails)
         with files_of(shape, tmp_path, keep=True) as again:
             assert again == files
 
@@ -234,6 +234,7 @@ def test_peers_that_read_gguf_files_are_given_that_of_the_shape(tmp_path):
     )
     words = ["transformers", "llama_cpp", f"llama_cpp={tmp_path / 'own.gguf'}"]
     given = find_peers(words, {"model": "checkpoint", "num_threads": 1})
-    found = [one.settings["model"] for one in asked.with_files(given)]
-    assert [one.failure for one in asked.with_files(given)] == [None, "no reason", None]
+    made = [*map(asked.given_to, given)]
+    found = [one.settings["model"] for one in made]
+    assert [one.failure for one in made] == [None, "no reason", None]
     assert found == ["checkpoint", str(tmp_path / "shape.gguf"), str(tmp_path / "own.gguf")]

@@ -9,8 +9,8 @@ import pytest
 from warm_python import warm_python
 
 from moe_runtime.benchmarks.cases.texts import TextPlan
+from moe_runtime.benchmarks.suite import read_results
 from moe_runtime.benchmarks.suite.comparing import heading_words
-from moe_runtime.benchmarks.suite.results import read_results
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, ModelShape
 from moe_runtime.cli.main import main
 

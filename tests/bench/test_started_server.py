@@ -1,15 +1,18 @@
 """Servers that a benchmark starts: what is left of them when it has ended."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from moe_runtime.benchmarks.cases import serve as started_server
+from moe_runtime.benchmarks.suite.programs import running
 
 SERVER = """
 import http.server, signal, subprocess, sys, time
@@ -58,22 +61,27 @@ def test_no_process_of_a_server_outlives_the_benchmark(tmp_path, monkeypatch, en
     if end != "pass":  # else it may have been killed before it ran again
         assert place.with_suffix(".ended").exists()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert not started_server._runs_in_group(group)
+    groups = []
+    for one in psutil.process_iter(["status"]):
+        if one.info["status"] != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(ProcessLookupError):
+                groups.append(os.getpgid(one.pid))
+    assert group not in groups
 
 
 def test_who_does_not_want_to_wait_has_it_killed(tmp_path, monkeypatch):
     """A second Ctrl-C comes while the first one's SIGTERM is waited for."""
-    place = tmp_path / "child"
-    words = [sys.executable, "-c", CHILD.replace("{end}", "pass"), str(place)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    process.stdout.readline()
+    words = [sys.executable, "-c", CHILD.replace("{end}", "pass"), str(tmp_path / "child")]
 
     def struck(_: float) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(started_server.time, "sleep", struck)
+    program = running(words, asked=signal.SIGTERM, grace_s=60.0, stdout=subprocess.PIPE)
+    process = program.__enter__()
+    assert process.stdout is not None
+    process.stdout.readline()
+    monkeypatch.setattr(time, "sleep", struck)
     with pytest.raises(KeyboardInterrupt):
-        started_server._end(process)
+        program.__exit__(None, None, None)
     assert process.returncode == -signal.SIGKILL

@@ -26,9 +26,8 @@ from moe_runtime.benchmarks.cases.training import (
 )
 from moe_runtime.benchmarks.commands import layers
 from moe_runtime.benchmarks.peers import deepspeed
+from moe_runtime.benchmarks.suite import PeerFailedError, read_results
 from moe_runtime.benchmarks.suite.peers import find_peer
-from moe_runtime.benchmarks.suite.results import read_results
-from moe_runtime.benchmarks.suite.runner import PeerFailedError
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel

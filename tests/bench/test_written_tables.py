@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_runtime.benchmarks import kernels_table, readme_table
+from moe_runtime.benchmarks import readme_table
 
 
 def results(cap: int | None, ended: str = "time", **step_s: float | None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def results(cap: int | None, ended: str = "time", **step_s: float | None) -> dic
     }
 
 
-def test_the_readme_is_up_to_date(monkeypatch):
+def test_the_pages_are_up_to_date(monkeypatch):
     monkeypatch.setattr("sys.argv", ["readme_table.py", "--check"])
     assert readme_table.main() == 0, "run benchmarks/readme_table.py"
 
@@ -61,10 +61,9 @@ def test_the_note_says_how_often_and_which_row_was_interrupted():
 
 def test_only_the_part_between_the_marks_is_written():
     begin, end = readme_table.BEGIN, readme_table.END
-    readme = f"before\n{begin}\nold\n{end}\nafter\n"
-    written = readme_table.replaced(readme, begin, end, "new")
+    written = readme_table.replaced(f"before\n{begin}\nold\n{end}\nafter\n", "new")
     assert written == f"before\n{begin}\nnew\n{end}\nafter\n"
-    assert readme_table.replaced(written, begin, end, "new") == written
+    assert readme_table.replaced(written, "new") == written
 
 
 MACHINE = {"cpu": "CPU", "cpu_features": ["avx2", "avx512f"], "num_cores": 2, "memory_bytes": 2**34}
@@ -80,11 +79,6 @@ def system(name: str, **medians: float) -> dict[str, object]:
     return {"system": name, "summary": summary}
 
 
-def test_page_is_up_to_date(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["kernels_table.py", "--check"])
-    assert kernels_table.main() == 0, "run benchmarks/kernels_table.py"
-
-
 def test_each_file_is_compared_with_its_best_peer_that_has_numbers():
     settings = {"model": "s", "dtype": "float32", "tokens": [1, 8]}
     peers = [
@@ -95,7 +89,7 @@ def test_each_file_is_compared_with_its_best_peer_that_has_numbers():
     ours = system("moe_runtime", forward_1=0.002, backward_8=0.01)
     other = {**settings, "model": "t", "tokens": [16]}
     more = [system("eager", forward_16=0.008), system("moe_runtime", forward_16=0.004)]
-    lines = kernels_table.layers_table(
+    lines = readme_table.layers_table(
         [
             {**HEAD, "case": "layer", "settings": settings, "measurements": [*peers, ours]},
             {**HEAD, "case": "layer", "settings": other, "measurements": more},

@@ -32,7 +32,7 @@ ELSEWHERE = {
     # which need nothing of this project
     "benchmarks/peers/": "past_key_values",
     # checkpoints that are measured: the quantiser that published ones were made by
-    "benchmarks/synthetic/checkpoint_writer.py": "integrations.finegrained_fp8",
+    "benchmarks/synthetic/model_shapes.py": "integrations.finegrained_fp8",
     # a layer's own code, which finds other steps of its states under their names
     "moe_runtime/inference/cpu/recurrent_steps.py": "__code__",
     # conversations are rendered as transformers does, in a program with limits

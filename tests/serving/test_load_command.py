@@ -24,7 +24,7 @@ from moe_runtime.benchmarks.cases.load import (
     MeasuredLevel,
     TimedAnswer,
 )
-from moe_runtime.benchmarks.suite.results import read_results
+from moe_runtime.benchmarks.suite import read_results
 from moe_runtime.cli.main import main
 
 SERVER = """
@@ -242,7 +242,7 @@ def test_what_was_measured_is_shown_where_its_file_cannot_be_written(tmp_path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(generator, "measure", measure)
-    monkeypatch.setattr("moe_runtime.benchmarks.suite.results.write_text", full)
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.write_text", full)
     path = tmp_path / "found.json"
     assert main(["bench", "serve", "-o", str(path)]) == 2
     out, err = capsys.readouterr()

@@ -27,7 +27,7 @@ from typing import NoReturn
 # Imported when the first program is asked for.
 PRELOAD = (
     *("torch", "torch._dynamo", "torch.distributed", "torch.distributed.checkpoint"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "moe_runtime.benchmarks.suite.runner"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "moe_runtime.benchmarks.suite"),
     *("moe_runtime.cli.main", "moe_runtime.cli.commands.run", "moe_runtime.inference.loading"),
     *("moe_runtime.kernels.expert_mlp", "moe_runtime.models.lm.parallel", "moe_runtime.parallel"),
     *("moe_runtime.research.elastic", "moe_runtime.training.train_run"),

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 from text_checkpoint import MAX_POSITIONS, save_text_checkpoint
 
-from moe_runtime.benchmarks.suite.results import (
+from moe_runtime.benchmarks.suite import (
+    MeasuredSystem,
     Metric,
     describe_system,
     make_results,
     write_results,
 )
-from moe_runtime.benchmarks.suite.runner import MeasuredSystem
 
 TEXT = "The store reads an expert from the disk when it is asked for one. " * 40
 

@@ -1,0 +1,62 @@
+"""Programs that a benchmark starts, and that do not outlive it."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_LOOK_S = 0.05
+
+
+@contextmanager
+def running(
+    command: Sequence[str | Path],
+    *,
+    asked: signal.Signals | None = None,
+    grace_s: float = 0.0,
+    **options: Any,
+) -> "Iterator[subprocess.Popen[Any]]":
+    """Runs a program within the block, in a session of its own: Ctrl-C reaches this process alone.
+
+    When the block ends, what is left of the session gets the signal ``asked``, if one is named, and
+    after ``grace_s`` seconds it is killed.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        try:
+            if asked is not None:
+                end_s = time.monotonic() + grace_s
+                _signal(process, asked)
+                while _is_left(process) and time.monotonic() < end_s:
+                    time.sleep(_LOOK_S)
+        finally:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+            for stream in filter(None, (process.stdin, process.stdout)):
+                with suppress(BrokenPipeError):  # what a dead program never read cannot be flushed
+                    stream.close()
+
+
+def _signal(process: "subprocess.Popen[Any]", number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _is_left(process: "subprocess.Popen[Any]") -> bool:
+    """Whether a process of the session runs: the first one may end before others."""
+    if process.poll() is None:
+        return True
+    for one in psutil.process_iter(["status"]):
+        with suppress(ProcessLookupError):
+            is_over = one.info["status"] == psutil.STATUS_ZOMBIE
+            if not is_over and os.getpgid(one.pid) == process.pid:
+                return True
+    return False
