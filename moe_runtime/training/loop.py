@@ -333,14 +333,13 @@ class Trainer:
         )
 
     def _backward(self, rate: float) -> list[Losses]:
-        micro_batches = self._micro_batches()
+        micro_batches, weights = self._micro_batches()
         losses: list[Losses] = []
         # a caller's autocast would keep narrow copies of weights for the steps that follow
         with without_autocast(self._run.device.type):
             if self._ranks.pipeline is not None:
                 inputs = [windows.to(self._run.device) for windows in micro_batches]
                 return self._ranks.pipeline.backward(inputs)
-            weights = _weights(micro_batches)
             parts = [
                 partial(self._part, windows, weight, losses)
                 for windows, weight in zip(micro_batches, weights, strict=True)
@@ -365,14 +364,16 @@ class Trainer:
         found = [mean if math.isfinite(mean) else None for mean in means.tolist()]
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
-    def _micro_batches(self) -> list[Tensor]:
+    def _micro_batches(self) -> tuple[list[Tensor], list[float]]:
+        """This process's share of the step's micro-batches, and the weights of their losses."""
         data = self._config.data
         windows = self._run.batches.draw(data.sequences_per_step)
         context = data.context_at(self.step, self._config.run.steps)
         if context != data.context:
             windows = shorten(windows, context)
         parts = torch.from_numpy(windows).chunk(data.micro_batches)
-        return self._ranks.part([trimmed(part) for part in parts])
+        weights = _weights(parts)
+        return self._ranks.part([trimmed(part) for part in parts]), self._ranks.part(weights)
 
     def _part(self, windows: Tensor, weight: float, found: list[Losses]) -> Tensor:
         """One part's share of the loss; its losses are appended to `found`.

@@ -315,8 +315,103 @@ class OneRank:
         self.any(False)
 
 
-class SeveralRanks(OneRank):
-    """One of the processes of a `torch.distributed` world that train together.
+class Processes(OneRank):
+    """One of the processes of a `torch.distributed` world that train together, whatever they train.
+
+    Attributes:
+        here: processes of the group on this machine.
+
+    Raises:
+        ValueError: the layout is of another number of processes.
+        RankFailureError: a process has another layout or version.
+    """
+
+    def __init__(self, layout: "ParallelLayout", timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        from moe_runtime.parallel import FlatTransport, LayoutGroups
+        from moe_runtime.parallel.communication.transport import (
+            processes_here,
+            require_same,
+            software_facts,
+        )
+        from moe_runtime.parallel.communication.watch import CollectiveMonitor
+
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._layout, self._timeout_s = layout, timeout_s
+        places = layout.coordinates(self.rank, "dense")
+        self.data_rank, self.num_data_ranks = places["dp"], layout.dp
+        self.groups = LayoutGroups(layout, timeout_s=timeout_s)
+        self.groups.make_ends()
+        group = self.groups.make("dense", "tp", "cp", "dp", "pp")
+        assert group is not None, "several processes are more than one"
+        self._group = group
+        self._watch = CollectiveMonitor(group, timeout_s)
+        transport = FlatTransport(group, timeout_s=timeout_s)
+        require_same(transport, {**software_facts(), "the layout": str(layout)})
+        self.here = processes_here(transport)
+
+    @property
+    def layout_groups(self) -> "LayoutGroups":
+        return self.groups
+
+    def part(self, items: Sequence[T]) -> list[T]:
+        return list(items[self.data_rank :: self.num_data_ranks])
+
+    def mean(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        self.groups.all_reduce(total, self._group, "means")
+        return total / self.size
+
+    def any(self, flag: bool) -> bool:
+        votes = torch.tensor(float(flag))
+        self.groups.all_reduce(votes, self._group, "requests to stop")
+        return bool(votes > 0)
+
+    def texts(self, text: str) -> list[str]:
+        import torch.distributed as dist
+
+        texts = [""] * self.size
+        with self.watched("an exchange of texts"):
+            dist.all_gather_object(texts, text, group=self._group)
+        return texts
+
+    @property
+    def group(self) -> "ProcessGroup":
+        return self._group
+
+    def beside(self) -> "Processes":
+        import torch.distributed as dist
+
+        from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
+
+        timeout_s, everybody = self._timeout_s, list(range(self.size))
+        group = dist.new_group(everybody, timeout=backend_limit(timeout_s), backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        found = copy.copy(self)
+        found._group, found._watch = group, CollectiveMonitor(group, timeout_s)
+        return found
+
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self._watch.over_torch(what)
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        store, key = self._group.get_group_store(), "moe/first/done"
+        if self.rank == 0:
+            yield
+            store.set(key, "1")
+            return
+        # However long the first one takes; its end is noticed.
+        while not store.check([key]):
+            if 0 in self._watch.ended_ranks():
+                raise RankFailureError(f"rank 0 of {self.size} has ended", ranks=(0,))
+            time.sleep(_POLL_S)
+        yield
+
+
+class SeveralRanks(Processes):
+    """One of the processes that train a language model together.
 
     Args:
         folder: what relative paths start from.
@@ -337,24 +432,17 @@ class SeveralRanks(OneRank):
     ) -> None:
         import torch.distributed as dist
 
-        from moe_runtime.parallel import FlatTransport, LayoutGroups, ParallelLayout
-        from moe_runtime.parallel.communication.transport import (
-            processes_here,
-            require_same,
-            software_facts,
-        )
-        from moe_runtime.parallel.communication.watch import CollectiveMonitor
+        from moe_runtime.parallel import ParallelLayout
 
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        own = config.parallel
+        own, size = config.parallel, dist.get_world_size()
         self._config = config
-        self._layout = layout = ParallelLayout(
-            world_size=self.size,
+        layout = ParallelLayout(
+            world_size=size,
             tp=own.tp,
             cp=own.cp,
             pp=own.pp,
             etp=own.etp,
-            ep=own.ep or max(1, self.size // (own.etp * own.pp)),
+            ep=own.ep or max(1, size // (own.etp * own.pp)),
         )
         _refuse(config, layout.dp)
         if make_experts is None and own.experts in ("sparse", "switching"):
@@ -366,27 +454,15 @@ class SeveralRanks(OneRank):
         self._sharded: Any = None
         if config.run.host_memory is not None:
             _refuse_offloaded(config, layout.edp)
-        places = layout.coordinates(self.rank, "dense")
-        self.data_rank, self.num_data_ranks = places["dp"], layout.dp
-        self._stage = places["pp"]
+        super().__init__(layout, own.timeout_s)
+        self._stage = layout.coordinates(self.rank, "dense")["pp"]
         # The sum over a data-parallel rank is divided by the parts of each sequence only.
         self.loss_share = 1 / layout.tp
-        self.groups = LayoutGroups(layout, timeout_s=own.timeout_s)
-        self.groups.make_ends()
-        group = self.groups.make("dense", "tp", "cp", "dp", "pp")
-        assert group is not None, "several processes are more than one"
-        self._group = group
-        self._watch = CollectiveMonitor(group, own.timeout_s)
-        transport = FlatTransport(group, timeout_s=own.timeout_s)
-        nodes = own.ranks_per_node or processes_here(transport)
-        facts = {"the layout": str(layout), "the number of processes of a machine": str(nodes)}
-        require_same(transport, {**software_facts(), **facts})
         if own.transport == "hierarchical":
+            nodes = own.ranks_per_node or self.here
+            if len(set(self.texts(str(nodes)))) > 1:
+                raise ValueError("machines differ in their processes: give parallel.ranks_per_node")
             self.groups.make_nodes(nodes)
-
-    @property
-    def layout_groups(self) -> "LayoutGroups":
-        return self.groups
 
     def spread(self, model: LanguageModel) -> None:
         from moe_runtime.models.lm.parallel import (
@@ -525,27 +601,6 @@ class SeveralRanks(OneRank):
         if number > 0:
             torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
 
-    def part(self, items: Sequence[T]) -> list[T]:
-        return list(items[self.data_rank :: self.num_data_ranks])
-
-    def mean(self, values: Tensor) -> Tensor:
-        total = values.clone()
-        self.groups.all_reduce(total, self._group, "means")
-        return total / self.size
-
-    def any(self, flag: bool) -> bool:
-        votes = torch.tensor(float(flag))
-        self.groups.all_reduce(votes, self._group, "requests to stop")
-        return bool(votes > 0)
-
-    def texts(self, text: str) -> list[str]:
-        import torch.distributed as dist
-
-        texts = [""] * self.size
-        with self.watched("an exchange of texts"):
-            dist.all_gather_object(texts, text, group=self._group)
-        return texts
-
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
         dense, experts = _divided(named)
         for module in self._spread.values():
@@ -560,26 +615,6 @@ class SeveralRanks(OneRank):
         # there one process has both ends
         is_end = is_end and self._config.parallel.schedule != "zbv"
         return [p for name, p in named.items() if is_end and name == "embedding.weight"]
-
-    @property
-    def group(self) -> "ProcessGroup":
-        return self._group
-
-    def beside(self) -> "SeveralRanks":
-        from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
-
-        timeout_s = self._config.parallel.timeout_s
-        everybody = list(range(self.size))
-        import torch.distributed as dist
-
-        group = dist.new_group(everybody, timeout=backend_limit(timeout_s), backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        found = copy.copy(self)
-        found._group, found._watch = group, CollectiveMonitor(group, timeout_s)
-        return found
-
-    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self._watch.over_torch(what)
 
     def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
         dense, experts = _divided(named)
@@ -598,19 +633,14 @@ class SeveralRanks(OneRank):
             several,
         )
 
-    @contextlib.contextmanager
-    def first_alone(self) -> Iterator[None]:
-        store, key = self._group.get_group_store(), "moe/first/done"
-        if self.rank == 0:
-            yield
-            store.set(key, "1")
-            return
-        # However long the first one takes; its end is noticed.
-        while not store.check([key]):
-            if 0 in self._watch.ended_ranks():
-                raise RankFailureError(f"rank 0 of {self.size} has ended", ranks=(0,))
-            time.sleep(_POLL_S)
-        yield
+
+def together(group: "ProcessGroup | None", timeout_s: float = 300.0) -> Processes | None:
+    """The processes of a group that share experts and micro-batches; None for one alone."""
+    if group is None or group.size() == 1:
+        return None
+    from moe_runtime.parallel import ParallelLayout
+
+    return Processes(ParallelLayout(world_size=group.size(), ep=group.size()), timeout_s)
 
 
 def _refuse(config: TrainConfig, num_data_ranks: int) -> None:

@@ -59,7 +59,7 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint, tmp_path):
     "words",
     [
         *(["serve", "m"], ["generate", "m"], ["chat", "m"], ["inspect", "m"], ["pack", "m", "out"]),
-        *(["doctor"], ["bench", "experts"], ["finetune", "m", "text", "-o", "out"]),
+        *(["doctor"], ["bench", "experts"]),
     ],
     ids=lambda words: words[0],
 )

@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from finetuning_runs import config_of
+from finetuning_runs import train as finetune
 from torch import Tensor
 
 from moe_runtime.cli.commands.train import experts_maker
@@ -24,7 +26,10 @@ from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel.dispatching import AsyncAllToAll
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.ranks import OneRank, SeveralRanks
+from moe_runtime.training.finetune.finetune_run import finish as finish_finetuning
+from moe_runtime.training.finetune.finetune_run import prepare as prepare_finetuning
+from moe_runtime.training.finetune.finetune_run import start as start_finetuning
+from moe_runtime.training.ranks import OneRank, SeveralRanks, together
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import whole_model
 from moe_runtime.training.train_run import finish, prepare, start
@@ -130,6 +135,20 @@ def order_of_shortcut(path: str) -> list[str]:
         ):
             preparation.model.losses(ids[:, :-1], ids[:, 1:]).cross_entropy.backward()
     return found
+
+
+def finetuned_together(model: str, folder: str, changes: dict[str, Any]) -> list[float]:
+    """The losses of fine-tuning by all processes, which leaves what it trained in a folder."""
+    config = config_of(Path(model), Path(folder), export_dtype="float32", **changes)
+    ranks = together(dist.group.WORLD)
+    assert ranks is not None, "several processes train"
+    with ranks.first_alone():
+        preparation = prepare_finetuning(config, ranks=ranks)
+    with contextlib.closing(start_finetuning(preparation, resume=False)) as trainer:
+        losses = finetune(trainer)
+        if ranks.rank == 0:
+            finish_finetuning(preparation, trainer, export=True)
+    return losses
 
 
 def smallest_budget(path: str) -> int:
