@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,8 +211,6 @@ class SwitchingExperts(ParallelExperts):
         ValueError: Sizes that do not divide, or another layout than the degrees need.
     """
 
-    begins_early = False
-
     def __init__(
         self,
         num_experts: int,
@@ -249,7 +248,10 @@ class SwitchingExperts(ParallelExperts):
         weights_TK: Tensor,
         *,
         shared: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        later: bool = False,
+    ) -> Any:
+        if later:
+            return partial(self.forward, x_TD, ids_TK, weights_TK, shared=shared)
         x_TD = self._as_experts_read(x_TD)
         self.last_degree = self._cheapest(x_TD, ids_TK) if self.degree is None else self.degree
         return self._switch.run(

@@ -481,12 +481,12 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         optimizer = trainer.optimizer
         assert isinstance(optimizer, ExpertTraining | AdapterTraining)
         dtype = None if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
-        export = partial(preparation.exporter.write, model, dtype=dtype)
+        write = partial(preparation.exporter.write, model, dtype=dtype)
         if preparation.ranks.size > 1 and config.lora is None:
-            _with_all_experts(preparation, lambda state, expert: export(state, expert))
+            _with_all_experts(preparation, write)
         else:
             with MergedAdapters(preparation.model) as state:
-                export(state, optimizer.expert)
+                write(state, optimizer.expert)
     return trainer.write_summary(model, adapters=adapters)
 
 

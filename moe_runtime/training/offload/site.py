@@ -67,8 +67,9 @@ class ExpertsSite:
 
     def parameters_of(self, expert: int) -> list[Tensor]:
         """An expert's tensors as its module still has them, in the order of `parameter_names`."""
-        is_whole = self.own is None or self.groups is not None
-        place = expert if is_whole else self.own.index(expert)
+        place = expert
+        if self.own is not None and self.groups is None:
+            place = self.own.index(expert)
         stacks = (self.module.get_parameter(name).detach() for name in self.parameter_names)
         return [stack[place] for stack in stacks]
 
