@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from finetuning_runs import GPT_OSS, MIXTRAL, checkpoint_of, config_of, finetune
 from parallel_runs import finetuned_together
 from rank_pool import RankPool
 from safetensors.torch import load_file
+
+from moe_runtime.training.finetune.finetune_run import prepare
 
 LORA = {"lora": {"rank": 2}, "merge": True}
 
@@ -43,9 +47,15 @@ def test_two_processes_train_and_leave_what_one_does(
     assert not held, "what was brought together for the export is removed"
 
 
-def test_parts_that_processes_cannot_share_are_refused(tmp_path, ranks):
-    model = checkpoint_of(MIXTRAL, tmp_path / "first")
-    data = {"context": 16, "tokens_per_step": 64, "micro_batches": 1}
-    changes = {"data": {"sources": {"text": {"files": ["text.txt"]}}, **data}}
-    with pytest.raises(AssertionError, match=r"micro_batches \(1\) must be a multiple of the 2"):
-        ranks(2).run(finetuned_together, str(model), str(tmp_path), changes)
+@pytest.mark.parametrize(
+    ("size", "changes", "reason"),
+    [
+        (3, {}, r"micro_batches \(2\) must be a multiple of the 3 processes.*; give 3"),
+        (2, {"run": {"trace": "trace.npz"}}, "--trace records a run of one process"),
+    ],
+    ids=["parts", "trace"],
+)
+def test_what_processes_cannot_share_is_refused(size, changes, reason, tmp_path):
+    several: Any = SimpleNamespace(size=size)
+    with pytest.raises(ValueError, match=reason):
+        prepare(config_of(tmp_path, tmp_path, **changes), ranks=several)
