@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from moe_runtime.benchmarks import suite
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers.host import time_block as time_block
 from moe_runtime.benchmarks.suite.peers import PeerProcess, PeerProgram, started
 from moe_runtime.benchmarks.synthetic.config_shape import model_of
-from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, LayerSizes
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of transformers."""

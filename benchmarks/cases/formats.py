@@ -20,8 +20,8 @@ from torch.nn.functional import silu
 
 from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases import expert_layers
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.peers import PeerProgram, describe_peer
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.decode_step.prepared import ExpertStep
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn

@@ -17,8 +17,8 @@ from moe_runtime.benchmarks.cases.expert_layers import (
     ExpertsPlan,
     measure_experts,
 )
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite import Rules
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.layer import MoELayer
 
 PEERS = ("eager", "grouped_mm")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases.expert_layers import CallsPlan, CallsSystem, TimedCall
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite import Rules, measure_systems
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
 from moe_runtime.kernels.expert_mlp import PackedExperts, StackedExperts, expert_mlp

@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from moe_runtime.benchmarks.cases.io import QueueReads, ReadPlan
+from moe_runtime.benchmarks.cases.io import ReadPlan, make_read_systems
 from moe_runtime.benchmarks.suite import Metric, Number, PeerFailedError, facts
 from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
@@ -26,7 +26,6 @@ from moe_runtime.lab.traces.format import PHASES, Trace, write_trace
 from moe_runtime.lab.traces.readers import read_any_trace
 from moe_runtime.lab.traces.routes import UNKNOWN_MODEL, routes_of, shown_model, trace_of_routes
 from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.memory.source import Slab
 from moe_runtime.policies.prediction import Routes
 from moe_runtime.types import ModelSignature
 
@@ -224,16 +223,8 @@ class RecordedRouting:
 
     def measured_disk(self) -> Mapping[str, Number]:
         """Reads some experts as ``bench io`` does."""
-        slab = Slab(
-            self._plan.in_flight, max(one.slot_bytes for one in self._plan.layouts.values())
-        )
-        slab.bytes.fill_(1)
-        reads = QueueReads("disk", self._plan, slab)
-        try:
-            return reads.repeat()
-        finally:
-            reads.close()
-            slab.close()
+        with make_read_systems(self._plan) as (ours, *_):
+            return ours.repeat()
 
     def numbers(
         self,

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from moe_runtime.benchmarks import suite
 from moe_runtime.benchmarks.cases.expert_layers import FEW, OURS, PeerSystem
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite.energy import EnergyMeter
 from moe_runtime.benchmarks.suite.peers import PeerProgram
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.config import format_bytes
 from moe_runtime.models.lm.config import ExpertsConfig, LanguageModelConfig
 from moe_runtime.models.lm.export import export_hugging_face

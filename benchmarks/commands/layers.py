@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.cases.layer_shapes import (
+from moe_runtime.benchmarks.commands.shared import Threads, TimedRun
+from moe_runtime.benchmarks.synthetic.model_shapes import (
     LAYER_SHAPES,
     TRAINING_SHAPES,
     LayerSizes,
 )
-from moe_runtime.benchmarks.commands.shared import Threads, TimedRun
 from moe_runtime.cli import options
 from moe_runtime.cli.console import quiet_transformers
 from moe_runtime.config import parse_budget, require_known
@@ -265,17 +265,10 @@ def bench_training(
         host_memory=None if budget is None else budget.resolve(free, auto_share=0.5),
         device=place,
     )
-    given = {"num_threads": num_threads, "dtype": dtype, "sequences": sequences}
-    settings = {
-        "model": shape or Path(model or "").name,
-        **sizes._asdict(),
-        "layers": layers,
-        "context": context,
-        "host_memory": plan.host_memory,
-        "device": str(place),
-        "isa": isa,
-        **given,
-    }
+    given = {"num_threads": num_threads, **run.asked("dtype", "sequences")}
+    settings = {"model": shape or Path(model or "").name, **sizes._asdict(), **given}
+    settings |= run.asked("layers", "context", "isa")
+    settings |= {"host_memory": plan.host_memory, "device": str(place)}
     free_bytes = free if place.type == "cpu" else available_device_bytes(place)
     own = {"model": None, "host_memory": plan.host_memory, **given}
     programs = find_peers(peer or (), own, "training", plan.peers())

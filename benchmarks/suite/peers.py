@@ -27,7 +27,7 @@ from moe_runtime.benchmarks.suite.programs import running
 from moe_runtime.config import format_bytes, require_known
 from moe_runtime.files import at_home
 
-_HOST = Path(__file__).resolve().parents[1] / "peers" / "host.py"
+_FOLDER = Path(__file__).resolve().parents[1] / "peers"
 _SHOWN = 300
 # What an interpreter that is too old says of -P.
 _OLD_PYTHON = "unknown option -P"
@@ -128,7 +128,7 @@ def started(
     command += [] if program.cache is None else [f"XDG_CACHE_HOME={program.cache}"]
     command += [] if program.gpus is None else [f"CUDA_VISIBLE_DEVICES={program.gpus}"]
     # -P: the folder of host.py is no place to import from.
-    command += [str(program.python), "-P", str(_HOST), str(program.file)]
+    command += [str(program.python), "-P", str(_FOLDER / "host.py"), str(program.file)]
     if not program.python.is_file():
         raise PeerFailedError(f"{program.python} is not there")
     limit = program.cap_bytes
@@ -163,7 +163,6 @@ def this_python() -> Path:
     return Path(sys.executable)
 
 
-_FOLDER = Path(__file__).resolve().parents[1] / "peers"
 _NOT_PEERS = ("__init__", "host")
 OURS = "moe_runtime"
 GGUF_PEERS = ("llama_cpp",)

@@ -2,8 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from itertools import takewhile
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,18 +64,17 @@ def shape_checkpoint(
     except CheckpointError as error:
         raise CheckpointError(f"{error}; XDG_CACHE_HOME names another folder for caches") from None
     with ExitStack() as stack:
-        stack.enter_context(_folders_for_now(folder))
+        make_folders(folder)
         for left in (folder, *folder.iterdir()):
             if left.is_dir():
                 remove_abandoned(left)
         num_missing = (not _is_complete(shape, kept.checkpoint)) + needs_copy
         _require_room(folder, num_missing * shape.total_bytes, shape.name)
-        new, writing = kept, nullcontext()
-        if num_missing and keep:
-            writing = _written_alone(place)
-        elif num_missing:
+        new = kept
+        if num_missing and not keep:
             new = _files_in(stack.enter_context(_removed_after(place)))
-        with writing:
+        make_folders(new.checkpoint.parent)
+        with held(place) if num_missing and keep else nullcontext():
             files = _write_missing(shape, kept, new, needs_gguf=needs_gguf, say=say)
         yield files
 
@@ -123,19 +121,6 @@ def _files_in(place: Path) -> ShapeFiles:
 
 
 @contextmanager
-def _folders_for_now(folder: Path) -> Iterator[None]:
-    """Makes a folder and those above it; those that were missing, and are empty after, go again."""
-    made = list(takewhile(lambda one: not one.exists(), (folder, *folder.parents)))
-    make_folders(folder)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            for one in made:
-                one.rmdir()
-
-
-@contextmanager
 def _removed_after(place: Path) -> Iterator[Path]:
     """A folder of this run; were the process killed, the next one would remove it."""
     folder = partial_name(place)
@@ -144,23 +129,6 @@ def _removed_after(place: Path) -> Iterator[Path]:
             yield folder
         finally:
             remove_or_warn(folder, "no run needs it")
-
-
-@contextmanager
-def _written_alone(place: Path) -> Iterator[None]:
-    """Within the block no other process writes what is kept there; an empty folder goes again."""
-    with ExitStack() as stack:
-        while True:
-            make_folders(place)
-            # Another process that wrote nothing may have removed it meanwhile.
-            with suppress(FileNotFoundError):
-                stack.enter_context(held(place))
-                break
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                place.rmdir()
 
 
 def _require_room(folder: Path, num_bytes: int, name: str) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from moe_runtime.benchmarks.cases import formats
 from moe_runtime.benchmarks.cases import formats as format_layers
 from moe_runtime.benchmarks.cases.expert_layers import in_float64
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite import Rules, middle, read_results
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.cli.main import main
 from moe_runtime.kernels.native import native_library
 

@@ -11,10 +11,10 @@ import torch
 
 from moe_runtime.benchmarks.cases import expert_layers
 from moe_runtime.benchmarks.cases.formats import FormatsPlan, measure_formats
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.peers import kt_kernel
 from moe_runtime.benchmarks.suite import PeerFailedError, Rules
 from moe_runtime.benchmarks.suite.peers import find_peer, find_peers, started
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.kernels.native import native_library
 
 NUMPY = """

@@ -8,8 +8,8 @@ from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
 from moe_runtime.benchmarks.cases.expert_layers import ExpertsPlan, in_float64
 from moe_runtime.benchmarks.cases.layer import make_layer, measure_layer
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.suite import Rules, read_results
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.cli.main import main
 
 SIZES = LayerSizes(num_experts=6, top_k=2, dim_model=32, dim_hidden=16)

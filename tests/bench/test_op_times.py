@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_runtime.benchmarks.cases import ops
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.cases.ops import OpCall, OpsPlan, draw_weights, op_calls, op_system
 from moe_runtime.benchmarks.suite import PeerFailedError, read_results
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.cli.main import main
 
 SIZES = LayerSizes(num_experts=4, top_k=2, dim_model=32, dim_hidden=16)

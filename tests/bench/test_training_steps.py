@@ -15,7 +15,6 @@ from counted_energy import CountedEnergy
 from text_checkpoint import NUM_EXPERTS, TOP_K, save_text_checkpoint
 
 from moe_runtime.benchmarks.cases import training
-from moe_runtime.benchmarks.cases.layer_shapes import LayerSizes
 from moe_runtime.benchmarks.cases.training import (
     FusedAdamW,
     OffloadedSystem,
@@ -28,6 +27,7 @@ from moe_runtime.benchmarks.commands import layers
 from moe_runtime.benchmarks.peers import deepspeed
 from moe_runtime.benchmarks.suite import PeerFailedError, read_results
 from moe_runtime.benchmarks.suite.peers import find_peer
+from moe_runtime.benchmarks.synthetic.model_shapes import LayerSizes
 from moe_runtime.cli.main import main
 from moe_runtime.models.lm.export import export_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
