@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         register_with_transformers as register_with_transformers,
     )
     from moe_runtime.inference.loading import load as load
+    from moe_runtime.inference.routing_replay import decode_routing as decode_routing
+    from moe_runtime.inference.routing_replay import replay_routing as replay_routing
     from moe_runtime.layer import MoELayer as MoELayer
     from moe_runtime.training.offload.adamw import AdamW as AdamW
     from moe_runtime.training.offload.entry import offload_training as offload_training
@@ -29,6 +31,7 @@ else:
             "UnsupportedUseError",
             ".inference.hugging_face.backend": "register_with_transformers",
             ".inference.loading": "load",
+            ".inference.routing_replay": "decode_routing replay_routing",
             ".layer": "MoELayer",
             ".training.offload.entry": "offload_training",
             ".training.offload.adamw": "AdamW",
@@ -46,9 +49,11 @@ __all__ = [
     "MoERuntimeError",
     "UnsupportedModelError",
     "UnsupportedUseError",
+    "decode_routing",
     "load",
     "offload_training",
     "register_with_transformers",
+    "replay_routing",
 ]
 
 

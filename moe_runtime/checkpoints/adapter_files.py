@@ -24,7 +24,7 @@ OBEYED = frozenset(
     {
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        "target_parameters",
+        *("target_parameters", "use_dora"),
     }
 )
 WITHOUT_EFFECT = frozenset(
@@ -39,7 +39,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (False,)),
+    **dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), (False,)),
     **dict.fromkeys(("modules_to_save", "layer_replication"), ([],)),
     **dict.fromkeys(("trainable_token_indices", "alora_invocation_tokens", "megatron_config"), ()),
     **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config"), ()),
@@ -85,6 +85,9 @@ class AdapterSettings:
         self._ranks = self._value("rank_pattern", f"{rank} by pattern", _by_name(_is_rank)) or {}
         self._alphas = self._value("alpha_pattern", f"{alpha} by pattern", _by_name(_is_number))
         self._is_root = self._value("use_rslora", "true or false", _is_bool) or False
+        self.has_magnitudes = self._value("use_dora", "true or false", _is_bool) or False
+        if self.has_magnitudes and self._parameters:
+            raise self._refusal("use_dora", "false with target_parameters, as in PEFT")
 
     def targets(self, layer: str) -> bool:
         """Whether a linear layer has an adapter; not for the output layer."""
@@ -209,22 +212,27 @@ def _by_name(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
 
 
-_TENSOR = re.compile(r"base_model\.model\.(?P<place>.+)\.lora_(?P<part>[AB])\.weight")
+_MAGNITUDES = "magnitude_vector"
+_TENSOR = re.compile(
+    rf"base_model\.model\.(?P<place>.+)\.lora_(?:(?P<part>[AB])\.weight|(?P<vector>{_MAGNITUDES}))"
+)
 WRAPPED = ".base_layer"
 """PEFT wraps a module once for each of its parameters that has an adapter."""
 
 
 class LowRankShape(NamedTuple):
-    """Of a pair of matrices: ``[rank, inputs]`` and ``[outputs, rank]``."""
+    """Of a pair of matrices: ``[rank, inputs]`` and ``[outputs, rank]``; with DoRA, and a vector of
+    ``outputs``."""
 
     rank: int
     inputs: int
     outputs: int
     dtype: torch.dtype
+    has_magnitudes: bool
 
     @property
     def num_values(self) -> int:
-        return self.rank * (self.inputs + self.outputs)
+        return self.rank * (self.inputs + self.outputs) + self.has_magnitudes * self.outputs
 
 
 class AdapterFolder:
@@ -285,8 +293,9 @@ class AdapterFolder:
         widest = max((inputs + 2 * outputs for inputs, outputs in self.widths.values()), default=0)
         return 4 * num_rows * widest
 
-    def pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The matrices ``[L, I]`` and ``[O, L]``, by the names in ``widths`` and ``stacked``.
+    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """The matrices ``[L, I]`` and ``[O, L]``, with DoRA magnitudes ``[O]`` too, by the names in
+        ``widths`` and ``stacked``.
 
         They are copies: a mapped file that is cut short would end the process. Those of layers are
         in fp32.
@@ -299,11 +308,11 @@ class AdapterFolder:
                 for place in (*self.widths, *self.stacked):
                     dtype = torch.float32 if place in self.widths else self.stacked[place].dtype
                     name = f"base_model.model.{place}.lora_"
-                    first, second = (
-                        tensors.get_tensor(f"{name}{part}.weight").to(dtype, copy=True)
-                        for part in "AB"
+                    parts = [f"{name}A.weight", f"{name}B.weight"]
+                    parts += [f"{name}{_MAGNITUDES}"] * self.settings.has_magnitudes
+                    found[place] = tuple(
+                        tensors.get_tensor(part).to(dtype, copy=True) for part in parts
                     )
-                    found[place] = first, second
         return found
 
     def _require_same_file(self) -> None:
@@ -319,27 +328,37 @@ class AdapterFolder:
         dtypes: dict[str, set[str]] = {}
         for name, tensor in sorted(read_header(self._file).items()):
             match = _TENSOR.fullmatch(name)
-            if match is None:
+            if match is None or (match["vector"] and not self.settings.has_magnitudes):
                 raise UnsupportedModelError(
                     f"{self._file}: {name} is no adapter of a linear layer or of experts; merge "
                     "the adapter into a plain checkpoint, or train one without it"
                 )
-            if len(tensor.shape) != 2 or tensor.dtype not in ("F32", "F16", "BF16"):
+            num_dims, kind = (1, "vector") if match["vector"] else (2, "matrix")
+            if len(tensor.shape) != num_dims or tensor.dtype not in ("F32", "F16", "BF16"):
                 raise CheckpointError(
-                    f"{self._file}: {name} must be a matrix of F32, F16 or BF16, got "
+                    f"{self._file}: {name} must be a {kind} of F32, F16 or BF16, got "
                     f"{tensor.dtype} of {list(tensor.shape)}"
                 )
-            parts.setdefault(match["place"], {})[match["part"]] = tuple(tensor.shape)
-            dtypes.setdefault(match["place"], set()).add(tensor.dtype)
+            own = parts.setdefault(match["place"], {})
+            own[match["part"] or _MAGNITUDES] = tuple(tensor.shape)
+            if match["part"]:
+                dtypes.setdefault(match["place"], set()).add(tensor.dtype)
         if not parts:
             raise CheckpointError(f"{self._file}: has no adapter")
         found = {}
         for place, own in parts.items():
-            if len(own) < 2 or own["A"][0] != own["B"][1] or len(dtypes[place]) > 1:
+            if not {"A", "B"} <= own.keys() or own["A"][0] != own["B"][1] or len(dtypes[place]) > 1:
                 raise CheckpointError(
                     f"{self._file}: {place}.lora_{min(own)} needs another matrix of its rank and "
                     "type"
                 )
             (rank, inputs), (outputs, _) = own["A"], own["B"]
-            found[place] = LowRankShape(rank, inputs, outputs, TORCH_DTYPES[dtypes[place].pop()])
+            has_magnitudes = self.settings.has_magnitudes
+            if has_magnitudes and own.get(_MAGNITUDES) != (outputs,):
+                raise CheckpointError(
+                    f"{self._file}: {place}.lora_{_MAGNITUDES} of {outputs} values is needed with "
+                    f"use_dora, found {own.get(_MAGNITUDES, 'none')}"
+                )
+            dtype = TORCH_DTYPES[dtypes[place].pop()]
+            found[place] = LowRankShape(rank, inputs, outputs, dtype, has_magnitudes)
         return found

@@ -686,7 +686,7 @@ class CachedModel:
         num_bytes: of its files on the disk, and of those that are not whole yet.
         family: ``model_type`` of its configuration; empty where it has none.
         formats: of its weights, such as ``bfloat16``, ``mxfp4`` or ``Q4_K_M``.
-        used_s: when a file of it was last read, seconds since the epoch.
+        used_s: when a file was last read but its configuration, which lists read; since the epoch.
         folder: where it lies.
     """
 
@@ -774,6 +774,7 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
             raw = read_bounded(files["config.json"].file_path, max_bytes=_MAX_CONFIG_BYTES)
             config = parse_object(raw)
     parts = repo.repo_path.glob("blobs/*.incomplete")
+    read = [file.blob_last_accessed for name, file in files.items() if name != "config.json"]
     return CachedModel(
         name=repo.repo_id,
         revisions={one.commit_hash: sorted(one.refs) for one in revisions},
@@ -781,7 +782,7 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
         unfinished_bytes=sum(part.stat().st_size for part in parts),
         family=str(config.get("model_type") or ""),
         formats=_formats(config, files),
-        used_s=repo.last_accessed,
+        used_s=max(read, default=repo.last_accessed),
         folder=repo.repo_path,
     )
 

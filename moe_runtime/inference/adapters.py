@@ -29,17 +29,29 @@ from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert, LowRankFactor
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``."""
+    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``.
+
+    With DoRA each output but its bias is then multiplied by one of ``factors_O``.
+    Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (2024).
+    """
 
     first_LI: torch.Tensor
     second_OL: torch.Tensor
     scale: float
+    factors_O: torch.Tensor | None = None
+    bias_O: torch.Tensor | None = None
 
     def add_to(self, output_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
         """Adds it in place; both are in fp32, as in PEFT."""
         low_NL = torch.nn.functional.linear(x_NI, self.first_LI)
         output_NO.add_(torch.nn.functional.linear(low_NL, self.second_OL), alpha=self.scale)
+        if self.factors_O is not None:
+            output_NO.mul_(self.factors_O)
+            if self.bias_O is not None:
+                output_NO.add_(self.bias_O * (1 - self.factors_O))
 
+
+_NORM_ROWS = 256
 
 _Part = LowRankPair | list[LowRankExpert]
 _Parts = list[tuple[torch.nn.Module, _Part]]
@@ -130,14 +142,14 @@ class Adapters:
         """Reads an adapter whose memory is reserved, unless it is there."""
         if name is not None and self._resident[name] is None:
             try:
-                pairs = self._folders[name].pairs()
+                tensors = self._folders[name].tensors()
             except CheckpointError as error:
                 # clients see this error, which must not name the server's files
                 raise CheckpointError(
                     f"the adapter {name!r} cannot be read from its files any more; look whether "
                     "they are still there and as they were when the server started"
                 ) from error
-            self._resident[name] = self._bound(self._folders[name], pairs)
+            self._resident[name] = self._bound(self._folders[name], tensors)
             self.num_reads += 1
 
     @contextlib.contextmanager
@@ -191,18 +203,17 @@ class Adapters:
         return parts
 
     def _bound(
-        self, folder: AdapterFolder, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+        self, folder: AdapterFolder, tensors: Mapping[str, tuple[torch.Tensor, ...]]
     ) -> _Parts:
         """The parts of an adapter that was read, each with its module."""
         parts: _Parts = []
-        for layer, (first, second) in pairs.items():
-            if layer in folder.widths:
-                pair = LowRankPair(first, second, folder.scale(layer))
-                parts.append((self._modules[layer], pair))
+        for layer in folder.widths:
+            module: Any = self._modules[layer]
+            parts.append((module, _pair(module, tensors[layer], folder.scale(layer))))
         for module_name, places in places_of_experts(self._modules, folder).items():
             module = self._modules[module_name]
             assert isinstance(module, OffloadedExperts)
-            own = {parameter: pairs[place] for place, parameter in places.items()}
+            own = {parameter: tensors[place] for place, parameter in places.items()}
             scales = {
                 parameter: folder.settings.scale(
                     f"{module_name}.{parameter}", len(first) // module.num_experts
@@ -273,6 +284,20 @@ def _too_large(name: str, num_bytes: int, max_bytes: int) -> ValueError:
     )
 
 
+def _pair(module: Any, tensors: Items[torch.Tensor], scale: float) -> LowRankPair:
+    first_LI, second_OL, *magnitudes = tensors
+    if not magnitudes:
+        return LowRankPair(first_LI, second_OL, scale)
+    norms = [  # of some rows at a time: a weight in fp32 may be large
+        torch.addmm(weight_OI.float(), some_OL, first_LI, alpha=scale).norm(dim=1)
+        for weight_OI, some_OL in zip(
+            module.weight.detach().split(_NORM_ROWS), second_OL.split(_NORM_ROWS), strict=True
+        )
+    ]
+    factors_O = magnitudes[0] / torch.cat(norms)
+    return LowRankPair(first_LI, second_OL, scale, factors_O, module.bias)
+
+
 def _adding(
     parts: Items[tuple[slice, LowRankPair]], num_rows: int | None, owner: int | None
 ) -> Any:
@@ -300,7 +325,7 @@ def _adding(
 
 def experts_of(
     module: OffloadedExperts,
-    pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    pairs: Mapping[str, tuple[torch.Tensor, ...]],
     scales: Mapping[str, float],
 ) -> list[LowRankExpert]:
     """Adapters of each expert, out of those of stacked parameters.

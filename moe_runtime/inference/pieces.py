@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, StaticCache
 
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.errors import CapacityError
 from moe_runtime.inference.kv_cache import give_room
 from moe_runtime.inference.sequence_cache import can_share_a_pass
 from moe_runtime.inference.steps import too_long
@@ -56,8 +55,8 @@ class Pieces:
 
     A piece's tokens attend to those before it through the cache, as those of a conversation do. A
     picture stays whole, and with it what comes before it. A call is one pass if gradients, a loss
-    or more than logits are asked for, and with a cache that is no ``DynamicCache``. One that is
-    longer than memory was set aside for warns, unless what it asks for is known to take more.
+    or hidden states are asked for, which are known to take more than was set aside. Any other that
+    cannot be cut is refused where it is longer than that.
     """
 
     def __init__(self, model: Any, most_tokens: int, max_tokens: int) -> None:
@@ -70,7 +69,7 @@ class Pieces:
         self, model: Any, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """The model's answer; ``run`` computes a pass. Raises CapacityError: it needs room for more
-        tokens than memory is set aside for."""
+        tokens than memory is set aside for, or cannot be cut."""
         given = {**kwargs, **dict(zip(self._names, args, strict=False))}
         given = {name: value for name, value in given.items() if value is not None}
         if not given.get("mm_encoder_outputs", True):  # of a text without pictures
@@ -85,11 +84,9 @@ class Pieces:
             first = "pictures whose places are unknown"
         if not isinstance(first, int):
             if first:
-                warnings.warn(
-                    f"more than {self.most_tokens} new tokens with {first} are one pass, which "
-                    "takes memory beyond the budget: give fewer at a time, or a smaller budget",
-                    MoERuntimeWarning,
-                    stacklevel=1,
+                raise CapacityError(
+                    f"more than {self.most_tokens} new tokens with {first} would be one pass, for "
+                    "which no memory is set aside: give fewer at a time"
                 )
             return run(*args, **kwargs)
         num_sequences, num_new = tokens.shape[:2]
@@ -135,7 +132,7 @@ class Pieces:
             return ""
         if more:
             return more[0]
-        if cache is not None and type(cache) is not DynamicCache:
+        if cache is not None and type(cache) not in (DynamicCache, StaticCache):
             return f"a {type(cache).__name__}"
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
             return "an attention mask for each pair of tokens"

@@ -20,6 +20,7 @@ from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.routing_replay import RoutingOfPass
 from moe_runtime.inference.sequence_cache import set_room
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
@@ -516,13 +517,30 @@ class Engine:
     ) -> torch.Tensor:
         """Logits of a pass that drafters see, before that of another thread."""
         if self._drafts is None:
-            return compute()
+            return self._routed(chosen, compute)
         with self._drafts.turn:
-            logits = compute()
+            logits = self._routed(chosen, compute)
             drafters = [sequence.drafter for sequence, _ in chosen]
             firsts = [sequence.num_computed for sequence, _ in chosen]
             self._drafts.source.passed(drafters, firsts, [size for _, size in chosen])
             return logits
+
+    def _routed(
+        self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Logits of a pass, the experts of whose tokens are told to those who asked for them."""
+        if not any(sequence.request.returns_routing for sequence, _ in chosen):
+            return compute()
+        steps = self._model._steps
+        seen = RoutingOfPass(self._model.moe.facts.signature.num_experts)
+        with steps.turn, steps.listeners.also(seen):
+            logits = compute()
+        ids_TLK, first = seen.ids(), 0
+        for sequence, num_new in chosen:
+            if sequence.request.returns_routing:
+                sequence.add_routing(ids_TLK[first : first + num_new])
+            first += num_new
+        return logits
 
     def _offer(self, sequence: Sequence) -> Offer:
         """What may be verified with a sequence's next token."""

@@ -366,7 +366,7 @@ class Prefixes:
         """Writes a sequence whose room others need to the disk, from where it comes back as it was.
         One that has no place there is computed again."""
         files, cache, end = self._files, sequence.cache, sequence.num_computed
-        if files is None or cache is None or not end or sequence.wants_prompt_logprobs:
+        if files is None or cache is None or not end or sequence.computes_all:
             return
         if -(-end // self._account.block_tokens) > files.most_blocks:
             return
@@ -529,7 +529,7 @@ class Prefixes:
         return sequence.keys[: self._num_wanted(sequence)]
 
     def _num_wanted(self, sequence: Sequence) -> int:
-        if sequence.wants_prompt_logprobs:
+        if sequence.computes_all:
             return 0
         return len(sequence.request.prompt_ids if self._exact else sequence.tokens) - 1
 

@@ -14,6 +14,7 @@ from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.types import RuntimeStats
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 LEAST_PENALTY = 1e-20
@@ -179,6 +180,7 @@ class GenerationRequest:
         prefix_owner: requests find what others of the same owner left of their beginning.
         adapter: that the model has for this request; None for the model as it is.
         pictures: in the prompt, in their order.
+        returns_routing: events say which experts the tokens went to. All of them are computed then.
 
     Raises:
         ValueError: a number is out of range, or the prompt is empty.
@@ -197,6 +199,7 @@ class GenerationRequest:
     prefix_owner: str = ""
     adapter: str | None = None
     pictures: tuple[PlacedPicture, ...] = ()
+    returns_routing: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -237,19 +240,25 @@ class PromptRead:
     Attributes:
         cached_tokens: tokens at its beginning whose keys and values an earlier request left.
         logprobs: of each prompt token given those before it, where asked for; the first has None.
+        routing: experts of the prompt's tokens, where asked for: tokens, layers and choices.
     """
 
     cached_tokens: int
     logprobs: tuple[TokenLogprob | None, ...] | None = None
+    routing: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """The answer is one token longer; ``logprob`` and ``top_logprobs`` where asked for."""
+    """The answer is one token longer; the other fields where asked for.
+
+    ``routing`` is of the tokens that were computed since the last event, this one not included.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    routing: np.ndarray | None = None
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import insort
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -9,6 +10,8 @@ from concurrent.futures import Executor
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
 
 from moe_runtime.inference.pictures import PlacedPicture, Positions, keys_of
 from moe_runtime.serving.kv_account import PIECE, KVAccount, rounded_up
@@ -131,6 +134,8 @@ class Sequence:
         self._is_started = self._is_read = False
         self._cached_tokens = 0
         self._logprobs: list[TokenLogprob | None] = [None]
+        self._routing: np.ndarray | None = None
+        self._num_told = 0
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -144,6 +149,11 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's log-probabilities are asked for and not yet sent."""
         return self.request.num_prompt_logprobs is not None and not self._is_read
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether nothing may be taken over from other requests."""
+        return self.wants_prompt_logprobs or self.request.returns_routing
 
     @property
     def pictures_left(self) -> list[PlacedPicture]:
@@ -184,13 +194,29 @@ class Sequence:
     def add_logprobs(self, logprobs: Items[TokenLogprob]) -> None:
         self._logprobs.extend(logprobs)
 
+    def add_routing(self, ids_TLK: np.ndarray) -> None:
+        """Takes the experts of the tokens that a pass computed; some of them may be known."""
+        first = self.num_computed - self._num_told
+        if self._routing is not None and first > 0:
+            ids_TLK = np.concatenate([self._routing[:first], ids_TLK])
+        self._routing = ids_TLK[max(-first, 0) :]
+
+    def _take_routing(self) -> np.ndarray | None:
+        """The experts of the tokens up to the last that was computed, since it was called last."""
+        if self._routing is None:
+            return None
+        num_new = max(self.num_computed - self._num_told, 0)
+        taken, self._routing = self._routing[:num_new], self._routing[num_new:]
+        self._num_told += num_new
+        return taken
+
     def tell_read(self) -> None:
         if not self._is_read:
             wanted = self.request.num_prompt_logprobs is not None
             logprobs = tuple(self._logprobs) if wanted else None
             self._is_read = True
             self._logprobs = []
-            self._tell(PromptRead(self._cached_tokens, logprobs))
+            self._tell(PromptRead(self._cached_tokens, logprobs, self._take_routing()))
 
     def add(self, token: NewToken) -> FinishReason | None:
         """The answer is one token longer; gives the reason if it ends with it."""
@@ -198,6 +224,8 @@ class Sequence:
         if self.keys is not self.tokens:
             self.keys.append(token.token_id)
         self.answer.append(token.token_id)
+        if self._routing is not None:
+            token = dataclasses.replace(token, routing=self._take_routing())
         self._tell(token)
         request = self.request
         if token.token_id in request.stop_ids:

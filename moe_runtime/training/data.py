@@ -312,24 +312,24 @@ def encode_corpus(
     """
     identity = hashlib.sha256()
     identity.update(corpus.fingerprint.encode())
-    identity.update(_tokenizer_identity(tokenizer))
+    identity.update(tokenizer_identity(tokenizer))
     fingerprint = identity.hexdigest()[:16]
     streams: list[Ids] = []
     for side, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
         path = cache / f"{name}-{side}-{fingerprint}.npy"
-        ids = _kept_ids(path)
+        ids = kept_ids(path)
         if ids is None:
             ids = encode(documents, tokenizer)
             if keeps:
                 make_folders(cache)
-                _keep_ids(path, ids)
-                ids = _kept_ids(path)
+                keep_ids(path, ids)
+                ids = kept_ids(path)
                 assert ids is not None, "it was just written"
         streams.append(ids)
     return TokenStreams(streams[0], streams[1], fingerprint)
 
 
-def _keep_ids(path: Path, ids: Ids) -> None:
+def keep_ids(path: Path, ids: Ids) -> None:
     """Writes a stream as ``.npy``, and after it the digest of the file's name and content."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ids))
@@ -342,7 +342,7 @@ def _keep_ids(path: Path, ids: Ids) -> None:
         file.write(found.encode())
 
 
-def _kept_ids(path: Path) -> Ids | None:
+def kept_ids(path: Path) -> Ids | None:
     """A cached stream; None if there is none, or it is damaged."""
     if not path.is_file():
         return None
@@ -395,7 +395,7 @@ def added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
     return [*(token for token, _ in before), None, *(token for token, _ in after)]
 
 
-def _tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
     """What ids depend on; where nothing is put around a text, as before anything could be."""
     backend: Any = tokenizer
     added = added_tokens(tokenizer)

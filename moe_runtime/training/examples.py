@@ -31,24 +31,40 @@ class Examples:
             uint16 where all of them fit, uint32 otherwise.
         ends: `[documents]`: where each of them ends.
         shares_rows: whether several documents may lie in a row.
+        routing: `[T, layers * choices]`: experts that the tokens went to, -1 where they are not
+            known; None where none are.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
     trained: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int64]
     shares_rows: bool
+    routing: npt.NDArray[np.int16] | None = None
 
     @classmethod
     def of(
-        cls, documents: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], *, shares_rows: bool
+        cls,
+        documents: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]],
+        *,
+        shares_rows: bool,
+        routings: Sequence[npt.NDArray[np.int16] | None] = (),
     ) -> Examples:
-        """Joins documents: the ids of each, and which of them are targets."""
+        """Joins documents: the ids of each, and which of them are targets; routings as they are of
+        their first tokens."""
         empty = np.zeros(0, np.uint32), np.zeros(0, np.bool_)
         pairs = [(np.asarray(ids, np.uint32), np.asarray(own, np.bool_)) for ids, own in documents]
         ids, trained = (np.concatenate(parts) for parts in zip(empty, *pairs, strict=True))
         is_narrow = not len(ids) or ids.max() < 1 << 16
         ends = np.cumsum([len(own) for own, _ in pairs], dtype=np.int64)
-        return cls(ids.astype(np.uint16) if is_narrow else ids, trained, ends, shares_rows)
+        routing = None
+        if (width := next((own.shape[1] for own in routings if own is not None), None)) is not None:
+            routing = np.full((len(ids), width), -1, np.int16)
+            for end, (own_ids, _), own in zip(ends, pairs, routings, strict=True):
+                if own is not None:
+                    begin = end - len(own_ids)
+                    routing[begin : begin + len(own)] = own
+        ids = ids.astype(np.uint16) if is_narrow else ids
+        return cls(ids, trained, ends, shares_rows, routing)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -62,15 +78,17 @@ class Examples:
 
     def digest(self) -> bytes:
         found = hashlib.sha256()
-        for part in (self.ids, self.trained, self.ends):
-            found.update(part.data)
+        for part in (self.ids, self.trained, self.ends, self.routing):
+            found.update(b"" if part is None else part.data)
         found.update(bytes([self.shares_rows]))
         return found.digest()
 
     def row(self, numbers: Sequence[int], context: int) -> npt.NDArray[np.int64]:
-        """Documents side by side and padding behind them: `[C + 1, 3]`, ids, positions, roles."""
-        row = np.zeros((context + 1, 3), np.int64)
-        row[:, 2] = PADDING
+        """Documents side by side and padding behind them: `[C + 1, 3]`, ids, positions, roles; and
+        the columns of a routing, where there is one."""
+        width = 0 if self.routing is None else self.routing.shape[1]
+        row = np.zeros((context + 1, 3 + width), np.int64)
+        row[:, 2:] = PADDING
         begin = 0
         for number in numbers:
             place = self.document(number)
@@ -78,6 +96,8 @@ class Examples:
             part[:, 0] = self.ids[place]
             part[:, 1] = np.arange(len(part))
             part[:, 2] = np.where(self.trained[place], TRAINED, READ)
+            if self.routing is not None:
+                part[:, 3:] = self.routing[place]
             part[0, 2] = READ  # nothing comes before it that could predict it
             begin += len(part)
         row[begin:, 1] = np.arange(context + 1 - begin)

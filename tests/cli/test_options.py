@@ -120,6 +120,12 @@ def test_options_without_effect_are_refused(trace: str, tmp_path: Path, capsys: 
             "--host-memory is for the model",
         ),
         (["finetune", "m", "d", "--lora-on", "bogus"], "--lora-on says where adapters are"),
+        (["finetune", "m", "d", "--dora"], "--dora is for adapters; give --lora RANK too"),
+        (["finetune", "m", "d", "--lora", "2", "--dora"], "--dora is for adapters on attention"),
+        (
+            ["finetune", "m", "d", "--lora", "2", "--lora-dropout", "1"],
+            "--lora-dropout must lie in [0, 1), got 1.0",
+        ),
         (
             ["finetune", "m", "d", "--lora", "2", "--storage-dir", "s"],
             "--storage-dir is for experts that are trained",

@@ -16,6 +16,7 @@ from page_blocks import PAGES, blocks_of
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main
+from moe_runtime.inference.routing_replay import encode_routing, experts_of
 from moe_runtime.kernels.expert_mlp import grouped_expert_mlp
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.layer import MoELayer
@@ -58,6 +59,14 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+def routed_answer() -> dict[str, Any]:
+    model, ids = trained_model(), batch()["input_ids"][:1]
+    shape = (ids.numel() - 1, len(experts_of(model)), model.config.num_experts_per_tok)
+    routed = encode_routing(np.zeros(shape, np.uint8))
+    answer = {"choices": [{"routed_experts": routed}]}
+    return {"model": model, "ids": ids, "labels": ids, "answer": answer}
+
+
 def layer_in_parts() -> dict[str, Any]:
     layer, x_TD = MoELayer(32, 16, 4, 2), torch.randn(7, 32)
     experts = layer.experts.stacked()
@@ -83,8 +92,9 @@ GIVEN: dict[tuple[str, int], Callable[[], dict[str, Any]]] = {
         "model": trained_model(),
         "batches": [[batch(), batch()]] * 2,
     },
-    ("offloaded-training.md", 2): lambda: {"model": trained_model(), "batch": batch()},
-    ("offloaded-training.md", 3): lambda: {"folder": "."},
+    ("offloaded-training.md", 2): routed_answer,
+    ("offloaded-training.md", 3): lambda: {"model": trained_model(), "batch": batch()},
+    ("offloaded-training.md", 4): lambda: {"folder": "."},
     ("placement.md", 0): placement,
     ("scaling.md", 0): layer_in_parts,
     ("scaling.md", 1): lambda: {"path": "MODEL"},

@@ -326,6 +326,7 @@ def test_gradients_with_every_kind_of_checkpointing(sample):
         assert_gradients_in_bf16(sample, sample.kinds())
 
 
+@pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
 def test_sample_can_tell_a_wrong_expert(sample):
     """Swapping two experts moves the logits by far more than the tolerance."""
     model = copy.deepcopy(sample.model)

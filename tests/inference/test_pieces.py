@@ -11,11 +11,11 @@ import pytest
 import torch
 from moe_families import ADAPTED, FAMILIES
 from tiny_checkpoints import save, tiny_model
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
-from moe_runtime.errors import CapacityError, MoERuntimeWarning
+from moe_runtime.errors import CapacityError
 from moe_runtime.inference import pieces
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -32,6 +32,7 @@ WHOLE = {
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "DeepseekV4ForCausalLM"),
 }
 """Families whose prompts are one pass, beside those with an index of tokens."""
+KEYS_ALONE = {"GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"}
 KINDS = {
     *("GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"),  # windows, sinks, latents
     *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "JambaForCausalLM"),
@@ -92,6 +93,15 @@ def test_logits_are_those_of_one_pass(family, tmp_path, monkeypatch):
         assert error(last.logits[:, -9:], one.logits[:, -9:]) < MAX_RELATIVE_ERROR
         assert sizes == [(1, 7), (1, 7), (1, 7), (1, 2)] * 2
         sizes.clear()
+        if str(family) in KEYS_ALONE:
+            static = StaticCache(config=cut.config, max_cache_len=LENGTH + 2)
+            logits = [cut(part, past_key_values=static).logits for part in (ids[:1], ids[:1, :1])]
+            again = whole(ids[:1, :1], past_key_values=one.past_key_values).logits
+            assert (
+                error(torch.cat(logits, 1), torch.cat([one.logits, again], 1)) < MAX_RELATIVE_ERROR
+            )
+            assert sizes == [(1, 7), (1, 7), (1, 7), (1, 2), (1, 1)]
+            sizes.clear()
         found, expected = (model(ids, attention_mask=mask).logits[:, 9:] for model in (cut, whole))
         assert error(found, expected) < MAX_RELATIVE_ERROR
         assert sizes == [(2, 3)] * 7 + [(2, 2)]
@@ -149,15 +159,15 @@ def test_what_asks_for_more_than_logits_is_one_pass(monkeypatch):
         model(ids, labels=ids)
         assert len(model(ids, output_hidden_states=True).hidden_states[0][0]) == LENGTH
         assert sizes == [(1, LENGTH)] * 2
-        static = StaticCache(config=model.config, max_cache_len=LENGTH)
+        other = type("OtherCache", (DynamicCache,), {})()
         for name, value, said in (
             ("output_router_logits", True, "output_router_logits"),
-            ("past_key_values", static, "a StaticCache"),
+            ("past_key_values", other, "a OtherCache"),
             ("logits_to_keep", torch.arange(2), "logits_to_keep as a tensor"),
         ):
-            with pytest.warns(MoERuntimeWarning, match=f"more than 7 new tokens with {said} are"):
+            with pytest.raises(CapacityError, match=f"more than 7 new tokens with {said} would"):
                 model(ids, **{name: value})
-        assert sizes == [(1, LENGTH)] * 5
+        assert sizes == [(1, LENGTH)] * 2
     with loaded(pocket_path(), monkeypatch, PASS) as model, torch.inference_mode(False):
         embeds = model.get_input_embeddings()(ids).clone().requires_grad_()
         model(inputs_embeds=embeds).logits.sum().backward()

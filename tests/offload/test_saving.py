@@ -190,6 +190,57 @@ def test_trls_trainer_trains_as_in_memory(tmp_path):
     training.close()
 
 
+def distinct_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
+    """By preferences, beside a reference model; by rewards of texts that the model generates."""
+    trl = pytest.importorskip("trl", reason="make test-clients installs it")
+    from datasets import Dataset
+
+    folder = checkpoint_of(FINETUNED, tmp_path / "first")
+    texts = ["store ", "it reads ", "the store "]
+    columns = {"prompt": texts, "chosen": texts[::-1], "rejected": texts[1:] + texts[:1]}
+    shared: dict[str, Any] = {
+        "output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "no", "report_to": [],
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
+        "max_grad_norm": 0, "logging_steps": 1, "learning_rate": 1e-3, "beta": 0.1,
+    }  # fmt: skip
+    found = []
+    for is_offloaded in (False, True):
+        model: Any = resident(folder)
+        model.config._name_or_path = str(folder)
+        options: dict[str, Any] = {"processing_class": tiny_tokenizer()}
+        if kind == "DPO":
+            settings = trl.DPOConfig(**shared, per_device_train_batch_size=2)
+            make: Any = trl.DPOTrainer
+            options["train_dataset"] = Dataset.from_dict(columns)
+        else:
+            settings = trl.GRPOConfig(
+                **shared, per_device_train_batch_size=2, num_generations=2, max_completion_length=5
+            )
+            make = partial(trl.GRPOTrainer, reward_funcs=distinct_words)
+            options["train_dataset"] = Dataset.from_dict({"prompt": texts})
+        if is_offloaded:
+            training = offloaded(
+                model, moe_runtime.AdamW(lr=1e-3, weight_decay=0), tmp_path, experts_in_memory=0.4
+            )
+            trainer = training.attach(make(model=model, args=settings, **options))
+        else:
+            adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True)
+            trainer = make(model=model, args=settings, optimizers=(adamw, None), **options)
+        trainer.train()
+        found.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert found[0] == found[1]
+    assert training.num_steps == len(found[0]) == 4
+    settings.sync_ref_model = True
+    with pytest.raises(moe_runtime.UnsupportedUseError, match="sync_ref_model would copy"):
+        training.attach(trainer)
+    training.close()
+
+
 def test_a_trainer_of_adapters_around_frozen_experts_trains_as_in_memory(tmp_path):
     models = [with_adapters(tiny_model(MIXTRAL)) for _ in range(2)]
     training = moe_runtime.offload_training(models[1], host_memory="64MiB")

@@ -1,20 +1,23 @@
 """The optimizer of offloaded training in the loops of others: groups, schedules, Trainer."""
 
+import math
 import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from finetuning_runs import MIXTRAL, checkpoint_of, resident
 from offloaded_models import assert_same_parameters, batches, here, offloaded, stack
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import Trainer, TrainingArguments
 
 import moe_runtime
-from moe_runtime.errors import CheckpointError, UnsupportedUseError
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedUseError
 from moe_runtime.training.offload import OffloadedTraining
 
 STEPS = 20
@@ -28,6 +31,16 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.arange(7 * index, 7 * index + 9 + index % 2) % 90
         return {"input_ids": ids, "labels": ids}
+
+
+class OddExamples(Examples):
+    """Padded on the left; one without targets, one that is padding alone."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(7 * index, 7 * index + 9) % 90
+        mask = (torch.arange(9) >= (9 if index == 2 else index % 5)).long()
+        labels = ids.where((mask > 0) & torch.tensor(index != 1), -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def grouped(model: Any) -> torch.optim.AdamW:
@@ -45,15 +58,23 @@ def grouped(model: Any) -> torch.optim.AdamW:
     )  # fmt: skip
 
 
-def trained(model: Any, optimizer: Any, folder: Path, clip_norm: float = 0) -> list[float]:
+def trainer_of(model: Any, optimizer: Any, folder: Path, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"max_steps": STEPS, "max_grad_norm": 0, "warmup_steps": 3}
+    settings["save_strategy"] = "no"
+    settings |= {"gradient_accumulation_steps": 2, **options}
+    examples = settings.pop("examples", Examples())
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=1,
-        gradient_accumulation_steps=2, max_grad_norm=clip_norm, save_strategy="no", report_to=[],
-        use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3, warmup_steps=3,
+        output_dir=str(folder), per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, seed=3, **settings,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=Examples(), optimizers=(optimizer, None))
+    own = {"train_dataset": examples, "eval_dataset": examples}
     if isinstance(optimizer, OffloadedTraining):
-        trainer = optimizer.attach(Trainer(model, arguments, train_dataset=Examples()))
+        return optimizer.attach(Trainer(model, arguments, **own))
+    return Trainer(model, arguments, **own, optimizers=(optimizer, None))
+
+
+def trained(model: Any, optimizer: Any, folder: Path, clip_norm: float = 0) -> list[float]:
+    trainer = trainer_of(model, optimizer, folder, max_grad_norm=clip_norm)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == STEPS
@@ -77,6 +98,26 @@ def test_trainer_has_the_losses_of_a_model_in_memory(tmp_path):
         for name, stacked in training.stacked(layer).items():
             assert torch.equal(stacked, wanted[f"model.layers.{layer}.mlp.experts.{name}"])
     training.check()
+    training.close()
+
+
+def test_odd_rows_train_as_in_memory(tmp_path):
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    options: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 4}
+    found: list[Any] = []
+    training: Any = None
+    for is_offloaded in (False, True):
+        model = resident(folder)
+        training = grouped(model)
+        if is_offloaded:
+            training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.4)
+        trainer = trainer_of(model, training, tmp_path, examples=OddExamples(), **options)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, whole(training) if is_offloaded else dict(model.state_dict())))
+    assert found[0][0] == found[1][0]
+    assert all(map(math.isfinite, found[0][0]))
+    assert_equal(found[1][1], found[0][1])
     training.close()
 
 
@@ -201,4 +242,139 @@ def test_what_would_not_reach_the_experts_is_refused():
         training.step()
     training.zero_grad()
     assert not training.optimizer.has_gradient
+    training.close()
+
+
+def whole(training: OffloadedTraining) -> dict[str, torch.Tensor]:
+    stacked = {
+        f"{site.name}.{name}": tensor
+        for layer, site in enumerate(training.sites)
+        for name, tensor in training.stacked(layer).items()
+    }
+    return {**{name: p.detach() for name, p in here(training.model).items()}, **stacked}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("what", ["all", "experts"])
+@pytest.mark.parametrize("by_accelerate", [False, True])
+def test_a_scaler_scales_back_and_skips_overflows(tmp_path, what, by_accelerate):
+    """In the third step, with experts in memory and on the disk; the step after is a good one."""
+    models = [stack(), stack()]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(what == "all" or ".experts." in name)
+    training = offloaded(models[1], SETTINGS, tmp_path, experts_in_memory=0.4)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2) for _ in range(2)]
+    training.attach(scalers[1])
+    optimizers: list[Any] = [grouped(models[0]), training]
+    if by_accelerate:
+        Accelerator(cpu=True)  # has the state of all
+        optimizers = [
+            AcceleratedOptimizer(optimizer, scaler=scaler)
+            for optimizer, scaler in zip(optimizers, scalers, strict=True)
+        ]
+    for number, x in enumerate(batches(5)):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            for part in (x, x.flip(0)):
+                scaler.scale(model.loss(part) * (torch.inf if number == 2 else 1)).backward()
+            if number == 3 and not by_accelerate:
+                scaler.unscale_(optimizer)
+            if by_accelerate:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        assert not training.optimizer.has_gradient
+        assert not by_accelerate or optimizers[1].step_was_skipped == (number == 2)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**10
+    assert training.num_steps == 4
+    assert_same_parameters(training, models[0])
+    training.check()
+    training.backward([lambda: models[1].loss(batches(1)[0])])
+    with pytest.raises(UnsupportedUseError, match="known when all gradients are"):
+        scalers[1].unscale_(training)
+    training.close()
+
+
+def test_trainer_saves_and_goes_on_whole(tmp_path):
+    """Its checkpoints have the models of a run in memory, and a run from each has its course."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    model = resident(folder)
+    trainer_of(model, grouped(model), tmp_path / "a", **options).train()
+    wanted = model.state_dict()
+    for number, start in enumerate((None, 2, 4)):
+        model = resident(folder)
+        (storage := tmp_path / str(number)).mkdir()
+        training = offloaded(model, SETTINGS, storage, experts_in_memory=0.5 * (number % 2))
+        trainer = trainer_of(model, training, tmp_path / "b", **options)
+        checkpoint = start and str(tmp_path / "b" / f"checkpoint-{start}")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert_equal(whole(training), dict(wanted))
+        trainer.save_model(str(tmp_path / "c"))
+        assert_equal(dict(resident(tmp_path / "c").state_dict()), dict(wanted))
+        training.check()
+        training.close()
+    saved = [resident(tmp_path / name / "checkpoint-2").state_dict() for name in "ab"]
+    assert_equal(*map(dict, saved))
+    records = next((tmp_path / "b" / "checkpoint-5" / "experts").iterdir())
+    content = bytearray(records.read_bytes())
+    content[len(content) // 3] ^= 1
+    records.write_bytes(content)
+    model = resident(folder)
+    training = offloaded(model, SETTINGS, None, experts_in_memory=1)
+    trainer = trainer_of(model, training, tmp_path / "b", **options)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        trainer.train(resume_from_checkpoint=True)
+    training.close()
+
+
+def test_trainer_takes_back_its_best_model(tmp_path):
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    options: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 1, "max_steps": 3, "learning_rate": 10.0,
+        "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
+        "warmup_steps": 0, "metric_for_best_model": "loss",
+    }  # fmt: skip
+    found: dict[str, torch.Tensor] = {}
+    training: Any = None
+    for name in "ab":
+        model = resident(folder)
+        training = grouped(model)
+        if name == "b":
+            training = offloaded(model, SETTINGS, None, experts_in_memory=1)
+        for group in training.param_groups:
+            group["lr"] = 0.5  # so far that the first step is the best
+        trainer = trainer_of(model, training, tmp_path / name, **options)
+        trainer.train()
+        assert trainer.state.best_global_step == 1
+        if name == "b":
+            found = whole(training)
+    # transformers itself does not find the names of this family's checkpoints
+    assert_equal(found, dict(resident(tmp_path / "a" / "checkpoint-1").state_dict()))
+    training.close()
+
+
+def test_what_a_trainer_could_not_save_is_refused_first(tmp_path):
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    model = resident(folder)
+    training = offloaded(model, SETTINGS, None, experts_in_memory=1)
+    steps: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+    with pytest.raises(UnsupportedUseError, match="save_only_model leaves out"):
+        trainer_of(model, training, tmp_path, save_only_model=True, eval_steps=1, **best, **steps)
+    with pytest.raises(UnsupportedUseError, match="give the model"):
+        training.attach(Trainer(args=TrainingArguments(use_cpu=True), model_init=lambda: model))
+    trainer_of(model, training, tmp_path / "a", save_only_model=True, **steps).train()
+    with pytest.raises(CheckpointError, match="save_only_model left it out"):
+        trainer_of(model, training, tmp_path / "a", **steps).train(resume_from_checkpoint=True)
+    with mock.patch("moe_runtime.training.offload.loops.available_host_bytes", return_value=1):
+        with pytest.raises(CapacityError, match="save_strategy='no'"):
+            trainer_of(model, training, tmp_path, **steps)
+        trainer_of(model, training, tmp_path)
     training.close()

@@ -203,7 +203,7 @@ def test_an_adapter_whose_file_is_another_now_is_not_served(
     save_file(wide, file)
     for _ in range(2):
         with pytest.raises(CheckpointError, match="has changed"):
-            folder.pairs()
+            folder.tensors()
         file.unlink()
         os.mkfifo(file)  # nobody waits for what is written to it
 
@@ -235,7 +235,7 @@ def test_ten_thousand_random_reservations_keep_to_the_memory() -> None:
     draw = random.Random(0)
     sizes = {name: draw.randrange(1, 50) for name in "abcdefgh"}
     folders: Any = {
-        name: types.SimpleNamespace(num_bytes=size, widths={}, stacked={}, pairs=dict)
+        name: types.SimpleNamespace(num_bytes=size, widths={}, stacked={}, tensors=dict)
         for name, size in sizes.items()
     }
     adapters = Adapters(torch.nn.Module(), folders, max_bytes=90)
@@ -471,6 +471,7 @@ LIKE_PEFT: dict[str, dict[str, Any]] = {
     "a negative scale": {**EXACTLY, "lora_alpha": -3},
     "first values": {**EXACTLY, "init_lora_weights": "orthogonal"},
     "minor components": {**EXACTLY, "init_lora_weights": "mica"},
+    "magnitudes": {**EXACTLY, "lora_alpha": 3, "use_dora": True},
 }  # fmt: skip
 """Settings with which PEFT writes an adapter."""
 
@@ -551,6 +552,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "r": (-4, 0, None, 1e9, 10**9, True, "2", 3, 2.0),
     "lora_alpha": (math.nan, math.inf, -math.inf, "16", None, True, 10**400, 1e300, [1]),
     "use_rslora": ("false", 1),
+    "use_dora": (True, "false", 1),  # without its vectors
     "rank_pattern": ({"v_proj": 3}, {"v_proj": 0}, {"v_proj": None}, ["v_proj"], {"(": 1}),
     "alpha_pattern": ({"v_proj": "1"}, {"v_proj": math.nan}, [], {"(": 1}),
     "target_modules": (None, ["q_proj"], "q_proj", "(", [], [1], 1, {}),
@@ -566,7 +568,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": ([1], []),
     "alora_invocation_tokens": ([1], []),
     "a_setting_of_tomorrow": (True, False, 0),
-    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (True,)),
+    **dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), (True,)),
     **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config"), ({}, {"a": 1})),
     **dict.fromkeys(("arrow_config", "use_bdlora", "megatron_config"), ({}, {"a": 1})),
 }

@@ -178,11 +178,20 @@ LLAMA4 = Family(
 )
 
 
-@pytest.mark.parametrize("family", [MIXTRAL, GPT_OSS, LLAMA4], ids=str)
-def test_adapters_of_plain_weights_are_those_of_peft(tmp_path: Path, family: Family) -> None:
-    """Beside the base in PEFT and in ours, and merged: the logits of the model that was trained."""
+DORA = {"places": ["attention"], "dora": True, "dropout": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [(MIXTRAL, {"rslora": True}), (GPT_OSS, {}), (LLAMA4, {}), (MIXTRAL, DORA)],
+)
+def test_adapters_of_plain_weights_are_those_of_peft(
+    tmp_path: Path, family: Family, more: dict[str, Any]
+) -> None:
+    """Beside the base in PEFT and in ours, merged, and as a beginning: the logits of the model that
+    was trained."""
     folder = checkpoint_of(family, tmp_path / "first")
-    lora = {"rank": 3, "scale": 1.5}
+    lora = {"rank": 3, "scale": 1.5, **more}
     preparation = prepare(config_of(folder, tmp_path, lora=lora, merge=True))
     trainer = start(preparation, resume=False)
     train(trainer)
@@ -197,6 +206,23 @@ def test_adapters_of_plain_weights_are_those_of_peft(tmp_path: Path, family: Fam
     with torch.no_grad():
         found = {"base": base(PROMPT).logits, "merged": merged(PROMPT).logits}
         found["peft"] = PeftModel.from_pretrained(base, summary["adapters"]).eval()(PROMPT).logits
+    again = {**lora, "start": summary["adapters"]}
+    preparation = prepare(
+        config_of(folder, tmp_path, lora=again, run={"output": str(tmp_path / "again")})
+    )
+    start(preparation, resume=False)
+    with torch.no_grad():
+        found["again"] = preparation.model.eval()(PROMPT).logits
+    other = config_of(
+        folder, tmp_path, lora=again | {"scale": 2.5}, run={"output": str(tmp_path / "other")}
+    )
+    with pytest.raises(ValueError, match=r"its lora_alpha is 4\.5, that of this run 7\.5"):
+        start(prepare(other), resume=False)
+    assert torch.equal(found["again"], expected)
+    if "dora" in more:
+        assert float((found["peft"] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+        assert float((found["merged"] - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+        return
     ours: Any = moe_runtime.load(
         folder, device="cpu", host_memory="64MiB", max_tokens=64, adapter=summary["adapters"]
     )

@@ -5,6 +5,7 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.inference.routing_replay import encode_routing, replay_routing
 from moe_runtime.training.data import looks_like_chat
 from moe_runtime.training.examples import (
     PADDING,
@@ -307,7 +309,8 @@ def test_records_go_on_to_the_bit(tmp_path, family):
     trainer = start(prepare(config), resume=False)
     losses = train(trainer, stop_after=2)
     trainer.close()
-    trainer = start(prepare(config), resume=True)
+    with mock.patch.object(Renderer, "document", side_effect=AssertionError):  # rendered before
+        trainer = start(prepare(config), resume=True)
     losses += train(trainer, stop_after=5)
     trainer.close()
     assert losses == whole
@@ -315,6 +318,41 @@ def test_records_go_on_to_the_bit(tmp_path, family):
     write_chats(tmp_path / "chats.jsonl", 8)
     with pytest.raises(CheckpointError, match="text of source 'text'"):
         start(prepare(config), resume=True)
+
+
+def test_records_replay_the_experts_that_a_server_chose(tmp_path):
+    """The first loss is that of passes of each document alone under `replay_routing`."""
+    random = np.random.default_rng(3)
+    ids = [random.integers(2, 90, length).tolist() for length in (9, 14, 11, 17)]
+    routed = [random.permuted(np.tile(np.arange(4), (len(own) - 1, 2, 1)), axis=-1) for own in ids]
+    routed = [own[..., :2].astype(np.uint8) for own in routed]
+    lines = [
+        {"input_ids": own, **({} if n == 1 else {"routed_experts": encode_routing(routed[n])})}
+        for n, own in enumerate(ids)
+    ]
+    chat_checkpoint(MIXTRAL, tmp_path / "first")
+    file = tmp_path / "routed.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {
+        "sources": {"text": {"files": [str(file)]}},
+        **{"context": 32, "tokens_per_step": 64, "micro_batches": 2, "held_out_share": 0.0},
+    }
+    config = config_of(tmp_path / "first", tmp_path, data=data)
+    trainer = start(prepare(config), resume=False)
+    found = train(trainer, stop_after=1)
+    trainer.close()
+    model = resident(tmp_path / "first", torch.float64)
+    total = 0.0
+    for n, own in enumerate(ids):
+        known = routed[n] if n != 1 else np.zeros((0, 2, 2), int)
+        with torch.no_grad(), replay_routing(model, [known]):
+            logits = model(input_ids=torch.tensor([own])).logits[0, :-1]
+        total += float(cross_entropy(logits, torch.tensor(own[1:]), reduction="sum"))
+    assert found == [pytest.approx(total / (sum(map(len, ids)) - len(ids)), rel=1e-5)]
+    lines[0]["routed_experts"] = encode_routing(np.zeros((2, 3, 2), int))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"line 1: expected routed_experts of 9 tokens at most, 2"):
+        prepare(config)
 
 
 def test_a_run_that_gets_no_better_ends(tmp_path, monkeypatch):
@@ -419,7 +457,10 @@ def test_small_data_sets(tmp_path, recwarn, texts, share, expected):
         with pytest.raises(ValueError, match=expected):
             encode_records(data, "a", renderer, shares_rows=True)
         return
-    found = encode_records(data, "a", renderer, shares_rows=True)
+    found = encode_records(data, "a", renderer, shares_rows=True, cache=tmp_path)
+    with mock.patch.object(Renderer, "document", side_effect=AssertionError):
+        again = encode_records(data, "a", renderer, shares_rows=True, cache=tmp_path)
+    assert again.fingerprint == found.fingerprint
     warned = "".join(str(warning.message) for warning in recwarn)
     assert (len(found.training.ends), len(found.held_out.ends)) == expected[:2]
     assert warned.startswith(expected[2]) if expected[2] else not warned

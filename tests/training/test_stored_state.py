@@ -206,7 +206,7 @@ def adapters_of(folder: Path, seed: int) -> Path:
 
 def read_adapters(folder: Path) -> list[Any]:
     found = AdapterFolder(folder)
-    return [(name, *pair, found.scale(name)) for name, pair in found.pairs().items()]
+    return [(name, *pair, found.scale(name)) for name, pair in found.tensors().items()]
 
 
 def placement_of(folder: Path, seed: int) -> Path:

@@ -31,6 +31,11 @@ def finetune(
     output: options.OutputFolder = Path("finetuned"),
     lora: Annotated[int | None, typer.Option(min=1, metavar="RANK")] = None,
     lora_on: str = "attention,experts",
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+    lora_from: Annotated[Path | None, typer.Option("--lora-from", metavar="FOLDER")] = None,
     merge: bool = False,
     steps: options.Count | None = None,
     epochs: float | None = None,
@@ -79,6 +84,11 @@ def finetune(
         output: Folder of the run.
         lora: Train adapters of this rank only.
         lora_on: Modules with adapters: attention, experts, or both with a comma.
+        lora_alpha: Factor of the adapters, divided by the rank; twice the rank when omitted.
+        lora_dropout: Share of the adapters' inputs that a step leaves out; on attention alone.
+        rslora: Divide the factor by the root of the rank.
+        dora: Train the lengths of the weights' rows too; on attention alone.
+        lora_from: Adapter of PEFT's with the same options, whose weights are the first ones.
         merge: With --lora, also write the checkpoint with the adapters merged.
         steps: Optimizer steps; once over the data when omitted.
         epochs: How often all data is trained on, instead of --steps.
@@ -151,11 +161,16 @@ def finetune(
         tree["run"]["trace"] = trace
     if lora is not None:
         places = [place.strip() for place in lora_on.split(",")]
-        tree["lora"] = {"rank": lora, "places": places}
+        tree["lora"] = {
+            "rank": lora, "places": places, "rslora": rslora, "dora": dora, "dropout": lora_dropout,
+            **({} if lora_alpha is None else {"scale": lora_alpha / lora}),
+            **({} if lora_from is None else {"start": lora_from}),
+        }  # fmt: skip
         refuse_given(ctx, ("storage_dir",), "is for experts that are trained; --lora writes none")
     else:
         refuse_given(ctx, ("lora_on",), "says where adapters are; give --lora RANK too")
-        refuse_given(ctx, ("merge",), "is for adapters; give --lora RANK too")
+        own = ("merge", "lora_alpha", "lora_dropout", "rslora", "dora", "lora_from")
+        refuse_given(ctx, own, "is for adapters; give --lora RANK too")
     if steps is not None:
         refuse_given(ctx, ("epochs",), "says how long a run is, as --steps does; give one of them")
     if epochs is not None and not (epochs > 0 and math.isfinite(epochs)):
@@ -226,7 +241,8 @@ def _with_options(complaint: str, names: Iterable[str]) -> str:
     """A complaint about keys of the configuration, with the options that gave their values."""
 
     def option(found: re.Match[str]) -> str:
-        name = {"peak_rate": "rate", "warmup_steps": "warmup"}.get(found[1], found[1])
+        known = {"peak_rate": "rate", "warmup_steps": "warmup", "dropout": "lora_dropout"}
+        name = known.get(found[1], found[1])
         is_key = name in names and (found.start() == 0 or "_" in name)
         return f"--{name.replace('_', '-')}" if is_key else found[0]
 

@@ -73,7 +73,7 @@ _FIELDS = {
     **dict.fromkeys(("logit_bias", "metadata"), ("an object", (dict,))),
     "stop": ("text or a list", (str, list)),
     "stop_token_ids": ("a list", (list,)),
-    "ignore_eos": ("true or false", (bool,)),
+    **dict.fromkeys(("ignore_eos", "return_routed_experts"), ("true or false", (bool,))),
 }
 _WITHOUT_EFFECT: dict[str, Any] = {
     **{"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False, "store": False},
@@ -102,6 +102,7 @@ class PromptLine:
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
     ignore_eos: bool
+    returns_routing: bool
 
 
 def read_lines(text: str, file: str, *, max_new_tokens: int) -> list[PromptLine]:
@@ -172,6 +173,7 @@ def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> Promp
         stops=tuple(stops),
         stop_ids=frozenset(_ids_of(given.get("stop_token_ids", []), "stop_token_ids")),
         ignore_eos=given.get("ignore_eos", False),
+        returns_routing=given.get("return_routed_experts", False),
     )
 
 
@@ -347,7 +349,7 @@ class Batch:
             options = [request.max_new_tokens, request.min_new_tokens, sorted(request.stop_ids)]
             sampling = dataclasses.asdict(request.sampling)
             asked = [self._name, line.custom_id, request.prompt_ids, options, sampling]
-            asked += [stops, line.ignore_eos]
+            asked += [stops, line.ignore_eos, *(["routing"] if line.returns_routing else [])]
             asked += [one.picture.digest.hex() for one in request.pictures]
             times[key := json.dumps(asked)] += 1
             text = json.dumps([*asked, times[key] - 1, arithmetic])
@@ -401,6 +403,7 @@ class Batch:
             "finish_reason": reason,
             "prompt_tokens": len(job.request.prompt_ids),
             "new_tokens": len(answer.token_ids),
+            **answer.routed(),
         }
 
     def _read(self, line: PromptLine) -> GenerationRequest:
@@ -421,6 +424,7 @@ class Batch:
             sampling=sampling,
             # tensors of all lines would need memory that no budget has
             pictures=place(ids, [dataclasses.replace(one, tensors={}) for one in pictures]),
+            returns_routing=line.returns_routing,
         )
 
     def _stop_ids(self, job: Job) -> frozenset[int]:
@@ -465,12 +469,13 @@ class Batch:
             {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         )
         num_prompt, num_new = len(job.request.prompt_ids), len(answer.token_ids)
+        choice = {"index": 0, **answer_fields, "logprobs": None, "finish_reason": reason}
         return {
             "id": job.id.replace("batch_req_", "chatcmpl-" if is_chat else "cmpl-"),
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": self._name,
-            "choices": [{"index": 0, **answer_fields, "logprobs": None, "finish_reason": reason}],
+            "choices": [{**choice, **answer.routed()}],
             "usage": {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": num_new,

@@ -20,8 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
+
 from moe_runtime.errors import CheckpointError, named_file
 from moe_runtime.files import is_at, place_of, write_atomically
+from moe_runtime.inference.routing_replay import encode_routing
 from moe_runtime.serving.engine import Engine, EngineHandle
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.prefixes import LEAST_SHARED
@@ -179,6 +182,13 @@ class Answer:
     reason: FinishReason | None = None
     message: str | None = None
     cached_tokens: int = 0
+    routing: list[np.ndarray] = field(default_factory=list)
+
+    def routed(self) -> dict[str, str]:
+        """The experts of all tokens but the last, where they were asked for."""
+        if not self.routing:
+            return {}
+        return {"routed_experts": encode_routing(np.concatenate(self.routing))}
 
 
 def answer_all(
@@ -309,8 +319,10 @@ class _Flow:
         answer = request.answer
         if isinstance(event, PromptRead):
             answer.cached_tokens = event.cached_tokens
+            answer.routing += [] if event.routing is None else [event.routing]
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
+            answer.routing += [] if event.routing is None else [event.routing]
             if self._on_token(number, event):
                 assert request.handle is not None
                 request.handle.cancel()

@@ -288,7 +288,7 @@ def _grammar(
     asked = body.response_format
     param = "response_format"
     grammar = None if asked is None else grammars.of_response_format(asked)
-    is_strict = any(function.strict for function in functions)
+    is_strict = any(function.is_strict for function in functions)
     # In channels a call ends the answer: there is one at most.
     is_alone = body.parallel_tool_calls is False and not template.is_harmony
     if functions and (needs_call or is_strict or is_alone):
@@ -296,7 +296,7 @@ def _grammar(
             raise FieldError("response_format", "cannot be combined with tools that are enforced")
         param = "tool_choice" if needs_call else "tools" if is_strict else "parallel_tool_calls"
         if template.tools is None:
-            grammar = grammars.of_harmony_call(functions) if needs_call else None
+            grammar = grammars.of_harmony_call(functions, is_needed=needs_call)
         else:
             grammar = grammars.of_tools(
                 functions,
@@ -320,13 +320,13 @@ def _after_thoughts(
     tokens: Mapping[str, int],
     how: ToolFormat | None,
     prompt: str,
-) -> tuple[str, str]:
-    """The grammar where reasoning may come first."""
+) -> tuple[str, str] | None:
+    """The grammar where reasoning may come first; none for the rest of a message that has begun."""
     text, param = grammar
     is_own = (body.response_format or {}).get("type") == "grammar"
     if template.is_harmony:
         if HarmonySections(prompt=prompt).is_within_message:
-            return grammar
+            return grammar if param in ("response_format", "tool_choice") else None
         if is_own:
             problem = "a grammar of one's own cannot follow this model's analysis"
             raise FieldError(param, problem)
@@ -422,4 +422,4 @@ class ChatAnswers(ChoiceAnswers):
         has_logprobs = self._has_logprobs and bool(tokens or "message" in message)
         logprobs = chat_logprobs(tokens, self._vocabulary) if has_logprobs else None
         choice = {"index": index, **message, "logprobs": logprobs, "finish_reason": reason}
-        return {**choice, **self._ids(tokens)}
+        return {**choice, **self._ids(index, tokens, reason)}

@@ -167,7 +167,7 @@ class CompletionAnswers(ChoiceAnswers):
             "text": prompt + text if is_first else text,
             "logprobs": logprobs,
             "finish_reason": reason,
-            **self._ids(tokens),
+            **self._ids(index, tokens, reason),
             **(self._prompt_ids(index) if is_first else {}),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import time
 import uuid
@@ -12,10 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import moe_runtime
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.pictures import PlacedPicture
+from moe_runtime.inference.routing_replay import encode_routing
 from moe_runtime.serving.engine import EngineHandle
 from moe_runtime.serving.http.answer_text import (
     AnswerSections,
@@ -88,6 +92,7 @@ class AnswerChoice:
     is_first: bool
     prompt: PromptRead | None = None
     finished: bool = False
+    routing: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -165,12 +170,14 @@ class Generation:
             return None
         if isinstance(event, PromptRead):
             choice.prompt = event
+            choice.routing += [] if event.routing is None else [event.routing]
             if choice.is_first:
                 self.usage.cached_tokens += event.cached_tokens
             return None
         if isinstance(event, NewToken):
             self.usage.completion_tokens += 1
             self.times.token(index, now_s)
+            choice.routing += [] if event.routing is None else [event.routing]
             return choice.text.add(event)
         assert isinstance(event, Finished)
         if event.is_constrained:
@@ -313,6 +320,7 @@ def choices_for(
                     priority=body.priority or 0,
                     adapter=model.adapter,
                     pictures=pictures,
+                    returns_routing=bool(body.return_routed_experts),
                 )
             except ValueError as error:
                 raise of_engine(error) from None
@@ -359,6 +367,7 @@ class ChoiceAnswers(Answers):
     ) -> None:
         super().__init__(generation)
         self._has_ids = bool(body.return_token_ids)
+        self._has_routing = bool(body.return_routed_experts)
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_all_usage = options is not None and bool(options.continuous_usage_stats)
@@ -373,7 +382,11 @@ class ChoiceAnswers(Answers):
                 self.reasons[index] = self.take(index, piece) or self.reasons[index]
                 self.tokens[index] += piece.tokens
         usage = self.generation.usage.body()
-        return {**self._frame(self._kinds[0]), **self.taken(), "usage": usage}
+        more = {}
+        if len(self.tokens) == 1 and self._has_routing:  # what SGLang has for one answer
+            ids = self._routed(0).astype("<i4").tobytes()
+            more = {"sglext": {"routed_experts": base64.b64encode(ids).decode()}}
+        return {**self._frame(self._kinds[0]), **self.taken(), "usage": usage, **more}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         frame, usage = self._frame(self._kinds[1]), self.generation.usage
@@ -406,8 +419,20 @@ class ChoiceAnswers(Answers):
             "system_fingerprint": f"moe-runtime-{moe_runtime.__version__}",
         }
 
-    def _ids(self, tokens: Iterable[AnswerToken]) -> dict[str, Any]:
-        return {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
+    def _ids(self, index: int, tokens: Iterable[AnswerToken], reason: str | None) -> dict[str, Any]:
+        """Of tokens, and at the end of an answer of the experts, in the form of vLLM."""
+        ids: dict[str, Any] = (
+            {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
+        )
+        if self._has_routing and reason is not None:
+            ids["routed_experts"] = encode_routing(self._routed(index))
+        return ids
+
+    def _routed(self, index: int) -> np.ndarray:
+        """Experts of the tokens of prompt and answer but for the last: `[T - 1, L, K]`."""
+        choice = self.generation.choices[index]
+        num_tokens = len(choice.request.prompt_ids) + choice.text.num_tokens
+        return np.concatenate(choice.routing)[: max(num_tokens - 1, 0)]
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         if not self._has_ids:

@@ -126,6 +126,8 @@ _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 _ANY_VALUE = {"type": ["string", "number", "boolean", "object", "array", "null"]}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """A slash that no backslash stands before, or a character that one does."""
+_WHOLE = re.compile(r"\^(\(\?:.*\))\$", re.DOTALL)
+"""A pattern of a whole text."""
 _LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
 """A text of a grammar, or what stands for parts of a call."""
 _ERROR_PLACE = re.compile(r"\n\s+\d+ \| |<state>|\. Enable ")
@@ -298,8 +300,7 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
     if not isinstance(value, str) or not value:
         raise FieldError(f"response_format.{kind}", f"expected a text, got {value!r}")
     if kind == "regex":
-        escaped = _BARE_SLASH.sub(lambda found: found[1] or r"\/", value)
-        return f"start: TEXT\nTEXT: /{escaped}/"
+        return f"start: TEXT\nTEXT: /{_BARE_SLASH.sub(_slashed, value)}/"
     return value
 
 
@@ -324,7 +325,7 @@ def of_tools(
     rules: list[str] = []
     calls = []
     for number, function in enumerate(functions):
-        schema, is_strict = _schema_of(function), bool(function.strict)
+        schema, is_strict = _schema_of(function), function.is_strict
         if (one_by_one := writing.argument) is None:
             arguments = _json(schema, is_strict=is_strict)
         else:
@@ -346,7 +347,7 @@ def of_tools(
 def _schema_of(function: Function) -> dict[str, Any]:
     """What its arguments are: an object, and none where it names no parameters, as in OpenAI's
     API."""
-    return _NO_ARGUMENTS if function.parameters is None else _ANY_OBJECT | function.parameters
+    return _NO_ARGUMENTS if function.enforced is None else _ANY_OBJECT | function.enforced
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,10 +406,17 @@ class _Arguments:
         texts, has_others, _ = texts_of(schema, self.schema)
         if ends is None or texts == []:
             return " ".join([*before, self._json_value(schema)])
-        if self.is_strict and any(map(_has_bounds, alternatives(schema, self.schema))):
+        whole = _WHOLE.fullmatch(schema.get("pattern", "")) if isinstance(schema, dict) else None
+        bounded = [*map(_has_bounds, alternatives(schema, self.schema))]
+        if self.is_strict and any(bounded) and (whole is None or has_others):
             raise self._refused("bounds or a pattern of a text")
         opens = _lark(writing.opens_text, self.tokens)
-        if texts is None:
+        if self.is_strict and whole is not None:
+            rules.append(
+                _ended(f"{rule}_text", _BARE_SLASH.sub(_slashed, whole[1]), ends, self.tokens)
+            )
+            text = f"{rule}_text"
+        elif texts is None:
             rules.append(_up_to(f"{rule}_text", ends, self.tokens))
             text = f"{rule}_text"
         else:
@@ -448,14 +456,20 @@ def after_reasoning(
     return f"start: {first} answer\n{thought}\nGAP: /\\s*/\n{body}"
 
 
-def of_harmony_call(functions: Sequence[Function]) -> str:
-    """A grammar of one call as gpt-oss writes it, arguments as their schema says."""
+def of_harmony_call(functions: Sequence[Function], *, is_needed: bool = True) -> str:
+    """A grammar of one call as gpt-oss writes it, arguments as their schema says; or of its final
+    message, unless the call ``is_needed``."""
     calls = [
         f'<|channel|> {_text(f"commentary to=functions.{function.name} ")} <|constrain|> "json" '
-        "<|message|> " + _json(_schema_of(function), is_strict=bool(function.strict))
+        "<|message|> " + _json(_schema_of(function), is_strict=function.is_strict)
         for function in functions
     ]
-    return "start: " + " | ".join(f"({call})" for call in calls)
+    call = " | ".join(f"({call})" for call in calls)
+    if is_needed:
+        return f"start: {call}"
+    before = '<|channel|> "commentary" <|message|> FREE <|end|> <|start|> "assistant"'
+    final = '<|channel|> "final" <|message|> FREE'
+    return f"start: ({before})? ({final} | {call})\nFREE: /(.|\\n)*/"
 
 
 def after_analysis(grammar: str, *, is_call: bool) -> str:
@@ -510,6 +524,18 @@ def _up_to(rule: str, mark: str, tokens: Mapping[str, int], others: Sequence[str
         return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {_without((mark, *others))}"
     without = f" & {_lacks(others)}" if others else ""
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/{without}"
+
+
+def _ended(rule: str, regex: str, mark: str, tokens: Mapping[str, int]) -> str:
+    """A rule of a text of an expression, and the first mark after it."""
+    if mark in tokens:
+        before = f"BEFORE_{rule.upper()}"
+        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: /{regex}/"
+    return f"{rule}[lazy]: /{regex}{_escaped(mark)}/"
+
+
+def _slashed(found: re.Match[str]) -> str:
+    return found[1] or r"\/"
 
 
 def _without(marks: Sequence[str]) -> str:

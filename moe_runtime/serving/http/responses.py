@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import chat
@@ -26,6 +26,7 @@ from moe_runtime.serving.http.generating import (
     sampling_of,
 )
 from moe_runtime.serving.http.kept_responses import KeptResponses
+from moe_runtime.serving.http.lark import regex_of
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
@@ -143,6 +144,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    _enforced: dict[str, Any] | None = PrivateAttr(default=None)
 
 
 class CustomFormat(Body):
@@ -160,7 +162,7 @@ class CustomFormat(Body):
 
 
 class CustomTool(Body):
-    """A tool that takes a text. The model is told its grammar, and not held to it."""
+    """A tool that takes a text. The model is told its grammar, and held to it."""
 
     droppable = None
     type: Literal["custom"]
@@ -175,7 +177,26 @@ class CustomTool(Body):
             grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
             about = joined(about, grammar, "\n\n")
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        return FunctionTool(type="function", name=self.name, description=about, parameters=schema)
+        found = FunctionTool(type="function", name=self.name, description=about, parameters=schema)
+        found._enforced = self._schema()
+        return found
+
+    def _schema(self) -> dict[str, Any] | None:
+        """What calls of that function are held to; none where any text will do."""
+        if self.format is None or self.format.definition is None:
+            return None
+        regex = self.format.definition
+        if self.format.syntax == "lark":
+            try:
+                regex = regex_of(regex)
+            except ValueError as error:
+                field = "tools.format.definition"
+                raise FieldError(field, f"of {clipped(self.name)}: {error}") from None
+        text = {"type": "string", "pattern": f"^(?:{regex})$"}
+        return {
+            **{"type": "object", "properties": {"input": text}, "required": ["input"]},
+            "additionalProperties": False,
+        }
 
 
 _Callable = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
@@ -355,7 +376,7 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
             problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
             raise FieldError("tool_choice.name", problem)
         choice = NamedTool(type="function", function=FunctionName(name=choice.name))
-    return ChatBody(
+    asked = ChatBody(
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
@@ -369,6 +390,10 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         reasoning_effort=effort if template.knows("reasoning_effort") else None,
         verbosity=body.text and body.text.verbosity,
     )
+    for own, (tool, _) in zip(asked.tools or (), _functions(body), strict=True):
+        if tool._enforced is not None:
+            own.function.enforce(tool._enforced)
+    return asked
 
 
 def _functions(body: ResponsesBody) -> Iterator[tuple[FunctionTool, dict[str, str]]]:

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -149,7 +150,10 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
 
-_ANSWERED = frozenset({"n", "echo", "logprobs", "return_token_ids", "stream", "stream_options"})
+_ANSWERED = frozenset(
+    {"n", "echo", "logprobs", "return_token_ids", "return_routed_experts", "stream"}
+    | {"stream_options"}
+)
 
 
 class StreamOptions(Body):
@@ -185,6 +189,7 @@ class GenerationFields(Body):
     priority: Annotated[int, _integer(-(2**63))] | None = None
     response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None
     return_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -289,6 +294,20 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    _enforced: dict[str, Any] | None = PrivateAttr(default=None)
+
+    def enforce(self, schema: dict[str, Any]) -> None:
+        """Has a grammar hold calls to a schema that the model is not shown."""
+        self._enforced = schema
+
+    @property
+    def is_strict(self) -> bool:
+        return bool(self.strict) or self._enforced is not None
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The schema that calls are held to."""
+        return self.parameters if self._enforced is None else self._enforced
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:

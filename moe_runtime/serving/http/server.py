@@ -67,8 +67,8 @@ class Access:
     shares_prefixes: bool = False
 
     def owner_of(self, key: str) -> str:
-        """The name under which the prefixes of a key are kept: nothing of the key can be read."""
-        if self.shares_prefixes or not self.keys:
+        """The name under which what a key left is kept: nothing of the key can be read."""
+        if not self.keys:
             return ""
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
@@ -78,8 +78,8 @@ class Asked:
     """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
 
     ``client`` is whose turn it takes: the number of a key, or an address. ``owner`` is whose
-    prefixes and grammars it finds. ``body_bytes`` count as long as they are held. ``place`` has the
-    model that it holds.
+    responses and grammars it finds, and whose prefixes unless those are shared. ``body_bytes``
+    count as long as they are held. ``place`` has the model that it holds.
     """
 
     request_id: str
@@ -226,8 +226,9 @@ class Server:
     ) -> Generation:
         """Hands the answers that a request asks of a model to the engine."""
         times = RequestTimes(self.metrics, model.parent or model.name)
+        owner = "" if self.access.shares_prefixes else asked.owner
         for choice in choices:
-            choice.request = replace(choice.request, client=asked.client, prefix_owner=asked.owner)
+            choice.request = replace(choice.request, client=asked.client, prefix_owner=owner)
         generation = Generation(model, choices, times, self.limits.seconds, asked.deadline_s)
         generation.submit()
         asked.generation = generation

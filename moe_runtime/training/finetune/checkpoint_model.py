@@ -6,6 +6,7 @@ once more. They are written as PEFT reads them, for the checkpoint as it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,12 +23,14 @@ from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.architectures import SplitProjection
+from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.digests import write_digests
-from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.files import replace_folder, write_text
+from moe_runtime.digests import check_digests, write_digests
+from moe_runtime.errors import UnsupportedModelError, blamed_on
+from moe_runtime.files import read_bounded, replace_folder, write_text
 from moe_runtime.inference.adapters import is_turned
 from moe_runtime.inference.budget import widest_head
+from moe_runtime.inference.routing_replay import experts_of, replay_routing
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.examples import PADDING, TRAINED
 from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 
 _NO_TARGET = -100
+_MOST_BYTES = 1 << 20
+"""Of an adapter's configuration."""
 
 _SHARE_ROWS = frozenset(
     (
@@ -100,12 +105,18 @@ class CheckpointModel(nn.Module):
         self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
-        """Mean over the targets; with rows of documents, `[B, C, 3]` (`training/examples.py`)."""
+        """Mean over the targets; with rows of documents, `[B, C, 3]` (`training/examples.py`), and
+        a routing that is replayed behind these."""
         given: dict[str, Any] = {"input_ids": ids_BC}
+        replays = contextlib.nullcontext()
         if ids_BC.ndim == 3:
-            given = self._of_documents(ids_BC)
+            given = self._of_documents(ids_BC[..., :3])
+            if ids_BC.shape[-1] > 3:
+                layers = len(experts_of(self.model))
+                replays = replay_routing(self.model, ids_BC[..., 3:].unflatten(-1, (layers, -1)))
             targets_BC = targets_BC[..., 0].where(targets_BC[..., 2] == TRAINED, _NO_TARGET)
-        out: Any = self.model(**given, use_cache=False)
+        with replays:
+            out: Any = self.model(**given, use_cache=False)
         logits = out.logits.float().flatten(0, 1)
         loss = cross_entropy(logits, targets_BC.flatten(), ignore_index=_NO_TARGET)
         auxiliary = loss.new_zeros(())
@@ -180,8 +191,11 @@ def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str
             f"{model.config.model_type} has no linear layers in its attention; give adapters to "
             "the experts alone"
         )
-    alpha: Any = lora.scale * lora.rank
-    settings = PeftConfig(r=lora.rank, lora_alpha=alpha, target_modules=names)
+    alpha: Any = lora.alpha
+    settings = PeftConfig(
+        r=lora.rank, lora_alpha=alpha, target_modules=names, use_rslora=lora.rslora,
+        lora_dropout=lora.dropout, use_dora=lora.dora,
+    )  # fmt: skip
     inject_adapter_in_model(settings, model)
     for path, module in model.named_modules():
         if ".lora_" in path:
@@ -265,6 +279,11 @@ def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
             f"{checkpoint.folder}: adapters are not merged into quantised or packed weights; "
             "leave merge out, and they are written by themselves"
         )
+    if config.lora.dora:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder}: DoRA takes the lengths of plain weights, and these are "
+            "quantised or packed; leave it out"
+        )
 
 
 def write_adapters(
@@ -279,26 +298,23 @@ def write_adapters(
     Raises:
         OSError: they cannot be written; an older folder stays as it was.
     """
-    tensors = {
-        name.replace(".default.weight", ".weight"): parameter.detach().cpu().contiguous()
-        for name, parameter in model.named_parameters()
-        if ".lora_" in name
-    }
+    own = _of_layers(model)
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in own.items()}
     modules = sorted({name.partition(".lora_")[0] for name in tensors})
     parameters: list[str] = []
-    if "experts" in lora.places:
-        for site in sites:
-            adapters = model.get_submodule(f"{site.name}.adapters")
-            assert isinstance(adapters, ExpertAdapters)
-            parameters += [f"{site.name}.{name}" for name in adapters.names]
-            tensors |= _of_experts(site, adapters)
+    for site, adapters in _adapted(model, sites, lora):
+        parameters += [f"{site.name}.{name}" for name in adapters.names]
+        tensors |= _of_experts(site, adapters)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": lora.scale * lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": modules,
         "target_parameters": parameters,
     }
@@ -312,6 +328,71 @@ def write_adapters(
         write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
 
 
+def take_adapters(
+    folder: Path, model: PreTrainedModel, sites: Sequence[ExpertsSite], lora: LoraConfig
+) -> None:
+    """Fills adapters with those of a folder of PEFT's.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        ValueError: they are of other layers, or of another rank, scale or kind.
+    """
+    check_digests(folder)
+    with blamed_on(f"{folder}: is no adapter of PEFT"):
+        found = parse_object(read_bounded(folder / "adapter_config.json", max_bytes=_MOST_BYTES))
+        tensors = load_file(folder / "adapter_model.safetensors")
+    asked = {
+        "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "use_dora": lora.dora,
+    }  # fmt: skip
+    for name, value in asked.items():
+        if found.get(name, False) != value:
+            raise ValueError(
+                f"{folder}: its {name} is {found.get(name)}, that of this run {value}; give the "
+                "options that it was trained with"
+            )
+    read = {name.removeprefix("base_model.model."): own.float() for name, own in tensors.items()}
+    places: dict[str, Tensor] = dict(_of_layers(model))
+    for site, adapters in _adapted(model, sites, lora):
+        places |= _of_experts(site, adapters)
+    shapes, others = ({n: [*t.shape] for n, t in each.items()} for each in (places, read))
+    if shapes != others:
+        odd = next(n for n in sorted(shapes | others) if shapes.get(n) != others.get(n))
+        raise ValueError(
+            f"{folder}: {odd} is {others.get(odd, 'missing')}, expected "
+            f"{shapes.get(odd, 'no such adapter')}; train adapters of the same places"
+        )
+    with torch.no_grad():
+        for name, parameter in _of_layers(model).items():
+            parameter.copy_(read[name])
+        for site, adapters in _adapted(model, sites, lora):
+            for place, name in _places(site, adapters):
+                first, second = (read[f"{place}.lora_{part}.weight"] for part in "AB")
+                first = first.unflatten(0, (site.num_experts, -1))
+                second = second.unflatten(1, (-1, site.num_experts)).permute(2, 0, 1)
+                if is_turned(site.module):
+                    first, second = second.mT, first.mT
+                adapters.get_parameter(f"{name}_A").copy_(first)
+                adapters.get_parameter(f"{name}_B").copy_(second)
+
+
+def _of_layers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """PEFT's own adapters, by the names that its files have."""
+    found = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    return {
+        name.replace("vector.default.weight", "vector").replace(".default.weight", ".weight"): own
+        for name, own in found.items()
+    }
+
+
+def _adapted(
+    model: PreTrainedModel, sites: Sequence[ExpertsSite], lora: LoraConfig
+) -> Iterator[tuple[ExpertsSite, ExpertAdapters]]:
+    for site in sites if "experts" in lora.places else ():
+        adapters = model.get_submodule(f"{site.name}.adapters")
+        assert isinstance(adapters, ExpertAdapters)
+        yield site, adapters
+
+
 def _of_experts(site: ExpertsSite, adapters: ExpertAdapters) -> dict[str, Tensor]:
     """Adapters of stacked parameters, under the names that PEFT has for them.
 
@@ -320,18 +401,17 @@ def _of_experts(site: ExpertsSite, adapters: ExpertAdapters) -> dict[str, Tensor
     Llama 4's experts PEFT takes the inputs for outputs.
     """
     found: dict[str, Tensor] = {}
-    for depth, name in enumerate(_in_order(site, adapters)):
+    for place, name in _places(site, adapters):
         first, second = (adapters.get_parameter(f"{name}_{part}").detach().cpu() for part in "AB")
         if is_turned(site.module):
             first, second = second.mT.contiguous(), first.mT
-        place = site.name + ".base_layer" * (len(adapters.names) - 1 - depth)
         found[f"{place}.lora_A.weight"] = first.flatten(0, 1)
         found[f"{place}.lora_B.weight"] = second.permute(1, 2, 0).flatten(1).contiguous()
     return found
 
 
-def _in_order(site: ExpertsSite, adapters: ExpertAdapters) -> Iterator[str]:
-    """Adapted parameters in the order in which the module has them."""
-    for name, _ in site.module.named_parameters(recurse=False):
-        if name in adapters.names:
-            yield name
+def _places(site: ExpertsSite, adapters: ExpertAdapters) -> Iterator[tuple[str, str]]:
+    """Adapted parameters in the order in which the module has them, after where files have them."""
+    own = [name for name, _ in site.module.named_parameters(recurse=False)]
+    for depth, name in enumerate(name for name in own if name in adapters.names):
+        yield site.name + ".base_layer" * (len(adapters.names) - 1 - depth), name

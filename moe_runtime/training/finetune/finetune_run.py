@@ -62,6 +62,7 @@ from moe_runtime.training.finetune.checkpoint_model import (
     load_around_experts,
     require_exportable,
     shares_rows,
+    take_adapters,
     write_adapters,
 )
 from moe_runtime.training.finetune.records import RECORD_FILES, is_of_records
@@ -209,12 +210,16 @@ def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[E
     total = 0
     if "experts" in config.lora.places:
         with torch.device("meta"):
-            for adapters in adapters_for(sites, config.lora.rank, config.lora.scale):
+            for adapters in adapters_for(sites, config.lora.rank, config.lora.factor):
                 total += 16 * sum(parameter.numel() for parameter in adapters.parameters())
     if "attention" in config.lora.places:
         linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
         widths = sum(layer.in_features + layer.out_features for layer in linear)
         total += 16 * config.lora.rank * widths
+        if config.lora.dora:  # lengths, and whole products of which PEFT takes the lengths
+            total += 16 * sum(layer.out_features for layer in linear)
+            sizes = ((m.in_features + 3 * m.out_features) * m.in_features for m in linear)
+            total += 4 * max(sizes, default=0)
     return total
 
 
@@ -380,8 +385,13 @@ def prepare(
     if any(is_of_records(file) for file in files):
         stops = generation.eos_token_id if generation is not None else None
         stops = [stops] if isinstance(stops, int) else stops or ()
-        renderer = Renderer(tokenizer, stops, checkpoint.config.get_text_config().vocab_size)
-        streams = _records(config, files, renderer, shares_rows(model))
+        routed = signature_of(checkpoint, experts)
+        renderer = Renderer(
+            tokenizer, stops, checkpoint.config.get_text_config().vocab_size,
+            (routed.num_layers, routed.top_k),
+        )  # fmt: skip
+        cached = {"cache": output / DATA, "keeps": keeps_text}
+        streams = _records(config, files, renderer, shares_rows=shares_rows(model), **cached)
     else:
         corpora = read_corpora(config.data, Path())
         on_stage("encoding the text")
@@ -450,6 +460,8 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
+        if config.lora.start is not None:
+            take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
         optimizer = _offloaded(preparation, resumes=state is not None)
     first_step = 0 if state is None else state.step
@@ -601,7 +613,7 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
         add_attention_adapters(model, config.lora)
     adapters: list[ExpertAdapters] = []
     if "experts" in config.lora.places:
-        adapters = adapters_for(preparation.sites, config.lora.rank, config.lora.scale)
+        adapters = adapters_for(preparation.sites, config.lora.rank, config.lora.factor)
         adapters = [own.to(preparation.device) for own in adapters]
     signature = signature_of(preparation.checkpoint, preparation.experts)
     in_slots, stores = open_frozen(preparation.experts, signature, memory, preparation.device)
@@ -631,7 +643,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def _records(
-    config: FinetuneConfig, files: Sequence[Path], renderer: Renderer, shares: bool
+    config: FinetuneConfig, files: Sequence[Path], renderer: Renderer, **options: Any
 ) -> dict[str, TokenStreams]:
     if others := [file for file in files if not is_of_records(file)]:
         raise ValueError(
@@ -639,8 +651,7 @@ def _records(
             "give files of one kind"
         )
     return {
-        name: encode_records(config.data, name, renderer, shares_rows=shares)
-        for name in config.data.sources
+        name: encode_records(config.data, name, renderer, **options) for name in config.data.sources
     }
 
 

@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
+from moe_runtime.files import make_folders, open_regular
+from moe_runtime.inference.routing_replay import decode_routing
 from moe_runtime.training.data import (
     TokenStreams,
     added_tokens,
     find_files,
+    keep_ids,
+    kept_ids,
     looks_like_chat,
     place_of,
+    tokenizer_identity,
     warn_of_chat,
 )
 from moe_runtime.training.examples import Examples
@@ -35,8 +41,15 @@ from moe_runtime.training.run_config import DataConfig
 
 Document = tuple[list[int], list[bool]]
 """Token ids, and which of them are targets."""
-Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
-"""A `Document` in 5 bytes a token."""
+
+
+class Encoded(NamedTuple):
+    """A `Document` in 5 bytes a token, and the experts of its first tokens where it has them."""
+
+    ids: npt.NDArray[np.uint32]
+    trained: npt.NDArray[np.bool_]
+    routing: npt.NDArray[np.int16] | None = None
+
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -93,9 +106,17 @@ class Renderer:
     Args:
         stops: tokens that end an answer.
         vocabulary: how many tokens the model has.
+        routed_shape: layers with experts and choices of a token, of routings.
     """
 
-    def __init__(self, tokenizer: Any, stops: Iterable[int], vocabulary: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Iterable[int],
+        vocabulary: int,
+        routed_shape: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.routed_shape = routed_shape
         self._tokenizer, self._stops = tokenizer, frozenset((*stops, tokenizer.eos_token_id))
         self._vocabulary = vocabulary
         added = added_tokens(tokenizer)
@@ -130,6 +151,12 @@ class Renderer:
         text = self._encode(_text(place, record["text"], "text"))
         ids = [*self._before, *text, *self._after]
         return ids, [True] * len(ids)
+
+    def identity(self) -> str:
+        """What the documents of a record depend on."""
+        own = tokenizer_identity(self._tokenizer).decode(errors="replace")
+        templates = self._tokenizer.chat_template
+        return json.dumps([own, templates, sorted(self._stops, key=str), self._vocabulary])
 
     def _encode(self, text: str) -> list[int]:
         with blamed_on("the tokenizer cannot encode the text"):
@@ -241,6 +268,25 @@ def _given(place: str, record: Mapping[str, Any], vocabulary: int) -> Document:
     return list(ids), trained
 
 
+def _routing(
+    place: str, record: Mapping[str, Any], num_ids: int, expected: tuple[int, int]
+) -> npt.NDArray[np.int16] | None:
+    """`[N, layers * choices]` of the first tokens, which `replay_routing` takes."""
+    if (given := record.get("routed_experts")) is None:
+        return None
+    if "input_ids" not in record:
+        raise ValueError(f"{place}: routed_experts are of input_ids, which the record has not")
+    with blamed_on(f"{place}: routed_experts cannot be read", ValueError):
+        found = decode_routing(given)
+    num_tokens, *shape = found.shape
+    if num_tokens > len(record["input_ids"]) or tuple(shape) != expected:
+        raise ValueError(
+            f"{place}: expected routed_experts of {len(record['input_ids'])} tokens at most, "
+            f"{expected[0]} layers and {expected[1]} choices, got {list(found.shape)}"
+        )
+    return found[:num_ids].reshape(min(len(found), num_ids), -1).astype(np.int16)
+
+
 def _text(place: str, value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{place}: expected text as {what}, got {type(value).__name__}")
@@ -288,31 +334,98 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def encode_records(
-    data: DataConfig, name: str, renderer: Renderer, *, shares_rows: bool
+    data: DataConfig,
+    name: str,
+    renderer: Renderer,
+    *,
+    shares_rows: bool,
+    cache: Path | None = None,
+    keeps: bool = True,
 ) -> TokenStreams:
     """The documents of a source's files, those held out apart.
+
+    They are taken from the cache where the same files were rendered in the same way: a template may
+    write today's date.
 
     Held out are the records of `held_out_files`, where given. Otherwise the share of the documents
     that their digests choose, so that more records never move an old one to the other side. One
     document stays in training at least.
 
     Warns of documents that are longer than a row and cut.
+
+    Args:
+        cache: folder of what was rendered before.
+        keeps: what is rendered is written there.
     """
     source = data.sources[name]
+    path = None
+    if cache is not None:
+        files = [find_files(name, own, Path()) for own in (source.files, source.held_out_files)]
+        asked = [
+            renderer.identity(),
+            data.context,
+            data.held_out_share,
+            shares_rows,
+            *map(len, files),
+        ]
+        parts = [_digest(file) for own in files for file in own]
+        key = hashlib.sha256(json.dumps([*asked, *parts]).encode()).hexdigest()[:16]
+        path = cache / f"{name}-records-{key}.npy"
+        if (kept := kept_ids(path)) is not None:
+            return _streams(_unpacked(kept), shares_rows)
     training = _fitting(find_files(name, source.files, Path()), renderer, data.context)
     held_out: list[Encoded] = []
     if source.held_out_files:
         paths = find_files(name, source.held_out_files, Path())
         held_out = _fitting(paths, renderer, data.context)
     elif data.held_out_share:
-        places = [place_of(ids.astype(np.int64).tobytes()) for ids, _ in training]
+        places = [place_of(own.ids.astype(np.int64).tobytes()) for own in training]
         both = list(zip(places, training, strict=True))
         share = min(data.held_out_share, max(places))
         held_out = [own for place, own in both if place < share]
         training = [own for place, own in both if place >= share]
-    sides = [Examples.of(side, shares_rows=shares_rows) for side in (training, held_out)]
+    has_routing = any(own.routing is not None for own in (*training, *held_out))
+    if path is not None and keeps and not has_routing:
+        make_folders(path.parent)
+        keep_ids(path, _packed([training, held_out]))
+    return _streams([training, held_out], shares_rows)
+
+
+def _streams(documents: Sequence[Sequence[Encoded]], shares_rows: bool) -> TokenStreams:
+    """Args: documents: for training, and those held out."""
+    sides = [
+        Examples.of(
+            [own[:2] for own in side], shares_rows=shares_rows, routings=[own[2] for own in side]
+        )
+        for side in documents
+    ]
     found = hashlib.sha256(b"".join(side.digest() for side in sides)).hexdigest()[:16]
     return TokenStreams(sides[0], sides[1], found)
+
+
+_TARGET = 1 << 31
+"""Marks an id that is a target."""
+
+
+def _digest(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
+
+
+def _packed(sides: Sequence[Sequence[Encoded]]) -> npt.NDArray[np.uint32]:
+    """Numbers of documents of both sides, their lengths, and their ids."""
+    every = [own for side in sides for own in side]
+    head = [*map(len, sides), *(len(own.ids) for own in every)]
+    marked = [np.where(own.trained, own.ids | np.uint32(_TARGET), own.ids) for own in every]
+    return np.concatenate([np.array(head, np.uint32), *marked])
+
+
+def _unpacked(stream: npt.NDArray[Any]) -> list[list[Encoded]]:
+    first, second = map(int, stream[:2])
+    ends = 2 + first + second + np.cumsum(stream[2 : 2 + first + second], dtype=np.int64)
+    found = np.split(stream, [2 + first + second, *ends[:-1]])[1:]
+    pairs = [Encoded(own & np.uint32(_TARGET - 1), own >= _TARGET) for own in found]
+    return [pairs[:first], pairs[first:]]
 
 
 def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Encoded]:
@@ -327,7 +440,8 @@ def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[En
         num_cut += len(ids) > context + 1
         ids, trained = ids[: context + 1], trained[: context + 1]
         if any(trained[1:]):
-            found.append((np.array(ids, np.uint32), np.array(trained)))
+            routing = _routing(place, record, len(ids), renderer.routed_shape)
+            found.append(Encoded(np.array(ids, np.uint32), np.array(trained), routing))
         else:
             num_empty += 1
     if chat:

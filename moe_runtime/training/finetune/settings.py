@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import nn
@@ -62,11 +63,19 @@ class LoraConfig:
     Attributes:
         scale: factor of an adapter's product; PEFT calls it alpha over rank.
         places: what has adapters: `attention`, `experts`, or both.
+        rslora: alpha is divided by the root of the rank instead (Kalajdzievski, 2023).
+        dropout: share of an adapter's inputs that a step leaves out; on attention alone.
+        dora: trains the lengths of the weights' rows too (Liu et al., 2024); on attention alone.
+        start: folder of an adapter of the same form, whose weights are the first ones.
     """
 
     rank: int
     scale: float = 2.0
     places: tuple[str, ...] = LORA_PLACES
+    rslora: bool = False
+    dropout: float = 0.0
+    dora: bool = False
+    start: Path | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -78,6 +87,22 @@ class LoraConfig:
             raise ValueError(
                 f"adapters are for {' and '.join(LORA_PLACES)}, got {', '.join(unknown) or 'none'}"
             )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if "experts" in self.places and (self.dropout or self.dora):
+            raise ValueError(
+                f"{'dora' if self.dora else 'dropout'} is for adapters on attention, since PEFT "
+                "has none on stacked experts that could load it: give adapters to attention alone"
+            )
+
+    @property
+    def alpha(self) -> float:
+        return self.scale * self.rank
+
+    @property
+    def factor(self) -> float:
+        """Of an adapter's product."""
+        return self.alpha / math.sqrt(self.rank) if self.rslora else self.scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

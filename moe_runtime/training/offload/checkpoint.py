@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedUseError
+from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.memory.source import CheckpointFile, host_view
 from moe_runtime.training.checkpoint import (
     COUNT,
@@ -38,6 +40,7 @@ from moe_runtime.training.offload.disk import RecordFile
 from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import (
     RecordLayout,
+    Sections,
     StateFormat,
     Version,
     check_digest,
@@ -199,15 +202,12 @@ class ExpertCheckpoints:
         if self._records.disk is not None:
             self._begun = self._records.hold_versions()
         self._mark = object()
-        return HeldExperts(
-            {
-                "format": EXPERTS_FORMAT,
-                "sites": self._shapes(),
-                "state": self._state_format,
-                "experts": {},
-                "held": self._mark,
-            }
-        )
+        return HeldExperts(self._head() | {"experts": {}, "held": self._mark})
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "format": EXPERTS_FORMAT, "sites": self._shapes(), "state": self._state_format,
+        }  # fmt: skip
 
     def holds(self, experts: Mapping[str, Any]) -> bool:
         """Whether the last `begin` gave these; a copy of their mapping counts."""
@@ -245,8 +245,37 @@ class ExpertCheckpoints:
 
         self._saves.start(save)
 
-    def restore(self, saved: Mapping[str, Any], last_step: int) -> None:
+    def export(self, folder: Path) -> dict[str, Any]:
+        """Writes the trained experts as they are now into a folder, one after another.
+
+        Returns:
+            What `restore` takes with that folder as `storage`.
+        """
+        make_folders(folder)
+        rows: dict[str, Any] = {}
+        with ExitStack() as opened:
+            files: dict[Path, Any] = {}
+            trained = {k: e for k, e in self._records.experts.items() if e.layout.trained}
+            for key, expert in trained.items():
+                path, size = records_path(folder, expert.layout), expert.layout.state_bytes
+                if path not in files:
+                    files[path] = opened.enter_context(write_atomically(path))
+                record = self._records.acquire(key, Sections.STATE)
+                step, slot = self._records.content_step(key), files[path].tell() // size
+                version = Version(slot, step, expert.count, pending=expert.pending)
+                version.digest, _ = expert.layout.checksums(record)
+                files[path].write(host_view(record[:size]))
+                self._records.release(key)
+                rows[self._name(key)] = row_of(version, "")
+        return self._head() | {"experts": rows}
+
+    def restore(
+        self, saved: Mapping[str, Any], last_step: int, storage: Path | None = None
+    ) -> None:
         """Takes up the experts that a checkpoint names, whichever processes wrote them.
+
+        Args:
+            storage: where they were exported to; the storage folder of this run when omitted.
 
         Raises:
             CheckpointError: it is of another model, lacks experts, or a record is damaged.
@@ -255,13 +284,17 @@ class ExpertCheckpoints:
             raise CheckpointError(
                 "the state names experts that were not written: load what `write` saved"
             )
-        if self._records.disk is None:
-            raise CheckpointError(_NEEDS_FOLDER)
-        own = self._processes.folder_name
-        folder = self._records.disk.folder
-        experts = SavedExperts(folder.parent if own else folder, saved, last_step)
+        own, everyone = None, self._everyone()
+        if storage is not None:  # exports leave out what is frozen
+            everyone = (key for key in everyone if self._layouts[key.layer].trained)
+        else:
+            if self._records.disk is None:
+                raise CheckpointError(_NEEDS_FOLDER)
+            own, storage = self._processes.folder_name, self._records.disk.folder
+            storage = storage.parent if own else storage
+        experts = SavedExperts(storage, saved, last_step)
         self._require_same_model(saved)
-        keys = {self._name(key): key for key in self._everyone()}
+        keys = {self._name(key): key for key in everyone}
         experts.require(keys)
         here, moves = {}, []
         for name, key in keys.items():

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from moe_runtime.training.checkpoint import (
     PLAIN,
     require_kind,
     require_kinds,
+    require_like,
 )
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
@@ -30,6 +32,7 @@ from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
 from moe_runtime.training.offload.compute_copies import LinkTraffic
 from moe_runtime.training.offload.device_link import DeviceLink
 from moe_runtime.training.offload.device_updates import DeviceUpdates
+from moe_runtime.training.offload.loops import attach
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.passes import (
@@ -101,7 +104,7 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         self.memory = memory
         self.records = records
         self.skipped_steps = 0
-        self._sites = list(sites)
+        self.sites = list(sites)
         self._checkpoints = checkpoints
 
     @property
@@ -262,7 +265,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         self.activations = activations
         self._processes, self._settings = processes, settings
         self._final_rate: float | None = None
-        self._is_closed = False
+        self._is_closed = self._is_reduced = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
@@ -287,6 +290,10 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
     @property
     def num_steps(self) -> int:
         return self.optimizer.step
+
+    @property
+    def num_processes(self) -> int:
+        return self._processes.size
 
     def backward(
         self,
@@ -365,7 +372,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
                 f"backward had a rate of {self._final_rate}, step has one of {rate}; "
                 "experts were updated with the first"
             )
-        self._processes.reduce_gradients(self.dense.parameters())
+        self._reduce()
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
         own_bad = list(self.optimizer.bad_experts)
@@ -380,7 +387,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             self._executor.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
-        self._final_rate = None
+        self._final_rate, self._is_reduced = None, False
         self._executor.begin()
         self._executor.expect_first_layer()
         return StepOutcome(norm, bad)
@@ -419,61 +426,78 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             max_norm: largest norm; a smaller `clip_norm` of the settings, or one that was asked
                 for before, stays. 0 and infinity ask for the norm alone.
 
+        Returns:
+            The norm over all processes; a collective call.
+
         Raises:
-            UnsupportedUseError: `backward` may have updated experts already, or other processes
-                have gradients too.
+            UnsupportedUseError: `backward` may have updated experts already.
         """
-        is_late = self._final_rate is not None and not self._settings.waits_for_norm
-        if is_late or self._processes.size > 1:
-            raise UnsupportedUseError(
-                "the norm is known when all gradients are: give AdamW(clip_norm=...), which clips "
-                "in `step`"
-            )
+        self._require_waiting()
+        self._reduce()
         if math.isfinite(max_norm) and max_norm:
             self.optimizer.clip_norm = min(max_norm, self.optimizer.clip_norm or max_norm)
         return self.optimizer.norm(self.dense.norm())[0]
 
+    def unscale(self, factor: float) -> bool:
+        """Has the step to come multiply the experts' gradients; a collective call.
+
+        Returns:
+            Whether some of them, in any process, are not finite.
+
+        Raises:
+            UnsupportedUseError: `backward` may have updated experts already.
+        """
+        self._require_waiting()
+        self._reduce()
+        self.optimizer.unscale *= factor
+        return self.optimizer.norm(0.0)[1] > 0
+
+    def _require_waiting(self) -> None:
+        if self._final_rate is not None and not self._settings.waits_for_norm:
+            raise UnsupportedUseError(
+                "the norm is known when all gradients are: give AdamW(clip_norm=...), which clips "
+                "in `step`; for a GradScaler call backward of the losses"
+            )
+
+    def _reduce(self) -> None:
+        """Gives the parameters around the experts the gradients of all processes, once a step."""
+        if not self._is_reduced:
+            self._processes.reduce_gradients(self.dense.parameters())
+        self._is_reduced = True
+
     def attach(self, loop: T) -> T:
-        """Has a loop take its steps by this optimizer, and clip by the true norm.
+        """Has a loop take its steps by this optimizer, and see the gradients of all parameters.
 
         Args:
-            loop: a Trainer of transformers or TRL, before `train`; or an Accelerator, which
-                prepares this optimizer with the others.
+            loop: a Trainer of transformers or TRL, before `train`: its models and checkpoints have
+                the experts too; an Accelerator, which prepares this optimizer with the others; or
+                a GradScaler of torch, which drops the gradients of a step that it skips.
 
         Returns:
             The loop.
+
+        Raises:
+            UnsupportedUseError: the Trainer would do something that cannot include the experts.
+            CapacityError: it saves, and there is no memory for the experts' weights.
         """
-        found: Any = loop
-
-        def clip_grad_norm(parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
-            del parameters  # of which some processes and files have a part
-            if norm_type != 2:
-                raise UnsupportedUseError(f"gradients are clipped by their 2-norm, not {norm_type}")
-            return torch.tensor(self.clip_grad_norm(float(max_norm)))
-
-        if hasattr(found, "accelerator"):
-            found.optimizer = self
-            found._mixed_mesh_grads = False  # what it would look at gradients for
-            found = found.accelerator
-        found.clip_grad_norm_ = clip_grad_norm
-        return loop
+        return attach(self, loop)
 
     def discard(self) -> None:
         """Forgets the gradients since the last step, and takes back what they changed."""
         self._executor.copies.forget()  # first: no copy may reach into a record that is given back
         self.optimizer.discard()
         self.dense.forget()
-        self._final_rate = None
+        self._final_rate, self._is_reduced = None, False
         self._executor.begin()
 
     def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
         """Names of the experts that some process has; a collective call."""
         keys = [
-            ExpertKey(layer, e) for layer, s in enumerate(self._sites) for e in range(s.num_experts)
+            ExpertKey(layer, e) for layer, s in enumerate(self.sites) for e in range(s.num_experts)
         ]
         votes = self._processes.sums([float(key in own) for key in keys])
         return tuple(
-            f"{self._sites[key.layer].name}.{key.expert}"
+            f"{self.sites[key.layer].name}.{key.expert}"
             for key, vote in zip(keys, votes, strict=True)
             if vote
         )
@@ -501,19 +525,44 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         Raises:
             MoERuntimeError, OSError: the checkpoint before could not be written.
         """
+        return {"experts": self._checkpoints.begin(), **self._around()}
+
+    def _around(self) -> dict[str, Any]:
         rates = [
             {name: float(group[name]) for name in _RATES if name in group}
             for group in self.param_groups
         ]
         return {
-            "experts": self._checkpoints.begin(),
-            "steps": self.optimizer.state_dict(),
-            "dense": self.dense.state_dict(),
-            "rates": rates,
+            "steps": self.optimizer.state_dict(), "dense": self.dense.state_dict(), "rates": rates,
+        }  # fmt: skip
+
+    def export(self, folder: Path) -> dict[str, Any]:
+        """Writes the experts with their moments into a folder; all else, which pickles, is
+        returned.
+
+        Unlike `write`, it copies what lies on the disk too, and each export stays whole.
+        """
+        return {
+            "experts": self._checkpoints.export(folder),
+            **self._around(),
+            "model": {name: tensor.detach() for name, tensor in self._changing().items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def _changing(self) -> Mapping[str, Tensor]:
+        """Trained parameters around the experts, and buffers."""
+        kept = self.model.state_dict(keep_vars=True)
+        buffers = {n: t for n, t in kept.items() if not isinstance(t, nn.Parameter)}
+        away = (TrainedElsewhere,)
+        buffers = {name: t for name, t in buffers.items() if not isinstance(t, away)}
+        return {**trained_around_experts(self.model), **buffers}
+
+    def load_state_dict(  # type: ignore[override]
+        self, state: Mapping[str, Any], folder: Path | None = None
+    ) -> None:
         """Takes up what a checkpoint has of `state_dict`, under any budget.
+
+        Args:
+            folder: where `export` wrote the experts, of whose state this is.
 
         Raises:
             CheckpointError: it is of another model, or damaged; says where.
@@ -523,12 +572,16 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             raise CheckpointError(
                 "the checkpoint is of a run whose experts were in memory; go on without a budget"
             )
-        require_kinds(state, _KINDS, "the checkpoint's optimizer", optional={"rates": PLAIN})
+        optional = {"rates": PLAIN, "model": MAPPING}
+        require_kinds(state, _KINDS, "the checkpoint's optimizer", optional=optional)
+        if folder is not None:
+            require_kind(state.get("model"), MAPPING, "the checkpoint's model")
+            require_like(state["model"], self._changing(), "the checkpoint's model")
         # what was just asked for comes back, as accelerate does
         is_own = self._checkpoints.holds(state["experts"])
         if not (is_own and state["steps"]["step"] == self.optimizer.step):
             self.optimizer.load_state_dict(state["steps"])
-            self._checkpoints.restore(state["experts"], self.optimizer.step)
+            self._checkpoints.restore(state["experts"], self.optimizer.step, folder)
             self._executor.copies.forget()
         self.dense.load_state_dict(state["dense"])
         self.param_groups = [*self.dense.groups, *self._experts]
@@ -540,6 +593,9 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
                 own, {}, "rates of the checkpoint", optional=dict.fromkeys(_RATES, AMOUNT)
             )
             group.update(own)
+        if folder is not None:
+            for name, tensor in self._changing().items():
+                tensor.detach().copy_(state["model"][name])
 
     def _part(self, part: Callable[[], Tensor]) -> Tensor:
         loss = part()

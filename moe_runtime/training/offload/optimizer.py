@@ -42,6 +42,7 @@ class ExpertOptimizer:
     Attributes:
         step: steps taken, skipped ones not counted.
         clip_norm: largest global norm of the gradients of the step to come; 0 does not clip.
+        unscale: factor of its experts' gradients, by a scaler of others.
         bad_experts: those with gradients that are not finite, since the last step.
     """
 
@@ -59,6 +60,7 @@ class ExpertOptimizer:
         self.step = 0
         self.loss_scale = LossScale(settings.loss_scale)
         self.clip_norm = settings.clip_norm
+        self.unscale = 1.0
         self._rates: list[float] = []
         self._scales: list[float] = []
         self._norms: dict[ExpertKey, float] = {}
@@ -127,6 +129,7 @@ class ExpertOptimizer:
         norm, num_bad = self.norm(dense_norm)
         is_skipped = dense_is_bad or num_bad > 0
         scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
+        own_scale = self._mean * self.unscale * scale
         waiting = [key for key in sorted(self._norms) if self.records.experts[key].has_gradient]
         self._await_device()
         if is_skipped:
@@ -137,12 +140,12 @@ class ExpertOptimizer:
             self.records.expect((key, Sections.ALL) for key in waiting)
             for key in waiting:
                 record = self.fetch(key, Sections.ALL, writes=True)
-                self._update(key, record, rate, self._mean * scale)
+                self._update(key, record, rate, own_scale)
                 self.records.forget_gradient(key)
             self._await_device()
             self.records.commit()
             self._rates.append(rate)
-            self._scales.append(self._mean * scale)
+            self._scales.append(own_scale)
             self.step += 1
             self._last_norm = norm
             for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
@@ -157,6 +160,7 @@ class ExpertOptimizer:
         square, num_bad = self.processes.sums(
             [sum(value * value for value in self._norms.values()), float(len(self.bad_experts))]
         )
+        square *= self.unscale**2
         return math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2), num_bad
 
     def discard(self) -> None:
@@ -170,7 +174,7 @@ class ExpertOptimizer:
         self._forget_norms()
 
     def _forget_norms(self) -> None:
-        self.clip_norm = self.settings.clip_norm
+        self.clip_norm, self.unscale = self.settings.clip_norm, 1.0
         self._norms.clear()
         self.bad_experts.clear()
 

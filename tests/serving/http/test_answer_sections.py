@@ -434,18 +434,20 @@ CUT: list[tuple[str, str, list[Any]]] = [
 def test_a_call_that_has_only_begun_is_no_content(text, tools, expected, step):
     whole = [part for part in expected if isinstance(part, ParsedCall)]
     before = "".join(part[1] for part in expected if isinstance(part, tuple))
-    for end in range(len(before), len(text) + 1):
-        sections = AnswerSections(THINK, FORMATS[tools], [WEATHER], "content")
-        parts: list[Any] = []
-        for at in range(0, end, step):
-            parts += sections.add(text[at : min(at + step, end)])
-        parts += sections.end(cut_by="")
-        content = "".join(part[1] for part in parts if isinstance(part, tuple))
-        assert content.startswith(before)
-        # The first signs of a mark may be text.
-        assert content.removeprefix(before).strip() in ("", "<", "<|", "<｜", "["), text[:end]
-        calls = [part for part in parts if isinstance(part, ParsedCall)]
-        assert calls == whole[: len(calls)]
+    shared = {id(one): one for one in (THINK, FORMATS[tools], WEATHER)}
+    sections = AnswerSections(THINK, FORMATS[tools], [WEATHER], "content")
+    calls, taken = list[ParsedCall](), list[Any]()
+    for at in range(0, len(text), step):
+        for end in range(max(at, len(before)), min(at + step, len(text)) + 1):
+            ended = copy.deepcopy(sections, dict(shared))
+            parts = [*taken, *ended.add(text[at:end]), *ended.end(cut_by="")]
+            content = "".join(part[1] for part in parts if isinstance(part, tuple))
+            assert content.startswith(before)
+            # The first signs of a mark may be text.
+            assert content.removeprefix(before).strip() in ("", "<", "<|", "<｜", "["), text[:end]
+            calls = [part for part in parts if isinstance(part, ParsedCall)]
+            assert calls == whole[: len(calls)]
+        taken += sections.add(text[at : at + step])
     assert calls == whole
 
 

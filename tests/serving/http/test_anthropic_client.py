@@ -202,7 +202,7 @@ def test_an_answer_goes_on_where_the_last_message_ends(asked):
 def test_more_tokens_than_there_is_room_for(staged, pocket):
     """Clients ask for as many as a large model may give."""
     body = {"messages": USER, "max_tokens": 64_000, "stop_sequences": ["\0"], "temperature": 0}
-    with Engine(pocket, max_tokens=256) as engine:
+    with Engine(pocket, max_tokens=64) as engine:
         _, found = staged(engine).ask(PATH, body)
         room = engine.most_request_tokens
     assert found["stop_reason"] in ("model_context_window_exceeded", "end_turn")

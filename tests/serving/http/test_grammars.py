@@ -1,6 +1,7 @@
 """Whatever tokens a grammar lets through, the text is of its language."""
 
 import json
+import re
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from moe_runtime.serving.http.grammars import (
     of_response_format,
     of_tools,
 )
+from moe_runtime.serving.http.lark import regex_of
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall
 from moe_runtime.serving.requests import ConstraintError
@@ -101,6 +103,82 @@ def test_required_calls_can_be_read(grammars, tokenizer, how):
         assert isinstance(call, ParsedCall)
         assert call.name == "city"
         assert json.loads(call.arguments)["size"] in (1, 2)
+
+
+@pytest.mark.parametrize("how", TOOL_FORMATS, ids=lambda how: how.name)
+def test_a_text_within_a_call_is_of_its_grammar(grammars, tokenizer, how):
+    text = {"type": "string", "pattern": '^(?:[ab]{2}\n(?:"|/)c?)$'}
+    tool = Function(name="tool", parameters={"type": "object", "properties": {"input": {}}})
+    schema: Any = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    tool.enforce(schema | {"additionalProperties": False})
+    grammar = of_tools([tool], how, {}, is_needed=True, may_repeat=False)
+    assert grammar is not None
+    for written in texts(grammars, tokenizer, grammar):
+        sections = AnswerSections(None, how, [tool])
+        (call,) = [*sections.add(written), *sections.end()]
+        assert isinstance(call, ParsedCall)
+        assert re.fullmatch('[ab]{2}\n["/]c?', json.loads(call.arguments)["input"])
+
+
+LINES = r"""
+start: head (add | drop)+ tail?  // of a change
+head: "*** Change \"a\"" LF
+!add: "+" /(.*)/ LF -> line
+?drop: ["-" | "--"i] NAME{1,2} /[a-c]\/x/i LF
+tail: "e" ~ 2..3
+    | "f"
+NAME: "d".."f" DIGIT*
+%import common.LF
+%import common.INT -> DIGIT
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '*** Change "a"\n+\n',
+        '*** Change "a"\n+any thing\n-d1f B/X\n',
+        '*** Change "a"\n-d1fB/X\nee',
+        '*** Change "a"\nea/x\nf',
+        '*** Change "a"\n--e7a/x\neee',
+        '*** Change "a"\n--g7a/x\n',
+        '*** Change "a"\n+\neeee',
+        '*** Change "a"\nf',
+        "*** Change a\n+\n",
+        "",
+    ],
+)
+def test_an_expression_has_the_texts_of_its_grammar(plain, text):
+    is_right = re.fullmatch(regex_of(LINES), text) is not None
+    assert is_right == writes(plain, LINES, text)
+    if is_right:
+        asked = {"type": "string", "pattern": f"^(?:{regex_of(LINES)})$"}
+        assert writes(plain, f"start: %json {json.dumps(asked)}", json.dumps(text))
+
+
+DOUBLED = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(16)) + 'a16: "bb"'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        ('start: "a" start | "b"', "start is part of itself"),
+        ('start: "a" other', "has no other"),
+        ('other: "a"', "has no start"),
+        ('"a"', "expected NAME:"),
+        ('start: ("a" | "b"', r"a \( that nothing closes"),
+        ('start: "a")', r"start has a \) too many"),
+        ('start: "a"\n%ignore " "', "%ignore .* cannot be enforced"),
+        ("start: A & B", "& B' cannot be enforced"),
+        ('start: "a" .. b', r"expected a text after"),
+        (r'start: "\x"', "cannot be read"),
+        ("start: " + "(" * 5000, "cannot be read"),
+        (DOUBLED, "too large"),
+    ],
+)
+def test_what_is_no_regular_grammar_is_refused(grammar, said):
+    with pytest.raises(ValueError, match=said):
+        regex_of(grammar)
 
 
 def test_open_reasoning_is_closed_before_the_answer(grammars, tokenizer):

@@ -173,6 +173,15 @@ def test_grammars_stand_in_the_channels(harmony_tokenizer):
     ]:
         wrapped = after_analysis(grammar, is_call=is_call)
         assert is_let_through(harmony_tokenizer, wrapped, text) == is_right, text
+    either = after_analysis(of_harmony_call([WEATHER], is_needed=False), is_call=True)
+    said = f"{ANALYSIS}w<|end|>{ROLE}{FINAL.replace('final', 'commentary')}I look.<|end|>{ROLE}"
+    for text, is_right in [
+        (f"{FINAL}Hello", True),
+        (f"{said}{FINAL}Hello", True),
+        (f'{said}{CALL}{{"city": "Rome"}}', True),
+        (f'{CALL}{{"city": 7}}', False),
+    ]:
+        assert is_let_through(harmony_tokenizer, either, text) == is_right, text
 
 
 def test_over_http(harmony_tokenizer):
@@ -205,10 +214,15 @@ def test_over_http(harmony_tokenizer):
         }
         assert f"{ANALYSIS}Hm<|end|>{ROLE}<|message|>Ho<|end|>" in prompts[0]
         assert prompts[0].endswith(ROLE)
-        for more in ({}, {"tool_choice": "required"}, {"parallel_tool_calls": False}):
-            status, found = site.ask(
-                "/v1/chat/completions", {"messages": messages, "tools": tools, **more}
-            )
+        strict = [{**tools[0], "function": {**tools[0]["function"], "strict": True}}]
+        for more in (
+            {},
+            {"tool_choice": "required"},
+            {"parallel_tool_calls": False},
+            {"tools": strict},
+        ):
+            asked = {"messages": messages, "tools": tools, **more}
+            status, found = site.ask("/v1/chat/completions", asked)
             assert status == 200, found
             assert found["choices"][0]["finish_reason"] == "tool_calls"
             assert found["choices"][0]["message"]["reasoning_content"] == "Well."
@@ -219,14 +233,8 @@ def test_over_http(harmony_tokenizer):
         deltas = [one["choices"][0]["delta"] for one in chunks if isinstance(one, dict)]
         assert "".join(delta.get("content") or "" for delta in deltas) == "Hello"
         assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Well."
-        for more, param in [
-            (
-                {"tools": [{**tools[0], "function": {**tools[0]["function"], "strict": True}}]},
-                "tools",
-            ),
-            ({"response_format": {"type": "grammar", "grammar": 'start: "x"'}}, "response_format"),
-        ]:
-            assert (
-                site.refused("/v1/chat/completions", {"messages": messages, **more})["param"]
-                == param
-            )
+        asked = {
+            "messages": messages,
+            "response_format": {"type": "grammar", "grammar": 'start: "x"'},
+        }
+        assert site.refused("/v1/chat/completions", asked)["param"] == "response_format"

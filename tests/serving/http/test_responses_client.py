@@ -333,11 +333,14 @@ def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: 
     assert again.status == "completed"
 
 
+GRAMMAR = 'start: WORD LF "\\"b"\n%import common.LF\n%import common.WORD'
+
+
 def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) -> None:
-    form: Any = {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}
+    form: Any = {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}
     patch: Any = {"type": "custom", "name": "patch", "description": "Changes files."}
     schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    about = "Changes files.\n\nThe input keeps to this lark:\nstart: WORD"
+    about = f"Changes files.\n\nThe input keeps to this lark:\n{GRAMMAR}"
     function = {"name": "patch", "description": about, "parameters": schema}
     arguments = '{"input": "a\\n\\"b"}'
     made = {"id": "1", "function": {"name": "patch", "arguments": arguments}}
@@ -351,9 +354,11 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
         {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": 'a\n"b'},
         {"type": "custom_tool_call_output", "call_id": "1", "output": "Done"},
     ]
-    assert asked(PATH, {"input": items, "tools": [{**patch, "format": form}]}) == asked(
-        CHAT, {"messages": chat, "tools": [{"type": "function", "function": function}]}
-    )
+    found = asked(PATH, {"input": items, "tools": [{**patch, "format": form}]})
+    tools = [{"type": "function", "function": function}]
+    assert found.prompt_ids == asked(CHAT, {"messages": chat, "tools": tools}).prompt_ids
+    assert found.constraint is not None
+    patch["format"] = form
     site = speaking(f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>')
     with client_of(site) as client:
         choice: Any = {"type": "custom", "name": "patch"}
@@ -378,6 +383,7 @@ def tool_of(**form: str) -> dict[str, Any]:
     return {"type": "custom", "name": "weather", "format": form}
 
 
+RECURSIVE = tool_of(type="grammar", syntax="lark", definition='start: "a" start?')
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
 
@@ -396,6 +402,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": "Hi", "tools": [tool_of(type="grammar")]}, "tools.format.syntax"),
         ({"input": "Hi", "tools": [tool_of(type="grammar", syntax="lark")]}, "tools.format.def"),
         ({"input": "Hi", "tools": [tool_of(type="text", definition="x")]}, "tools.format.def"),
+        ({"input": "Hi", "tools": [RECURSIVE]}, "tools.format.definition"),
         ({"input": "Hi", "background": True}, "background"),
         ({"input": "Hi", "include": ["file_search_call.results"]}, "include"),
         ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),

@@ -1,0 +1,251 @@
+"""Fine-tuning compared with PEFT and TRL: `python benchmarks/fine_tuning.py adapters [--save]`.
+
+`adapters` trains LoRA on attention and experts of layers of OLMoE's shape: with slots for the share
+of the experts that 10 GiB hold of the whole model, with all in memory, and by PEFT. `chats` trains
+LoRA on attention with documents as long as chats: packed rows of `finetune`, and padded batches of
+TRL. Systems take steps in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from moe_runtime.benchmarks.harness.gpu import drawn_checkpoint, shape_of
+from moe_runtime.benchmarks.harness.scripting import (
+    ScriptResults,
+    positive,
+    results_parser,
+    run_script,
+)
+from moe_runtime.benchmarks.suite.results import Metric, facts
+from moe_runtime.benchmarks.suite.runner import BenchSystem, Rules, run_in_turn
+from moe_runtime.benchmarks.synthetic.texts import language_reference
+from moe_runtime.training.config_tree import build_tree
+from moe_runtime.training.finetune.finetune_run import prepare, start
+from moe_runtime.training.finetune.settings import FinetuneConfig
+
+RANK, RATE, DOCUMENTS = 8, 1e-4, 96
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+METRICS = {
+    "tokens_per_s": Metric("tokens/s", "more"),
+    **facts("s", "step_s"),
+    **facts("nats", "loss"),
+    **facts("count", "experts_with_slots", better="more"),
+}
+
+
+def main() -> int:
+    parser = results_parser(__doc__, "--tiny=a tiny shape, as a rehearsal")
+    parser.add_argument("what", choices=("adapters", "chats"))
+    for name, number, words in (
+        ("--layers", 2, "of the model"),
+        ("--steps", 4, "timed steps of each"),
+        ("--context", 256, "of a row"),
+        ("--rows", 4, "of a step"),
+    ):
+        text = f"{words} (default: %(default)s)"
+        parser.add_argument(name, type=positive, default=number, help=text)
+    options = parser.parse_args()
+    shape = shape_of("olmoe-1b-7b", options.layers, is_tiny=options.tiny)
+    whole = shape_of("olmoe-1b-7b", 16, is_tiny=options.tiny)
+    names = ("layers", "context", "rows")
+    settings = {"shape": shape.describe(), "rank": RANK, "threads": torch.get_num_threads()}
+    settings |= {name: getattr(options, name) for name in names}
+    results = ScriptResults(
+        f"fine-tuning-{options.what}", options, settings, METRICS,
+        file=f"fine-tuning-{options.what}-{shape.name}",
+    )  # fmt: skip
+    rules = Rules(judged=["tokens_per_s"], least=options.steps, most=options.steps)
+    with drawn_checkpoint(shape, "cpu") as folder:
+        systems: list[BenchSystem]
+        if options.what == "adapters":
+            (folder.parent / "text.txt").write_text(language_reference())
+            share = min(1.0, 0.8 * 10 * 2**30 / whole.total_bytes)
+            systems = [
+                Ours("10 GiB", _config(folder, options, "text.txt"), share),
+                Ours("in memory", _config(folder, options, "text.txt"), 1.0),
+                Peft("peft", folder, options),
+            ]
+        else:
+            write_documents(folder.parent / "chats.jsonl", options)
+            config = _config(folder, options, "chats.jsonl", places=["attention"])
+            systems = [Ours("packed", config, 1.0), Trl("trl, padded", folder, options)]
+        found, _ = run_in_turn(systems, rules)
+        for name, measured in found.items():
+            results.add(name, measured.failure or measured.repetitions)
+    first, *others = found
+    for name in others:
+        ours, other = (results.value(one, "tokens_per_s") or 0.0 for one in (first, name))
+        print(f"{first}: {ours / other:.2f} times the speed of {name}")
+    return results.finish()
+
+
+def write_documents(path: Path, options: argparse.Namespace) -> None:
+    """Token ids, log-normal in length as chats are, up to a row."""
+    random = np.random.default_rng(0)
+    lengths = np.exp(random.normal(np.log(options.context / 5), 0.8, DOCUMENTS)).astype(int)
+    with path.open("w") as file:
+        for length in lengths.clip(8, options.context + 1):
+            ids = random.integers(5, 250, length).tolist()
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+
+
+class Ours(BenchSystem):
+    """A run of `finetune --lora`; `share` of the experts have slots."""
+
+    def __init__(self, name: str, config: FinetuneConfig, share: float) -> None:
+        super().__init__(name)
+        output = config.run.output / name.replace(" ", "-")
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=output))
+        if share < 1:
+            memory: Any = prepare(config).memory
+            plan = memory.host
+            slots = round(share * plan.num_slots)
+            budget = str(plan.dense_bytes + plan.reserve_bytes + slots * plan.slot_bytes)
+            run = dataclasses.replace(config.run, host_memory=budget)
+            config = dataclasses.replace(config, run=run)
+        self._run = prepare(config)
+        self._trainer = start(self._run, resume=False)
+        self._step()
+
+    def _step(self) -> Mapping[str, float]:
+        records: list[Any] = []
+        before = self._run.batches.taken
+        self._trainer.train(should_stop=lambda: True, on_record=records.append)
+        tokens = config_tokens(self._run, before)
+        step = records[0]
+        memory: Any = self._run.memory
+        return {
+            "step_s": step.step_s, "loss": step.loss, "tokens_per_s": tokens / step.step_s,
+            "experts_with_slots": memory.host.num_slots,
+        }  # fmt: skip
+
+    def repeat(self) -> Mapping[str, float]:
+        return self._step()
+
+
+def config_tokens(run: Any, before: tuple[int, ...]) -> int:
+    """Tokens of the last step that are no padding."""
+    rows = run.config.data.sequences_per_step
+    stream = run.batches._windows[0]
+    windows = [stream.window(before[0] + number) for number in range(rows)]
+    if windows[0].ndim == 1:
+        return sum(len(window) - 1 for window in windows)
+    return sum(int((window[:, 2] >= 0).sum()) for window in windows)
+
+
+class Peft(BenchSystem):
+    """Everything in memory, adapters by PEFT; one forward and backward pass of all rows."""
+
+    def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
+        super().__init__(name)
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        lora = LoraConfig(
+            r=RANK, lora_alpha=2 * RANK, target_modules=ATTENTION,
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        )  # fmt: skip
+        self._model: Any = get_peft_model(base, lora).train()
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._adamw = torch.optim.AdamW(trained, lr=RATE, fused=True)
+        self._shape, self._random = (options.rows, options.context), torch.Generator()
+        self.repeat()
+
+    def repeat(self) -> Mapping[str, float]:
+        ids = torch.randint(5, 250, self._shape, generator=self._random)
+        begin = time.perf_counter()
+        logits = self._model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        self._adamw.step()
+        self._adamw.zero_grad()
+        seconds = time.perf_counter() - begin
+        return {
+            "step_s": seconds, "loss": float(loss.detach()), "tokens_per_s": ids.numel() / seconds,
+        }  # fmt: skip
+
+
+class Trl(BenchSystem):
+    """TRL's SFTTrainer with padded batches; each repetition is a run whose first step is not
+    timed."""
+
+    def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
+        super().__init__(name)
+        self._folder, self._options, self._number = folder, options, 0
+
+    def repeat(self) -> Mapping[str, float]:
+        from peft import LoraConfig
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+        trl: Any = importlib.import_module("trl")  # not among what this project needs
+        datasets: Any = importlib.import_module("datasets")
+        lines = (self._folder.parent / "chats.jsonl").read_text().splitlines()
+        examples = datasets.Dataset.from_list([json.loads(line) for line in lines])
+        tokenizer: Any = AutoTokenizer.from_pretrained(self._folder)
+        tokenizer.pad_token = tokenizer.eos_token
+        times: list[tuple[float, float]] = []
+        counts: list[float] = []
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                times.append((time.perf_counter(), 0.0))
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                times[-1] = (times[-1][0], time.perf_counter())
+
+            def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                logs = given["logs"]
+                counts.extend([logs["num_tokens"]] if "num_tokens" in logs else [])
+
+        settings = trl.SFTConfig(
+            output_dir=str(self._folder.parent / "trl"), max_steps=2, save_strategy="no",
+            report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+            logging_steps=1, learning_rate=RATE, max_length=self._options.context + 1,
+            per_device_train_batch_size=self._options.rows * 3, seed=self._number,
+        )  # fmt: skip
+        self._number += 1
+        trainer = trl.SFTTrainer(
+            AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16),
+            settings, train_dataset=examples, processing_class=tokenizer, callbacks=[Clock()],
+            peft_config=LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=ATTENTION),
+        )  # fmt: skip
+        trainer.train()
+        begin, end = times[1]
+        return {"step_s": end - begin, "tokens_per_s": (counts[1] - counts[0]) / (end - begin)}
+
+
+def _config(folder: Path, options: argparse.Namespace, data: str, **lora: Any) -> FinetuneConfig:
+    tree: dict[str, Any] = {
+        "model": str(folder),
+        "run": {
+            "output": str(folder.parent / "runs"), "steps": 1000, "precision": "bfloat16",
+            "host_memory": "auto", "checkpoint_every": 0,
+        },
+        "data": {
+            "sources": {"text": {"files": [str(folder.parent / data)]}},
+            "context": options.context,
+            "tokens_per_step": options.context * options.rows,
+            "held_out_share": 0.0,
+        },
+        "optimizer": {"peak_rate": RATE},
+        "lora": {"rank": RANK, **lora},
+    }  # fmt: skip
+    return build_tree(FinetuneConfig, tree)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

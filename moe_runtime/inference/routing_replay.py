@@ -1,0 +1,225 @@
+"""Router replay: which experts a server chose, and passes that choose the same ones.
+
+What a trained policy computes of an answer differs from what its server did where their routers
+choose other experts. A replayed pass takes the recorded experts; their weights are those of its own
+router, with gradients.
+
+Source: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers" (R3, 2025).
+
+Shape suffixes: B sequences, N tokens of one, T tokens, L layers, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from moe_runtime.checkpoints.absent import AbsentParameters
+from moe_runtime.checkpoints.expert_map import find_experts
+from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.inference.steps import LayerRouting, Listener
+from moe_runtime.layer import MoELayer
+
+Recorded = np.ndarray | Tensor | Sequence[np.ndarray | Tensor]
+_CURRENT: ContextVar[object] = ContextVar("replay", default=None)
+
+
+def encode_routing(ids_TLK: np.ndarray) -> str:
+    """A NumPy file in base64, as vLLM gives `routed_experts` of an answer."""
+    with io.BytesIO() as file:
+        np.save(file, ids_TLK, allow_pickle=False)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def decode_routing(text: str) -> np.ndarray:
+    """`[T, L, K]`: what `encode_routing` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, binascii.Error) as error:
+        raise ValueError(f"routed_experts is no NumPy file in base64: {error}") from None
+    if not isinstance(found, np.ndarray) or found.ndim != 3 or found.dtype.kind not in "iu":
+        raise ValueError(
+            "routed_experts must be integers of tokens, layers and choices, got "
+            f"{getattr(found, 'dtype', type(found).__name__)} {getattr(found, 'shape', '')}"
+        )
+    return found
+
+
+class RoutingOfPass(Listener):
+    """Keeps the experts of one pass, whose layers may be called once for each of its pieces."""
+
+    wants_routing = True
+    follows_requests = False
+
+    def __init__(self, num_experts: int) -> None:
+        self._type = np.uint8 if num_experts <= 256 else np.uint16
+        self._layers: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def routed(self, routing: LayerRouting) -> None:
+        self._layers[routing.layer].append(routing.ids_TK.cpu().numpy())
+
+    def ids(self) -> np.ndarray:
+        """`[T, L, K]` uint8, or uint16 where a byte does not hold the ids; int16 with ids of no
+        expert, which are negative."""
+        layers = [np.concatenate(self._layers[layer]) for layer in sorted(self._layers)]
+        ids_TLK = np.stack(layers, axis=1)
+        return ids_TLK.astype(np.int16 if ids_TLK.min(initial=0) < 0 else self._type)
+
+
+@contextlib.contextmanager
+def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]:
+    """A `with` block in which a model's tokens go to recorded experts.
+
+    The passes in it are of the recorded tokens. Order and ids of each token's experts are as
+    recorded, so with the weights of the server log-probabilities have the bits of a pass that chose
+    by itself.
+
+    Args:
+        model: of transformers, from `load`, of `MoELayer`s, or after `offload_training`.
+        routed_experts: `[B, N, L, K]`, or `[Ni, L, K]` of each sequence, the first tokens of which
+            it has; -1, and tokens that are not recorded, leave the choice to the router.
+
+    Raises:
+        ValueError: it is of other layers, experts or numbers of tokens or choices.
+        UnsupportedUseError: blocks are computed again in the backward pass, or the model's gates do
+            not choose by `topk`.
+    """
+    names = experts_of(model)
+    num_experts = min(int(cast(Any, model.get_submodule(name)).num_experts) for name in names)
+    sequences = [torch.as_tensor(_signed(one)) for one in routed_experts]
+    for ids_NLK in sequences:
+        if ids_NLK.ndim != 3 or ids_NLK.shape[1] != len(names):
+            raise ValueError(
+                f"routed_experts must be [tokens, {len(names)} layers, choices] of each sequence, "
+                f"got {list(ids_NLK.shape)}"
+            )
+        if ids_NLK.numel() and int(ids_NLK.max()) >= num_experts:
+            raise ValueError(
+                f"routed_experts names expert {int(ids_NLK.max())}, the layers have {num_experts}"
+            )
+    checkpoints = getattr(model, "is_activation_checkpointing", None)  # its name from 5.20 on
+    if checkpoints is None:
+        checkpoints = getattr(model, "is_gradient_checkpointing", False)
+    if model.training and checkpoints:
+        raise UnsupportedUseError(
+            "gradient checkpointing chooses experts again in the backward pass: switch it off to "
+            "replay a routing"
+        )
+    mine = object()
+    token = _CURRENT.set(mine)
+    with contextlib.ExitStack() as installed:
+        installed.callback(_CURRENT.reset, token)
+        for layer, name in enumerate(names):
+            experts = model.get_submodule(name)
+            replay = _LayerReplay(mine, layer, cast(Any, experts).num_experts, sequences)
+            block = model.get_submodule(name.rpartition(".")[0])
+            for handle in (
+                block.register_forward_pre_hook(replay.begin, prepend=True),
+                block.register_forward_hook(replay.end, always_call=True),
+                experts.register_forward_pre_hook(replay.compare, with_kwargs=True),
+            ):
+                installed.callback(handle.remove)
+        yield
+
+
+@dataclass
+class _LayerReplay:
+    """Replays one layer, for the passes of one `with` block."""
+
+    owner: object
+    layer: int
+    num_experts: int
+    sequences: Sequence[Tensor]
+    _modes: list[_Choices] = field(default_factory=list)
+
+    @property
+    def _is_mine(self) -> bool:
+        return _CURRENT.get() is self.owner
+
+    def begin(self, *_: Any) -> None:
+        if self._is_mine:
+            self._modes.append(_Choices(self))
+            self._modes[-1].__enter__()
+
+    def end(self, *_: Any) -> None:
+        if self._is_mine and self._modes:
+            self._modes.pop().__exit__(None, None, None)
+
+    def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_mine:
+            return
+        ids_TK = (*args, *kwargs.values())[1]
+        recorded_TK = self.ids(ids_TK)
+        if not bool(((ids_TK == recorded_TK) | (recorded_TK < 0)).all()):
+            raise UnsupportedUseError(
+                f"layer {self.layer} with experts did not take the recorded ones: its gate does "
+                "not choose by topk, which replaying needs"
+            )
+
+    def ids(self, like_TK: Tensor) -> Tensor:
+        """`[T, K]` int64: recorded, -1 where a router is to choose."""
+        num_tokens, top_k = like_TK.shape
+        length, rest = divmod(num_tokens, len(self.sequences))
+        parts = []
+        for ids_NLK in self.sequences:
+            ids_NK = ids_NLK[:, self.layer]
+            if rest or len(ids_NK) > length or ids_NK.shape[1] != top_k:
+                raise ValueError(
+                    f"routed_experts has {len(self.sequences)} sequences of up to "
+                    f"{max(map(len, self.sequences))} tokens and {ids_NK.shape[1]} choices; the "
+                    f"pass has {num_tokens} tokens and {top_k}"
+                )
+            parts.append(nn.functional.pad(ids_NK, (0, 0, 0, length - len(ids_NK)), value=-1))
+        return torch.cat(parts).to(like_TK.device)
+
+
+class _Choices(TorchFunctionMode):
+    """Gives recorded ids for the choice of a router: the best `K` of `E` scores of each token."""
+
+    def __init__(self, replay: _LayerReplay) -> None:
+        super().__init__()
+        self._replay = replay
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores = args[0] if args else (kwargs or {})["input"]
+        top_k = self._replay.sequences[0].shape[2]
+        if scores.shape[-1] != self._replay.num_experts or found.indices.shape[-1] != top_k:
+            return found  # of groups
+        recorded = self._replay.ids(found.indices.reshape(-1, top_k)).view_as(found.indices)
+        ids = found.indices.where(recorded < 0, recorded)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))  # type: ignore[attr-defined]
+
+
+def _signed(ids: Any) -> Any:
+    return ids.astype(np.int64) if isinstance(ids, np.ndarray) else ids.long()
+
+
+def experts_of(model: nn.Module) -> list[str]:
+    """Names of the modules of routed experts, in order."""
+    absent, own = [], []
+    for name, module in model.named_modules():
+        if isinstance(module, AbsentParameters) and hasattr(module, "layer"):
+            absent.append(name)
+        elif isinstance(module, MoELayer):
+            own.append(f"{name}.experts" if name else "experts")
+    return absent or own or [found.name for found in find_experts(model)]
