@@ -14,6 +14,7 @@ import numpy as np
 from moe_runtime.benchmarks import prefetch_matrix
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, run_script
 from moe_runtime.benchmarks.suite import facts
+from moe_runtime.inference.draft_models import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
@@ -24,7 +25,6 @@ from moe_runtime.policies.prediction import Estimator, Routes, contexts_of, make
 from moe_runtime.policies.prediction.base import Event, StepBegins
 from moe_runtime.policies.prediction.estimator import sigmoid, visits
 
-MOST_DRAFTED = 8
 METRICS = facts("share", "of_lru_to_optimum", "hits", better="more")
 
 

@@ -27,17 +27,16 @@ from moe_runtime.inference.budget import context_step_bytes, known_positions, re
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafted_steps import MOST_ROWS
 from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.known_classes import can_share_a_pass, keeps_states
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.loading import finish_dense, load, signature_of
-from moe_runtime.inference.pieces import most_in_pass
 from moe_runtime.inference.rows_alone import can_join
 from moe_runtime.inference.sequence_cache import (
     BatchCache,
-    can_share_a_pass,
-    keeps_states,
     make_room,
     new_cache,
 )
+from moe_runtime.inference.steps import most_in_pass
 
 CPU = torch.device("cpu")
 MOST_DRAFTED = 8

@@ -26,8 +26,8 @@ from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning, UnsupportedMo
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Offer, Source
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.known_classes import keeps_states
 from moe_runtime.inference.kv_cache import can_give_back, give_room
-from moe_runtime.inference.pieces import ANSWERS_MORE
 from moe_runtime.inference.rows_alone import (
     RowsAlone,
     can_join,
@@ -37,9 +37,9 @@ from moe_runtime.inference.rows_alone import (
 from moe_runtime.inference.sequence_cache import (
     BatchCache,
     have_same_tokens,
-    keeps_states,
     new_cache,
 )
+from moe_runtime.inference.steps import ANSWERS_MORE
 
 MOST_ROWS = 16
 """Of a pass; experts on a CPU compute as many in one call."""

@@ -27,10 +27,15 @@ from moe_runtime.inference.budget import (
     tokens_to_plan_for,
 )
 from moe_runtime.inference.kv_cache import require_roundable
-from moe_runtime.inference.load_options import AUTO, check_names
-from moe_runtime.inference.loading import plan_draft, resolve_policy, signature_of
+from moe_runtime.inference.loading import (
+    AUTO,
+    check_names,
+    plan_draft,
+    resolve_policy,
+    signature_of,
+)
 from moe_runtime.inference.lossy import copied_bytes
-from moe_runtime.inference.pieces import most_in_pass
+from moe_runtime.inference.steps import most_in_pass
 from moe_runtime.policies.eviction.base import PolicyChoice
 from moe_runtime.types import ModelSignature
 

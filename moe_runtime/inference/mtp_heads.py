@@ -28,11 +28,11 @@ from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.loading import (
     finish_dense,
     policy_maker,
-    read_experts,
     replace_experts,
     signature_of,
 )
 from moe_runtime.inference.steps import Steps
+from moe_runtime.inference.warming import read_experts
 from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction.base import PolicyChoice
@@ -204,6 +204,6 @@ class HeadDrafts(CachedDrafts):
         if steps is None:
             found = head.forward_layer(*args, **named)
         else:
-            found = steps.run(head.forward_layer, args, named)
+            found = steps.run(head.forward_layer, *args, **named)
         text.ahead = found[:, -1:]
         return int(head.shared_head(text.ahead).argmax())

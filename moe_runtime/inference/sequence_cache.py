@@ -20,9 +20,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from moe_runtime.inference.cpu.seen_keys import SeenKeys
 from moe_runtime.inference.device.static_caches import RowCache, RowLayer
-from moe_runtime.inference.kv_cache import can_take_place, give_room
+from moe_runtime.inference.kv_cache import SeenKeys, can_take_place, give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.memory.device.cuda_device import CudaDevice
@@ -122,14 +121,6 @@ def _states_of(cache: DynamicCache) -> Iterator[_States]:
             yield layer.recurrent_states
 
 
-_KNOWN_LAYERS = {
-    *("DynamicLayer", "DynamicSlidingWindowLayer"),
-    "DummyLayer",  # keeps nothing; transformers 5.17 has none yet
-    *("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-}
-
-
 def new_cache(model: Any, *, grows: bool) -> DynamicCache:
     """An empty cache for a model, of the kind that the model makes of any."""
     cache = DynamicCache(config=model.config)
@@ -154,34 +145,6 @@ def have_same_tokens(cache: DynamicCache, other: DynamicCache) -> bool:
     return own.keys() == expected.keys() and all(
         all(map(torch.equal, own[layer], expected[layer])) for layer in own
     )
-
-
-def can_share_a_pass(config: Any) -> bool:
-    """Whether a sequence's cache has nothing but running states, and keys and values."""
-    text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
-        return False
-    if getattr(text, "attention_chunk_size", None) is not None:
-        return False
-    return has_known_layers(config)
-
-
-def has_known_layers(config: Any) -> bool:
-    layers = DynamicCache(config=config).layers
-    return all(type(layer).__name__ in _KNOWN_LAYERS for layer in layers)
-
-
-def keeps_states(config: Any) -> bool:
-    layers = DynamicCache(config=config).layers
-    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
-
-
-def keeps_every_token(config: Any) -> bool:
-    """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
-    layers = DynamicCache(config=config).layers
-    is_sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
-    return not is_sliding and not keeps_states(config)
 
 
 def set_room(cache: DynamicCache, num_tokens: int) -> None:

@@ -25,6 +25,12 @@ from moe_runtime.inference.cache_copies import BlockCopies, StateCopies
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION, use_single_query_attention
 from moe_runtime.inference.drafted_steps import DRAFTED_ELSEWHERE
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.known_classes import (
+    can_share_a_pass,
+    has_known_layers,
+    keeps_every_token,
+    keeps_states,
+)
 from moe_runtime.inference.pictures import (
     Positions,
     for_model,
@@ -41,12 +47,8 @@ from moe_runtime.inference.rows_alone import (
 from moe_runtime.inference.sequence_cache import (
     BatchCache,
     RowMemory,
-    can_share_a_pass,
-    has_known_layers,
     have_close_states,
     have_same_tokens,
-    keeps_every_token,
-    keeps_states,
     new_cache,
     own_states,
     tokens_of_states,

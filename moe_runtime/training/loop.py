@@ -38,7 +38,7 @@ from moe_runtime.training.metrics import (
     MetricsSink,
     Record,
     StepRecord,
-    read_records,
+    read_metrics,
 )
 from moe_runtime.training.optimizer import StepOptimizer
 from moe_runtime.training.prepared import SUMMARY_FILE, PreparedRun
@@ -242,7 +242,7 @@ class Trainer:
         """The mean held-out losses before this run went on, in rank 0, which alone decides."""
         if not self._config.run.patience or self._ranks.rank:
             return []
-        records = read_records(self._run.output)
+        records = read_metrics(self._run.output)
         return [record["held_out_mean"] for record in records if "held_out_mean" in record]
 
     def _has_stalled(self, measured: Sequence[float]) -> bool:
@@ -456,7 +456,7 @@ class Trainer:
     def _summary(self, folder: Path | None) -> dict[str, Any]:
         import transformers
 
-        records = read_records(self._run.output)
+        records = read_metrics(self._run.output)
         losses = [record["loss"] for record in records if "loss" in record]
         held_out = [record for record in records if "held_out" in record]
         return {

@@ -26,8 +26,13 @@ from moe_runtime.errors import CapacityError, UnsupportedUseError
 from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes
 from moe_runtime.inference.cpu.attention import ATTENTION
 from moe_runtime.inference.kv_cache import room_for
-from moe_runtime.inference.pieces import Pieces
-from moe_runtime.inference.steps import CalledInSteps, Steps, refuse_tracing, too_long
+from moe_runtime.inference.steps import (
+    CalledInSteps,
+    Pieces,
+    Steps,
+    refuse_tracing,
+    too_long,
+)
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.source import FileVersion
 from moe_runtime.memory.store import ExpertStore
