@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError
+from moe_runtime.files import remove_or_warn, write_atomically, write_text
 from moe_runtime.training.checkpoint import RunProgress, name_of_step, step_of
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.sharded import ShardedCheckpoints
@@ -84,7 +84,7 @@ class Snapshots:
         """Takes a snapshot; the one before goes once it is whole."""
         path = self.folder / name_of_step(progress.step)
         if self._is_first_here:
-            shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
+            remove_or_warn(path, "a process that was killed left it")
             path.mkdir()
         self._ranks.barrier()
         own = self._shards.write(path, progress)
@@ -94,7 +94,7 @@ class Snapshots:
         for text in self._ranks.texts(json.dumps(found)):
             whole |= json.loads(text)
         if self._is_first_here:
-            (path / _WHOLE).write_text(json.dumps(whole))
+            write_text(path / _WHOLE, json.dumps(whole))
         self._ranks.barrier()
         if self._is_first_here:
             self._remove(keep=path)
@@ -127,7 +127,7 @@ class Snapshots:
     def _remove(self, *, keep: Path | None) -> None:
         for path in self._snapshots():
             if path != keep:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_or_warn(path, "there is a newer snapshot, or none is wanted")
 
     def _copy_to_neighbour(self, path: Path, own: Iterable[str]) -> None:
         """Sends this process's files to one of another machine, and takes another process's."""
@@ -166,7 +166,7 @@ class Snapshots:
                 path.mkdir(exist_ok=True)
                 _write(path / name, content)
         if self._is_first_here:
-            (path / _WHOLE).write_text(json.dumps(dict(whole)))
+            write_text(path / _WHOLE, json.dumps(dict(whole)))
         self._ranks.barrier()
 
 
@@ -192,4 +192,5 @@ def _read(path: Path) -> torch.Tensor:
 
 
 def _write(path: Path, content: torch.Tensor) -> None:
-    path.write_bytes(content.numpy().tobytes())
+    with write_atomically(path) as file:
+        file.write(content.numpy().tobytes())
