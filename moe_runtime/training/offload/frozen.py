@@ -34,6 +34,7 @@ from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
+from moe_runtime.parallel import LayoutGroups
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.compute_copies import LinkTraffic
 from moe_runtime.training.offload.memory import FrozenMemory
@@ -48,7 +49,7 @@ from moe_runtime.training.offload.passes import (
 )
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsSite
-from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
+from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -428,6 +429,7 @@ class AdapterTraining(StepOptimizer):
         adapters: of the experts, layer by layer; empty if they have none.
         stores: the one that experts are computed from, and below it, where a device computes, the
             host's.
+        groups: processes that train the same on micro-batches of their own; None for this alone.
 
     Raises:
         ValueError: there is nothing to train.
@@ -442,8 +444,10 @@ class AdapterTraining(StepOptimizer):
         stores: Sequence[ExpertStore[Tensor]],
         settings: AdamW,
         memory: FrozenMemory,
+        groups: LayoutGroups | None = None,
     ) -> None:
         return_freed_blocks()
+        self._groups = groups
         self.model, self.memory = model, memory
         self._stores, self._executor, self._settings = [*stores], executor, settings
         self._steps = self._skipped = 0
@@ -475,10 +479,20 @@ class AdapterTraining(StepOptimizer):
 
     def step(self, rate: float | None = None) -> StepOutcome:
         rate = self._settings.lr if rate is None else rate
+        if self._groups is not None:
+            self._groups.reduce_dense_gradients(self.dense.parameters())
         outcome = self.dense.clipped_step(rate, self._settings.clip_norm)
         self._skipped += bool(outcome.bad_parameters)
         self._steps += not outcome.bad_parameters
         return outcome
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """As of `StepOptimizer`; of several processes the first one writes, as all have the same
+        adapters."""
+        if self._groups is None or self._groups.rank == 0:
+            super().write(state, own, job)
 
     def stats(self) -> OffloadStats:
         fast, last = self._stores[0].stats(), self._stores[-1].stats()
