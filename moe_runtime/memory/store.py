@@ -143,7 +143,7 @@ class Lease(Generic[W]):
                     self._keep = frozenset(missing)
                     self._missing.extend(missing)
                 store._counters.misses += len(missing)
-                store._regrets += sum(key in store._gone for key in missing)
+                store._regrets += sum(key in store.gone for key in missing)
                 self._demand_missing()
         return self
 
@@ -332,8 +332,7 @@ class ExpertStore(Generic[W]):
     Attributes:
         listener: called for every read and lease.
         is_closed: whether its memory was given up, so that leases are refused.
-        regretted_slots: where misses are counted that so many slots more would spare, if what is
-            evicted went to them first in, first out.
+        gone: evicted last, as many as are watched: slots more of that number would have kept them.
     """
 
     def __init__(
@@ -371,8 +370,8 @@ class ExpertStore(Generic[W]):
         self._counters = StoreStats()
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
-        self.regretted_slots = self._regrets = 0
-        self._gone: dict[ExpertKey, None] = {}  # evicted last, the latest at the end
+        self.gone: deque[ExpertKey] = deque(maxlen=0)
+        self._regrets = 0  # misses of them
 
     @property
     def num_slots(self) -> int:
@@ -528,9 +527,8 @@ class ExpertStore(Generic[W]):
             )
 
     def waits(self) -> tuple[float, int, int]:
-        """Seconds that leases waited, misses, and those that ``regretted_slots`` would spare."""
-        with self._monitor:
-            return self._counters.stall_s, self._counters.misses, self._regrets
+        """Seconds that leases waited, misses, and those of what had just ``gone``."""
+        return self._counters.stall_s, self._counters.misses, self._regrets
 
     def reset_stats(self) -> None:
         with self._monitor:
@@ -719,11 +717,7 @@ class ExpertStore(Generic[W]):
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
         self._unadmitted.remove(key) if key in self._unadmitted else self._policy.remove(key)
-        if self.regretted_slots:
-            self._gone.pop(key, None)
-            self._gone[key] = None
-            if len(self._gone) > self.regretted_slots:
-                del self._gone[next(iter(self._gone))]
+        self.gone.append(key)
         self._free.append(self._entries.pop(key).slot)
 
     def _keep_or_decline(self, key: ExpertKey) -> None:

@@ -6,7 +6,7 @@ import mmap
 import random
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ def test_misses_are_regretted_that_more_slots_would_spare():
     misses, regrets = {}, {}
     for slots, regretted in ((2, 1), (3, 0)):
         store = make_store(FakeTier(), slots)
-        store.regretted_slots = regretted
+        store.gone = deque(maxlen=regretted)
         for key in uses:
             use(store, [key])
         _, misses[slots], regrets[slots] = store.waits()
