@@ -51,11 +51,16 @@ def check_zip(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def write_digests(folder: Path, names: Iterable[str], *, writer: int = 0) -> None:
-    """Writes the digests of files of a folder into it; `writer` numbers processes that do so."""
+def write_digests(folder: Path, names: Iterable[str], *, writer: int = 0) -> str:
+    """Writes the digests of files of a folder into it; `writer` numbers processes that do so.
+
+    Returns:
+        The name of the file of digests.
+    """
     found = {name: digest_of_file(folder / name) for name in sorted(names)}
     name = f"digests-{writer}.json" if writer else "digests.json"
     write_text(folder / name, json.dumps(found, indent=1) + "\n")
+    return name
 
 
 def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moe_runtime.benchmarks.commands.shared import Threads, TimedRun
+from moe_runtime.benchmarks.commands.shared import Peers, Threads, TimedRun
 from moe_runtime.benchmarks.synthetic.model_shapes import (
     LAYER_SHAPES,
     TRAINING_SHAPES,
@@ -67,9 +67,7 @@ def bench_experts(
     run: TimedRun,
     asked: Calls,
     model: Model = None,
-    peer: Annotated[
-        list[str] | None, typer.Option(metavar="NAME[:VARIANT][@PYTHON][=FOLDER]")
-    ] = None,
+    peer: Peers = None,
     formats: str | None = None,
     device: options.Device = "cpu",
 ) -> None:
@@ -84,7 +82,7 @@ def bench_experts(
         model: Checkpoint whose first layer of experts is taken.
         peer: Another system beside these, forward alone, several times if wanted: kt_kernel
             (kt_kernel:one_thread; bf16, with --formats fp8, mxfp4, int4-int8 too), on a GPU
-            megablocks and scattermoe, or a file PEER.py; FOLDER is kt_kernel's wheel unpacked
+            megablocks and scattermoe, or a file PEER.py; MODEL is kt_kernel's wheel unpacked
             where PYTHON's environment has none.
         formats: Instead of transformers' implementations: experts computed from their codes,
             beside a plain read of as many bytes. With commas, of bf16, fp8, mxfp4, int4, q8_0,
@@ -200,7 +198,7 @@ def bench_training(
     shape: Annotated[
         str | None, typer.Option(callback=options.named("shape", lambda: TRAINING_SHAPES))
     ] = None,
-    peer: Annotated[list[str] | None, typer.Option(metavar="NAME[@PYTHON]")] = None,
+    peer: Peers = None,
     layers: Annotated[int, typer.Option(min=1, max=1000)] = 2,
     sequences: Annotated[int, typer.Option(min=1, max=1 << 16)] = 4,
     context: Annotated[int, typer.Option(min=1, max=1 << 16)] = 256,

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.suite.peers import PeerProgram
 
 STOPPING = "showing what was measured so far; Ctrl-C once more stops at once"
+Peers = Annotated[
+    list[str] | None, typer.Option("--peer", metavar="NAME[:VARIANT][@PYTHON][=MODEL]")
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=4096, help="Threads of every system; all when omitted.")
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from moe_runtime.benchmarks.commands.layers import require_one
-from moe_runtime.benchmarks.commands.shared import Threads, TimedRun, cap_bytes
+from moe_runtime.benchmarks.commands.shared import Peers, Threads, TimedRun, cap_bytes
 from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
@@ -77,9 +77,7 @@ class TextOptions:
     shape: Annotated[str | None, typer.Option(callback=_known_shape)] = None
     layers: Annotated[int, typer.Option(min=1, max=1000)] | None = None
     keep_shape: bool = False
-    peer: Annotated[list[str] | None, typer.Option(metavar="NAME[:VARIANT][@PYTHON][=MODEL]")] = (
-        None
-    )
+    peer: Peers = None
     prompts: Path | None = None
     prompt_tokens: options.Count = 64
     max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", min=2)] = None

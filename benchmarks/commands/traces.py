@@ -123,12 +123,8 @@ def bench_predictors(
     run: TimedRun,
     *,
     traces: of_predictor.Traces = None,
-    predictor: of_predictor.Names = None,
+    measuring: of_predictor.Measuring,
     train: Path | None = None,
-    test_share: of_predictor.TestShare = 0.5,
-    seed: of_predictor.Seed = 0,
-    distances: of_predictor.Distances = "1,2,4",
-    max_tokens: of_predictor.MaxTokens = None,
     side_by_side: of_replay.SideBySide = None,
     capacity: of_replay.Capacity = None,
     modelled: of_replay.ModelledTime,
@@ -144,7 +140,7 @@ def bench_predictors(
     """
     if not traces:
         raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
-    machine = modelled.machine()
+    machine, max_tokens, seed = modelled.machine(), measuring.max_tokens, measuring.seed
     if machine is None:
         timed = ("expert_size", "capacity")
         refuse_given(run.ctx, timed, "is about prefetching in modelled time; give --bandwidth too")
@@ -161,13 +157,14 @@ def bench_predictors(
     from moe_runtime.policies.prediction import PREDICTORS
 
     known = [name for name, kind in PREDICTORS.items() if not kind.needs_hidden]
-    names = list(dict.fromkeys(predictor or (_QUICK_PREDICTORS if run.quick else known)))
+    quick = _QUICK_PREDICTORS if run.quick else known
+    names = list(dict.fromkeys(measuring.predictor or quick))
     for name in names:
         of_predictor.check_trainable(name)
-    ahead = of_predictor.parse_distances(distances)
+    ahead, test_share = measuring.ahead, measuring.test_share
     shares = None if capacity is None else of_replay.parse_shares(capacity)
     routes, signature = of_predictor.read_sequences(traces)
-    of_predictor.require_layers(run.ctx, ahead, signature.num_layers)
+    measuring.require_layers(run.ctx, signature.num_layers)
     if train is None:
         parts = recorded.split_unrepeated(routes, test_share=test_share, seed=seed)
         training, test = map(routes.select, parts)

@@ -54,10 +54,6 @@ WRITTEN = {
         ("Contributing", "CONTRIBUTING.md", "guides/contributing.md"),
     ],
     "Concepts": [
-        ("Life of a token", "docs/concept-token.md", "concepts/token.md"),
-        ("Life of an expert's bytes", "docs/concept-expert.md", "concepts/expert.md"),
-        ("Life of a gradient", "docs/concept-gradient.md", "concepts/gradient.md"),
-        ("Caching and prediction", "docs/concept-prediction.md", "concepts/caching.md"),
         ("What lossless means", "docs/concept-lossless.md", "concepts/lossless.md"),
         ("Budgets", "docs/concept-budget.md", "concepts/budget.md"),
         ("Architecture", "docs/architecture.md", "concepts/architecture.md"),

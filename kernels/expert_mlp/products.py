@@ -6,7 +6,8 @@ Letters: n rows of one expert, K summed dimension, N outputs, A and B the sides 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -191,6 +192,63 @@ class RoundedProducts(Products):
     def _rounded(self, matrix: Tensor) -> Tensor:
         self._scratch, narrow = _memory_like(matrix, self._scratch)
         return narrow.copy_(matrix)
+
+
+class Adapter(NamedTuple):
+    """`W + scale * second @ first` of one matrix of a frozen expert.
+
+    Attributes:
+        first_LK: `[L, K]` of rank `L`.
+        second_NL: `[N, L]`.
+        gradients: what is learned is added to these; None in a forward pass.
+    """
+
+    first_LK: Tensor
+    second_NL: Tensor
+    scale: float
+    gradients: tuple[Tensor, Tensor] | None = None
+
+
+class AdaptedProducts(Products):
+    """Products of one frozen expert and its adapters, `x @ W.T + scale * (x @ A.T) @ B.T`.
+
+    Neither the sum of both matrices is made nor the gradient of a whole one. Products of adapters
+    are in their own dtype.
+
+    Args:
+        adapters: by the address of the matrix that each is of.
+        is_turned: matrices lie with the summed dimension first, so sides of `outer` are exchanged.
+    """
+
+    def __init__(
+        self, products: Products, adapters: Mapping[int, Adapter], *, is_turned: bool
+    ) -> None:
+        self._products, self._adapters, self._is_turned = products, adapters, is_turned
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._products.operand_dtype(dtype)
+
+    def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
+        self._products.forward(x_nK, weight_NK, bias, out_nN)
+        own = self._adapters[weight_NK.data_ptr()]
+        inner_nL = x_nK.to(own.first_LK.dtype) @ own.first_LK.T
+        out_nN.add_(inner_nL @ own.second_NL.T, alpha=own.scale)
+
+    def backward(self, grad_nN: Tensor, weight_NK: Tensor, out_nK: Tensor) -> None:
+        self._products.backward(grad_nN, weight_NK, out_nK)
+        own = self._adapters[weight_NK.data_ptr()]
+        inner_nL = grad_nN.to(own.first_LK.dtype) @ own.second_NL
+        out_nK.add_(inner_nL @ own.first_LK, alpha=own.scale)
+
+    def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
+        """Adds to the gradients of the adapters of the matrix `out`, which stays as it is."""
+        own = self._adapters[out_AB.data_ptr()]
+        assert own.gradients is not None, "a backward pass has them"
+        grad_nN, x_nK = (right_nB, left_nA) if self._is_turned else (left_nA, right_nB)
+        grad_nN, x_nK = (rows.to(own.first_LK.dtype) for rows in (grad_nN, x_nK))
+        first_LK, second_NL = own.gradients
+        first_LK.addmm_((grad_nN @ own.second_NL).T, x_nK, alpha=own.scale)
+        second_NL.addmm_(grad_nN.T, x_nK @ own.first_LK.T, alpha=own.scale)
 
 
 def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp.experts import StackedExperts
 from moe_runtime.kernels.expert_mlp.operators import path_of
+from moe_runtime.kernels.expert_mlp.products import AdaptedProducts, Adapter, Products
 from moe_runtime.kernels.expert_mlp.rows import Group, SortedRows, sort_rows
 from moe_runtime.kernels.expert_mlp.torch_path import Call, TorchPath, TorchSteps
 from moe_runtime.kernels.operands import (
@@ -129,9 +130,16 @@ class StreamedExperts:
         self.z_RZ = self.x_TD.new_empty(num_rows, dim_preactivation)
         self._begin().begin_forward(self.z_RZ)
 
-    def forward(self, expert: int, weights: StackedExperts) -> None:
-        """Adds one expert's part of the output; `weights` are its parameters, alone in slot 0."""
+    def forward(
+        self, expert: int, weights: StackedExperts, adapters: Sequence[Adapter] = ()
+    ) -> None:
+        """Adds one expert's part of the output; `weights` are its parameters, alone in slot 0.
+
+        Args:
+            adapters: of its first and second matrix, as they lie in rows of outputs; or none.
+        """
         assert self._call is not None, "begin_forward comes first"
+        self._call.products = self._products_with(weights, adapters)
         self._call.forward(self._group(expert), weights.one(0))
 
     def output(self) -> Tensor:
@@ -143,14 +151,21 @@ class StreamedExperts:
         self._begin().begin_backward(grad_TD, self.z_RZ)
 
     def backward(
-        self, expert: int, weights: StackedExperts, out: Sequence[Tensor | None] | None
+        self,
+        expert: int,
+        weights: StackedExperts,
+        out: Sequence[Tensor | None] | None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """Adds one expert's part of the gradients.
 
         `out` receives the gradients of the tensors of `weights`, in their shapes and dtype; None
-        for one that is frozen, or for all of them.
+        for one that is frozen, or for all of them, as where `adapters` learn instead.
         """
         assert self._call is not None, "begin_backward comes first"
+        self._call.products = self._products_with(weights, adapters)
+        if adapters:
+            out = [weights.gate_up, weights.down, None, None]  # which say what is learned from
         self._call.backward(
             self._group(expert), weights, weights.one(0), out or [None] * len(weights.tensors()),
             needs_x=True, is_first=True,
@@ -164,10 +179,19 @@ class StreamedExperts:
             grad_weights_TK = self._call.weights_grad(self.weights_TK)
         return self._end(), grad_weights_TK
 
+    def _products_with(self, weights: StackedExperts, adapters: Sequence[Adapter]) -> Products:
+        assert self._call is not None
+        if not adapters:
+            return self._products
+        matrices = (weights.gate_up, weights.down)
+        by_place = {one.data_ptr(): own for one, own in zip(matrices, adapters, strict=True)}
+        return AdaptedProducts(self._products, by_place, is_turned=weights.is_transposed)
+
     def _begin(self) -> Call:
         groups = [self._group(expert) for expert in self.experts]
         weights_TK = None if self._is_sorted else self.weights_TK
         self._call = Call(self.x_TD, weights_TK, self.rows, groups, self._steps)
+        self._products = self._call.products
         return self._call
 
     def _end(self) -> Tensor:

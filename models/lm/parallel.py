@@ -5,7 +5,8 @@ Attention and dense feed-forward are divided by torch's `parallelize_module` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from moe_runtime.models.lm.blocks import DenseFeedForward
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.layers import Linear
 from moe_runtime.models.lm.model import LanguageModel, Losses
-from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts
+from moe_runtime.parallel import ExpertSlots, LayoutGroups, ParallelExperts
 from moe_runtime.parallel.groups import FSDP
 from moe_runtime.routing import MoEPlusPlus, Reinforce
 from moe_runtime.routing.base import score_dtype
@@ -37,25 +38,35 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def spread_experts(
-    model: LanguageModel, groups: LayoutGroups, *, overlap: Overlap | None = None
+    model: LanguageModel,
+    groups: LayoutGroups,
+    *,
+    make: Callable[..., ParallelExperts] = ParallelExperts,
+    slots: Sequence[ExpertSlots] | None = None,
+    **options: Any,
 ) -> None:
     """Leaves this rank its share of every routed layer's experts; bits of one process stay.
 
     Afterwards the forward and backward passes are collective calls.
+
+    Args:
+        make: as `ParallelExperts`, which also takes the other options.
+        slots: of each routed layer that is here; equal runs of experts when omitted.
     """
-    for layer in model.routed_layers():
+    for number, layer in enumerate(model.routed_layers()):
         own = layer.experts
         assert isinstance(own, Experts)
         names = {name for name, _ in own.named_parameters()}
-        share = ParallelExperts(
+        share = make(
             own.num_experts,
             own.hidden_size,
             own.intermediate_size,
             groups,
+            **options,
+            **({} if slots is None else {"slots": slots[number]}),
             activation=own.activation.spec,
             has_gate=own.activation.has_gate,
             bias="down_proj_bias" in names,
-            overlap=overlap,
             impl=own.impl,
             recompute=own.recompute,
             device=own.down_proj.device,
@@ -123,11 +134,19 @@ def divide_sequences(model: LanguageModel, groups: LayoutGroups) -> None:
 
 
 def shard_dense(
-    model: LanguageModel, groups: LayoutGroups, *, root: nn.Module | None = None
+    model: LanguageModel,
+    groups: LayoutGroups,
+    *,
+    root: nn.Module | None = None,
+    keeps_gathered: bool = False,
 ) -> None:
     """Shards everything but the experts over the ranks with FSDP2, one unit a block.
 
-    Call it after the others, on all ranks; `root` is what is called if not the model's `losses`.
+    Call it after the others, on all ranks.
+
+    Args:
+        root: what is called, if not the model's `losses`.
+        keeps_gathered: parameters stay gathered from the forward to the backward pass.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -139,9 +158,12 @@ def shard_dense(
     mesh = _dense_mesh(groups, next(model.parameters()).device.type)[FSDP]
     if groups.layout.tp == 1:
         split_fused(model)
+    options: dict[str, Any] = {"mesh": mesh, "ignored_params": experts}
+    if keeps_gathered:
+        options["reshard_after_forward"] = False
     for block in model.own_blocks():
-        fully_shard(block, mesh=mesh, ignored_params=experts)
-    fully_shard(root or model, mesh=mesh, ignored_params=experts)
+        fully_shard(block, **options)
+    fully_shard(root or model, **options)
     if root is None:
         register_fsdp_forward_method(model, "losses")
 
@@ -279,13 +301,35 @@ class Stage:
         return range(start, start + each + (self.index < more))
 
 
-def check_stages(config: LanguageModelConfig, num_stages: int) -> None:
+def piece_of(model: LanguageModel) -> LanguageModel:
+    """The same modules in a model that can leave some of them out."""
+    piece = copy.copy(model)
+    piece._modules = dict(model._modules)
+    piece.blocks = nn.ModuleList(model.blocks)
+    return piece
+
+
+def keep_stages(model: LanguageModel, stages: Sequence[StageModule]) -> None:
+    """Leaves a model what some stages made of pieces of it have."""
+    for number in range(len(model.blocks)):
+        if all(isinstance(stage.model.blocks[number], nn.Identity) for stage in stages):
+            model.blocks[number] = nn.Identity()
+    for name in ("embedding", "norm", "output"):
+        if not any(hasattr(stage.model, name) for stage in stages):
+            delattr(model, name)
+    model.is_whole = False
+
+
+def check_stages(config: LanguageModelConfig, num_processes: int, *, per_process: int = 1) -> None:
     """Refuses a division into stages that cannot be."""
     pairs = config.moe is not None and config.moe.shortcut is not None
     num_blocks = config.num_layers // 2 if pairs else config.num_layers
-    if num_stages > num_blocks:
+    if num_processes * per_process > num_blocks:
         blocks = "pairs of layers that model.moe.shortcut makes" if pairs else "model.num_layers"
-        raise ValueError(f"parallel.pp ({num_stages}) must be at most the {blocks} ({num_blocks})")
+        twice = "" if per_process == 1 else f", with {per_process} stages for each process"
+        raise ValueError(
+            f"parallel.pp ({num_processes}) must be at most the {blocks} ({num_blocks}){twice}"
+        )
 
 
 class StageModule(nn.Module):

@@ -6,6 +6,7 @@ The first one prints results; whatever goes wrong is one line on the terminal.
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 ValueT = TypeVar("ValueT")
 
 _ERRORS = "moe/errors"
+_NEWEST = "moe/newest"
 # Collectives of ours have a limit of their own, which is shorter and names who is missing.
 _BACKEND_LIMIT = timedelta(hours=6)
 _FIRST_SPEAKS = timedelta(seconds=1)
@@ -60,11 +62,9 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     store, rank, size = next(rendezvous("env://", timeout=_BACKEND_LIMIT))
     store.set_timeout(_BACKEND_LIMIT)
-    # `torchrun --max-restarts` may keep its store, with what the processes before wrote into it
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_devices else "gloo",
-        store=PrefixStore(f"moe/attempt/{attempt}", store),
+        store=PrefixStore(_fresh_prefix(store, rank, size), store),
         rank=rank,
         world_size=size,
         timeout=_BACKEND_LIMIT,
@@ -81,6 +81,33 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
         yield group
     # Not after an error: the other processes may be gone.
     dist.destroy_process_group()
+
+
+def _fresh_prefix(store: "Store", rank: int, size: int) -> str:
+    """A prefix for what these processes write, the same for all of them.
+
+    `torchrun` keeps its store when it starts processes anew, and launchers on several machines
+    count restarts each for itself. So the first process makes a prefix up. A process that has found
+    it, and not one of before, is told so by a number of its own.
+    """
+    if size == 1:
+        return f"moe/{secrets.token_hex(8)}"
+    own = secrets.token_hex(8)
+    if rank == 0:
+        prefix = f"moe/{own}"
+        store.set(_NEWEST, prefix)
+        for other in range(1, size):
+            while not store.check([f"{prefix}/came/{other}"]):
+                time.sleep(_POLL_S)
+            store.set(f"{prefix}/go/{store.get(f'{prefix}/came/{other}').decode()}", "")
+        return prefix
+    while True:
+        if store.check([_NEWEST]):
+            prefix = store.get(_NEWEST).decode()
+            store.set(f"{prefix}/came/{rank}", own)
+            if store.check([f"{prefix}/go/{own}"]):
+                return prefix
+        time.sleep(_POLL_S)
 
 
 class Speaker:

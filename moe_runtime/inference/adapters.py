@@ -23,7 +23,7 @@ from moe_runtime.checkpoints.adapter_files import WRAPPED, AdapterFolder
 from moe_runtime.checkpoints.expert_map import expert_rows
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
-from moe_runtime.inference.expert_layer import OffloadedExperts, RowAdapters
+from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert, LowRankFactors
 
 
@@ -49,6 +49,54 @@ class LowRankPair:
             output_NO.mul_(self.factors_O)
             if self.bias_O is not None:
                 output_NO.add_(self.bias_O * (1 - self.factors_O))
+
+
+class RowAdapters:
+    """Adapters of a layer's experts for the rows of a pass.
+
+    Args:
+        parts: rows, and the adapters of each expert for them.
+        num_rows: of the pass; None where the one part is for all rows.
+        owner: the thread whose passes have adapters; None for all.
+    """
+
+    def __init__(
+        self,
+        parts: Items[tuple[slice, Items[LowRankExpert]]],
+        num_rows: int | None,
+        owner: int | None,
+    ) -> None:
+        self._parts = parts
+        self._num_rows = num_rows
+        self._owner = owner
+        self._of_token: list[Items[LowRankExpert] | None] = [None] * (num_rows or 0)
+        for rows, own in parts if num_rows is not None else ():
+            self._of_token[rows] = [own] * (rows.stop - rows.start)
+
+    @property
+    def is_for_all(self) -> bool:
+        return self._owner is None
+
+    def of_rows(
+        self, num_tokens: int, experts: Iterable[int], counts: Iterable[int], tokens: Items[int]
+    ) -> list[LowRankExpert | None] | None:
+        """Of rows that lie by their experts; None where none has one."""
+        if self._owner not in (None, threading.get_ident()):
+            return None
+        runs = zip(experts, counts, strict=True)
+        each = [expert for expert, count in runs for _ in range(count)]
+        if self._num_rows is None:
+            own = self._parts[0][1]
+            return [own[expert] for expert in each]
+        if num_tokens != self._num_rows:
+            raise ValueError(
+                f"experts with adapters have {num_tokens} rows of a pass of {self._num_rows}"
+            )
+        chosen = [self._of_token[token] for token in tokens]
+        if not any(chosen):
+            return None
+        pairs = zip(chosen, each, strict=True)
+        return [None if own is None else own[expert] for own, expert in pairs]
 
 
 _NORM_ROWS = 256
@@ -225,17 +273,14 @@ class Adapters:
 
 
 class LoadedAdapter:
-    """The adapter of all passes of a model that is loaded with it, or none.
+    """The adapter of all passes of a model that is loaded with it.
 
     Raises:
         CheckpointError: a file is missing or damaged.
         UnsupportedModelError: it computes something else than low rank, or ``place`` is a GPU.
     """
 
-    def __init__(self, folder: str | Path | None, place: torch.device) -> None:
-        self._folder: AdapterFolder | None = None
-        if folder is None:
-            return
+    def __init__(self, folder: str | Path, place: torch.device) -> None:
         if place.type != "cpu":
             raise UnsupportedModelError(
                 f"{folder}: adapters are computed on the CPU so far, got the device {place}; give "
@@ -246,15 +291,11 @@ class LoadedAdapter:
     def bytes_beside(self, model: Any, num_tokens: int) -> int:
         """What it takes, passes of so many tokens included. Raises UnsupportedModelError, or
         CheckpointError: it is not for this model."""
-        if self._folder is None:
-            return 0
         require_fit(model, self._folder)
         return self._folder.num_bytes + self._folder.workspace_bytes(num_tokens)
 
     def apply(self, model: Any) -> None:
         """Reads it, and adds it to all passes from now on."""
-        if self._folder is None:
-            return
         adapters = Adapters(model, {"": self._folder})
         adapters.reserve(self, "")
         adapters.read("")

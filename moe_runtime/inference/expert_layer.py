@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -33,63 +32,15 @@ from moe_runtime.memory.store import ExpertStore
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
+    from moe_runtime.inference.adapters import RowAdapters
     from moe_runtime.inference.expert_partition import ExpertPartition
     from moe_runtime.inference.lossy import MissRules
-    from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert
 
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
 _NEARLY_ALL = 0.9
 """Share of a layer's experts from which on a prompt will also visit nearly all of the next
 layer."""
-
-
-class RowAdapters:
-    """Adapters of a layer's experts for the rows of a pass.
-
-    Args:
-        parts: rows, and the adapters of each expert for them.
-        num_rows: of the pass; None where the one part is for all rows.
-        owner: the thread whose passes have adapters; None for all.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[slice, Sequence[LowRankExpert]]],
-        num_rows: int | None,
-        owner: int | None,
-    ) -> None:
-        self._parts = parts
-        self._num_rows = num_rows
-        self._owner = owner
-        self._of_token: list[Sequence[LowRankExpert] | None] = [None] * (num_rows or 0)
-        for rows, own in parts if num_rows is not None else ():
-            self._of_token[rows] = [own] * (rows.stop - rows.start)
-
-    @property
-    def is_for_all(self) -> bool:
-        return self._owner is None
-
-    def of_rows(
-        self, num_tokens: int, experts: Iterable[int], counts: Iterable[int], tokens: Sequence[int]
-    ) -> list[LowRankExpert | None] | None:
-        """Of rows that lie by their experts; None where none has one."""
-        if self._owner not in (None, threading.get_ident()):
-            return None
-        runs = zip(experts, counts, strict=True)
-        each = [expert for expert, count in runs for _ in range(count)]
-        if self._num_rows is None:
-            own = self._parts[0][1]
-            return [own[expert] for expert in each]
-        if num_tokens != self._num_rows:
-            raise ValueError(
-                f"experts with adapters have {num_tokens} rows of a pass of {self._num_rows}"
-            )
-        chosen = [self._of_token[token] for token in tokens]
-        if not any(chosen):
-            return None
-        pairs = zip(chosen, each, strict=True)
-        return [None if own is None else own[expert] for own, expert in pairs]
 
 
 class OffloadedExperts(AbsentParameters):

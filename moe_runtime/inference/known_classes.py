@@ -333,3 +333,49 @@ def recognise_activation(experts: torch.nn.Module) -> ActivationSpec | None:
 def _formula(address: int) -> str | None:
     spec = activation_of(ctypes.cast(address, ctypes.py_object).value)
     return None if spec is None else " ".join([spec.function, *map(repr, spec.numbers())])
+
+
+KEEPS_NOTHING = "DummyLayer"
+"""A class of layers of caches that transformers 5.17 has not yet."""
+
+_KNOWN_LAYERS = {
+    *("DynamicLayer", "DynamicSlidingWindowLayer"),
+    KEEPS_NOTHING,
+    *("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
+"""Layers of caches that hold running states, or keys and values, of one sequence."""
+
+
+def can_share_a_pass(config: Any) -> bool:
+    """Whether a sequence's cache has nothing but running states, and keys and values."""
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
+        return False
+    if getattr(text, "attention_chunk_size", None) is not None:
+        return False
+    return has_known_layers(config)
+
+
+def has_known_layers(config: Any) -> bool:
+    return all(type(layer).__name__ in _KNOWN_LAYERS for layer in _layers(config))
+
+
+def keeps_states(config: Any) -> bool:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    return any(isinstance(layer, LinearAttentionLayer) for layer in _layers(config))
+
+
+def keeps_every_token(config: Any) -> bool:
+    """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
+    is_sliding = any(getattr(layer, "is_sliding", False) for layer in _layers(config))
+    return not is_sliding and not keeps_states(config)
+
+
+def _layers(config: Any) -> list[Any]:
+    """What a sequence of a model keeps, layer by layer."""
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache(config=config).layers

@@ -1,21 +1,31 @@
-"""transformers' dynamic cache of keys and values, with room to grow in place.
+"""transformers' dynamic cache of keys and values, with room to grow in place, and its masks.
 
-``DynamicCache`` concatenates, which copies the whole context for every token.
+``DynamicCache`` concatenates, which copies the whole context for every token. Masks of prompts
+take no memory: they say which keys are seen.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from moe_runtime.checkpoints.transformers_private import CACHE_NAMES, attention_name, cache_name
+from moe_runtime.checkpoints.transformers_private import (
+    CACHE_NAMES,
+    attention_name,
+    cache_name,
+    window_of_mask,
+)
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
+from moe_runtime.inference.known_classes import KEEPS_NOTHING
+from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
+from moe_runtime.kernels.native import native_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,10 +158,15 @@ def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
 
 def can_give_back(cache: Any) -> bool:
     """Whether tokens that are added to a cache can be taken out and brought back."""
+    from transformers.cache_utils import LinearAttentionLayer
+
     layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
     return bool(layers) and all(
-        isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
+        any(layer.has_previous_state.values())
+        if type(layer) is LinearAttentionLayer
+        else isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
         for layer in layers
+        if type(layer).__name__ != KEEPS_NOTHING
     )
 
 
@@ -203,7 +218,9 @@ def _growing_layers() -> dict[type, type]:
                 self.lazy_initialization(key_states, value_states)
             keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
             values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
-            self.keep(keys, values, key_states.shape[-2])
+            self.keys, self.values = keys, values
+            if self.is_sliding:
+                self.slide(key_states.shape[-2])
             return keys, values
 
         def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -212,11 +229,13 @@ def _growing_layers() -> dict[type, type]:
             values = None if keys is None else self.growing_values.take_place(self.values)
             if keys is None or values is None:
                 return None
-            self.keep(keys, values, 1)
+            self.keys, self.values = keys, values
+            if self.is_sliding:  # not a call in every step
+                self.slide(1)
             return keys, values
 
-        def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
-            self.keys, self.values = keys, values
+        def slide(self, num_new: int) -> None:
+            """Drops the tokens that have left a window."""
 
         @property
         def is_as_left(self) -> bool:
@@ -232,7 +251,7 @@ def _growing_layers() -> dict[type, type]:
     class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         """The last tokens of tensors with room after them."""
 
-        def keep(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
+        def slide(self, num_new: int) -> None:
             self.cumulative_length += num_new
             self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
             self.values = self.growing_values.keep_last(self.sliding_window - 1)
@@ -346,3 +365,72 @@ class _Growing:
         self.start = max(end - num_kept, 0)
         self.view = room.narrow(-2, self.start, end - self.start)
         return self.view
+
+
+class SeenKeys(torch.Tensor):
+    """A mask ``[B, 1, Q, S]`` that allows (bool) or is added to scores.
+
+    Attention that knows it takes ``sight``. Where anything else computes with it, it becomes a mask
+    like others, which may then be changed, and ``sight`` is None.
+    """
+
+    sight: Sight | None
+    _made: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, int, int, int], dtype: torch.dtype, sight: Sight) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        made.sight = sight
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SeenKeys({list(self.shape)}, {self.dtype}, {self.sight})"
+
+    def made(self) -> torch.Tensor:
+        """The mask itself."""
+        if self.sight is not None:
+            allowed = self.sight.allows(*self.shape[2:])
+            if self.dtype != torch.bool:
+                lowest = torch.finfo(self.dtype).min
+                allowed = torch.zeros_like(allowed, dtype=self.dtype).masked_fill(~allowed, lowest)
+            self._made, self.sight = allowed.expand(self.shape).contiguous(), None
+        return self._made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, cls.made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def as_seen_keys(make_mask: Callable[..., Any], *, adds: bool) -> Callable[..., Any]:
+    """A function that makes masks for transformers as ``make_mask`` does, of prompts without
+    padding as `SeenKeys`. ``adds`` says that they are added to scores."""
+
+    def mask(*given: Any, **asked: Any) -> Any:
+        seen = None if given else _seen_keys(asked, adds=adds)
+        return make_mask(*given, **asked) if seen is None else seen
+
+    return mask
+
+
+def _seen_keys(asked: dict[str, Any], *, adds: bool) -> SeenKeys | None:
+    num_new, num_keys = asked["q_length"], asked["kv_length"]
+    first, first_key = asked.get("q_offset", 0), asked.get("kv_offset", 0)
+    if num_new == 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not (isinstance(first, int) and isinstance(first_key, int)) or native_library() is None:
+        return None
+    if torch.device(asked.get("device", "cpu")).type != "cpu" or first < first_key:
+        return None
+    is_plain, window = window_of_mask(asked.get("mask_function"))
+    if not is_plain:
+        return None
+    padding, end = asked.get("attention_mask"), first + num_new
+    if padding is not None and not (padding.shape[-1] >= end and bool(padding[..., :end].all())):
+        return None
+    if not adds and num_new == num_keys and (window is None or window >= num_keys):
+        return None  # SDPA needs none
+    dtype = asked["dtype"] if adds else torch.bool
+    return SeenKeys(
+        (asked["batch_size"], 1, num_new, num_keys), dtype, Sight(first - first_key, window)
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,17 +21,22 @@ from moe_runtime.checkpoints.opening import (
     open_checkpoint,
     read_generation_config,
 )
-from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.config import (
+    ACTIVATIONS,
+    CACHE_CODES,
+    KV_CACHES,
+    MISSES,
+    SHARES,
     STAND_IN,
     Budget,
     MemorySize,
     PrefetchMode,
+    check_draft,
     parse_budget,
     parse_mode,
+    require_known,
     require_types,
 )
-from moe_runtime.inference.adapters import LoadedAdapter
 from moe_runtime.inference.budget import (
     Context,
     MemoryPlan,
@@ -58,20 +63,19 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
     RuntimeHandle,
     as_loaded_model,
+    regret_drafts,
 )
 from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundable
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
-from moe_runtime.inference.load_options import AUTO, TYPES, check_names, check_place
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
-from moe_runtime.inference.pieces import most_in_pass
-from moe_runtime.inference.steps import Steps, TokenLimit
+from moe_runtime.inference.steps import Steps, TokenLimit, most_in_pass
 from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Slab, touched_meanwhile
 from moe_runtime.memory.store import ExpertStore
-from moe_runtime.memory.tiers import TierStore
-from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
+from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
 from moe_runtime.policies.eviction.base import PolicyChoice
+from moe_runtime.policies.prediction import check_name, is_file_name
 from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
@@ -83,10 +87,26 @@ if TYPE_CHECKING:
     from moe_runtime.parallel.dispatching import Group
 
 ExpertsT = TypeVar("ExpertsT", bound=torch.nn.Module)
+AUTO = "auto"
+_NONE = type(None)
+TYPES: dict[str, tuple[type, ...]] = {
+    "path_or_id": (str, Path),
+    "device": (str, int, torch.device),
+    "dtype": (str, torch.dtype),
+    **dict.fromkeys(("policy", "prefetch", "shares", "cache_code", "kv_cache"), (str,)),
+    **dict.fromkeys(("activations", "misses", "routing"), (str,)),
+    "skip_below": (float, int),
+    **dict.fromkeys(("predictor", "draft"), (str, Path)),
+    **dict.fromkeys(("trace", "timeline", "placement", "adapter"), (str, Path, _NONE)),
+    "max_tokens": (int, _NONE),
+    "io_threads": (int,),
+    **dict.fromkeys(("warm_up", "teach"), (bool,)),
+    "progress": (cast("type", Callable), _NONE),
+}
 
 
 def load(
-    path_or_id: str | Path,
+    path_or_id: str | Path | Checkpoint,
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
@@ -123,6 +143,7 @@ def load(
 
     Args:
         path_or_id: the folder of a checkpoint, a GGUF file, or the name of a repository on the hub.
+            One that was opened before is not opened again.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
         host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache and
@@ -189,7 +210,8 @@ def load(
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
     """
-    require_types(TYPES, locals())
+    opened = path_or_id if isinstance(path_or_id, Checkpoint) else None
+    require_types(TYPES, {**locals(), "path_or_id": opened.folder if opened else path_or_id})
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
@@ -206,13 +228,17 @@ def load(
     rules = LossyRules.of(routing, skip_below, misses)
     is_alone = group is None and placement is None
     check_place(place, rules, draft, misses, trace, kv_cache, is_alone=is_alone)
-    own_adapter = LoadedAdapter(adapter, place)
+    own_adapter = None
+    if adapter is not None:
+        from moe_runtime.inference.adapters import LoadedAdapter
+
+        own_adapter = LoadedAdapter(adapter, place)
     transport = None
     if not is_alone:
         from moe_runtime.parallel.dispatching import as_transport
 
         transport = as_transport(group)
-    checkpoint = open_checkpoint(path_or_id, dtype, progress=progress)
+    checkpoint = opened or open_checkpoint(cast(Any, path_or_id), dtype, progress=progress)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         check_records(trace, timeline, inputs)
@@ -235,7 +261,7 @@ def load(
 
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
-    drafter = plan_draft(draft, checkpoint, model, progress)
+    drafting = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
@@ -254,12 +280,14 @@ def load(
         free["device"] = available_device_bytes(place)
     in_pass = most_in_pass(model, place)
     extra_bytes = table_bytes + set_aside_bytes
-    extra_bytes += own_adapter.bytes_beside(model, min(planned_tokens, in_pass or planned_tokens))
+    if own_adapter is not None:
+        tokens = min(planned_tokens, in_pass or planned_tokens)
+        extra_bytes += own_adapter.bytes_beside(model, tokens)
     # processes that divide the experts must not choose each for itself
     asked = max_tokens if partition is None else planned_tokens
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafter, kept
+        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafting, kept
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -321,7 +349,7 @@ def load(
         choice=choice,
         context=context,
         kv_cache=kv_cache,
-        draft_bytes=0 if drafter is None else drafter.bytes_for(max_tokens),
+        draft_bytes=drafting.bytes_for(max_tokens),
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -366,32 +394,130 @@ def load(
         learning=learning,
         drafts=None if drafts is None else drafts.control,
     )
-    own_adapter.apply(model)
-    if rules.stands_in:
-        _copy_experts(model, modules, progress)
-    if warm_up:
-        warm(model, modules, max_tokens, progress)
-    if drafter is not None and drafts is not None:
-        drafts.source = _load_draft(model, drafter, max_tokens, progress)
+    if own_adapter is not None:
+        own_adapter.apply(model)
+    if rules.stands_in or warm_up:
+        from moe_runtime.inference.warming import copy_experts, warm
+
+        if rules.stands_in:
+            copy_experts(model, modules, progress)
+        if warm_up:
+            warm(model, modules, max_tokens, progress)
+    if drafting.drafter is not None and drafts is not None:
+        drafts.source = _load_draft(model, drafting.drafter, max_tokens, progress)
+        handle = cast(Any, model).moe
+        drafts.handle = handle
+        regret_drafts(handle, len(experts.layouts) - plans["host"].num_slots)
     if drafts is not None:
         cast(Any, model)._drafts = drafts
         cast(Any, model).moe.reset_stats()
     return model
 
 
+def check_names(
+    policy: str,
+    shares: str,
+    predictor: str | Path,
+    cache_code: str,
+    activations: str = "exact",
+    kv_cache: str = "exact",
+) -> None:
+    """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
+    file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
+    shares, of activations or of KV cache has the name."""
+    require_live(policy)
+    require_known("shares", shares, SHARES)
+    require_known("cache_code", cache_code, CACHE_CODES)
+    require_known("activations", activations, ACTIVATIONS)
+    require_known("kv_cache", kv_cache, KV_CACHES)
+    if predictor != AUTO:
+        if is_file_name(predictor):
+            from moe_runtime.lab.traces.learned import read_predictor_signature
+
+            read_predictor_signature(predictor)
+        else:
+            check_name(str(predictor))
+
+
+def check_place(
+    place: torch.device,
+    rules: LossyRules,
+    draft: str | Path,
+    misses: str,
+    trace: str | Path | None,
+    kv_cache: str,
+    *,
+    is_alone: bool,
+) -> None:
+    """Refuses options that models on this device, or experts divided among processes, do not have,
+    and pairs that contradict each other. Raises ValueError: one of these, or a name is unknown."""
+    check_draft(draft)
+    require_known("misses", misses, MISSES)
+    given = dict.fromkeys(rules.named, "cpu")
+    if draft != "none":
+        given[f"draft {draft}"] = "cpu"
+    if kv_cache != "exact":
+        given[f"kv_cache {kv_cache}"] = "cpu"
+    if misses not in ("device", STAND_IN):
+        given[f"misses {misses}"] = "cuda"
+    kinds = {"cpu": "the CPU", "cuda": "a GPU"}
+    for name, kind in given.items():
+        if place.type != kind:
+            raise ValueError(
+                f"{name} is for models on {kinds[kind]}, got the device {place}: leave it out"
+            )
+        if not is_alone:
+            raise ValueError(f"{name} is for one process: leave it out, or group and placement")
+    if draft != "none" and rules.named:
+        raise ValueError(
+            f"draft {draft} changes no text, and what {' and '.join(rules.named)} changes depends "
+            "on the drafts: leave one of them out"
+        )
+    if draft != "none" and trace is not None:
+        raise ValueError(
+            f"draft {draft} computes tokens that a trace must not have: leave one of the two out"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What drafts need: a model or the model's own head, and states after each drafted token."""
+
+    drafter: DraftPlan | None = None
+    states_bytes: int = 0
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes to set aside for texts of so many tokens together."""
+        of_model = 0 if self.drafter is None else self.drafter.bytes_for(num_tokens)
+        return self.states_bytes + of_model
+
+    @property
+    def context_step_bytes(self) -> int:
+        """By which that grows with each `CONTEXT_STEP` more."""
+        return 0 if self.drafter is None else self.drafter.context_step_bytes
+
+
 def plan_draft(
     draft: str | Path, checkpoint: Checkpoint, model: PreTrainedModel, progress: Progress | None
-) -> DraftPlan | None:
-    """What a model, or the model's own head, needs to draft; None where none does."""
-    if draft in ("none", "lookup"):
-        return None
+) -> DraftMemory:
+    """What drafts need for a model on the meta device."""
+    if draft == "none":
+        return DraftMemory()
+    from moe_runtime.inference.drafted_steps import MOST_STATES, without_effect
+    from moe_runtime.inference.sequence_cache import bytes_of_states
+
+    if (of_text := bytes_of_states(model)) is None:
+        raise without_effect(model)
+    states_bytes = (MOST_STATES + 1) * of_text  # with those that the text goes on from
+    if draft == "lookup":
+        return DraftMemory(None, states_bytes)
     if draft == "mtp":
         from moe_runtime.inference.mtp_heads import HeadPlan
 
-        return HeadPlan(checkpoint, model)
+        return DraftMemory(HeadPlan(checkpoint, model), states_bytes)
     from moe_runtime.inference.draft_models import DraftPlan
 
-    return DraftPlan(draft, checkpoint, progress)
+    return DraftMemory(DraftPlan(draft, checkpoint, progress), states_bytes)
 
 
 def _load_draft(
@@ -472,7 +598,7 @@ def _plan(
     dense_bytes: int,
     max_tokens: int | None,
     extra_bytes: int,
-    drafter: DraftPlan | None,
+    drafting: DraftMemory,
     kept: dict[str, Any],
 ) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
@@ -481,9 +607,8 @@ def _plan(
 
     def reserve(num_tokens: int) -> int:
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
-        drafter_bytes = 0 if drafter is None else drafter.bytes_for(num_tokens)
         reserved = reserve_for(checkpoint, experts, signature, **sizes, **kept)
-        return extra_bytes + drafter_bytes + reserved
+        return extra_bytes + drafting.bytes_for(num_tokens) + reserved
 
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
@@ -500,7 +625,7 @@ def _plan(
             num_experts=len(experts.layouts),
             embedding_bytes=embedding_bytes,
             step_bytes=context_step_bytes(config, dtype, signature.top_k, **kept)
-            + (0 if drafter is None else drafter.context_step_bytes),
+            + drafting.context_step_bytes,
         )
     plans = {
         place: plan_memory(
@@ -607,142 +732,3 @@ def policy_maker(
         )
 
     return make
-
-
-PROMPT_TOKENS, NEW_TOKENS = 32, 3
-"""A prompt that kernels for many tokens compute, and steps of one token."""
-MOST_PROMPT_TOKENS = 8192
-"""Of a prompt that is computed for the sake of its kernels alone."""
-
-
-def warm(
-    model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
-) -> None:
-    """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens."""
-    with _before_use(model):
-        read_experts(modules, progress)
-        # a class of several models has no pass of its own
-        if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
-            _compute(model, max_tokens)
-            _compute_prompts(model, modules, max_tokens)
-
-
-def _copy_experts(
-    model: Any, modules: Sequence[OffloadedExperts], progress: Progress | None
-) -> None:
-    """Reads every expert once, and makes its stand-in."""
-    total, num_done = model.moe.facts.expert_bytes, 0
-    num_experts = sum(module.num_experts for module in modules)
-    with _before_use(model):
-        for module in modules:
-            assert module.store is not None
-            assert module.miss_rules is not None
-            with module.store.lease(module._keys, streaming=True) as lease:
-                for group in lease:
-                    for key, weights in group:
-                        module.miss_rules.keep_copy(key, weights)
-                        num_done += 1
-                    if progress is not None:
-                        progress("making stand-ins", total * num_done // num_experts, total)
-
-
-@contextmanager
-def _before_use(model: Any) -> Iterator[None]:
-    """Calls no listener of passes and reads within a ``with`` block. Counters begin at zero after
-    it; a failure closes the model."""
-    stores = model._steps._stores
-    listeners = [store.listener for store in stores]
-    with ExitStack() as failure:
-        failure.callback(model.moe.close)
-        try:
-            for store in stores:
-                store.listener = None
-            with model._steps.muted():
-                yield
-        finally:
-            for store, listener in zip(stores, listeners, strict=True):
-                store.listener = listener
-        model.moe.reset_stats()
-        failure.pop_all()
-
-
-def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
-    """Reads as many experts as have slots, on all tiers."""
-    store = modules[0].store
-    assert store is not None, "the model is loaded"
-    lower = store.fetcher.lower if isinstance(store, TierStore) else None
-    wanted = [
-        [
-            e
-            for e in range(m.num_experts)
-            if m.partition is None or m.partition.owns(ExpertKey(m.layer, e))
-        ]
-        for m in modules
-    ]
-    counts = [store.slots_of(module.layer) for module in modules]
-    rest = [
-        num_slots + (lower.slots_of(m.layer) if lower else 0)
-        for m, num_slots in zip(modules, counts, strict=True)
-    ]
-    slot_bytes, num_done = store.stats().slot_bytes, 0
-    total_bytes = sum(len(own[:most]) for own, most in zip(wanted, rest, strict=True)) * slot_bytes
-
-    def count() -> None:
-        nonlocal num_done
-        num_done += 1
-        if progress is not None:
-            progress("warming up", num_done * slot_bytes, total_bytes)
-
-    for module, experts, num_slots, most in zip(modules, wanted, counts, rest, strict=True):
-        with closing(module.each(experts[:num_slots], num_tokens=1)) as arriving:
-            for _ in arriving:
-                count()
-        for expert in experts[num_slots:most]:
-            assert lower is not None, "the tier below has slots"
-            with lower.lease([ExpertKey(module.layer, expert)]) as lease:
-                for _ in lease:
-                    count()
-
-
-@torch.inference_mode()
-def _compute(model: Any, max_tokens: int) -> None:
-    """Computes a prompt and some steps, with the cache that `generate` takes."""
-    length = min(PROMPT_TOKENS, max_tokens - NEW_TOKENS)
-    if length < 1:
-        return
-    name, given = cache_name(model.forward), dict[str, Any](use_cache=True)
-    if model.device.type != "cpu":
-        from moe_runtime.inference.device.static_caches import static_cache
-
-        given[name] = static_cache(model.config, length + NEW_TOKENS)
-    vocab_size = model.config.get_text_config().vocab_size
-    ids_1T = torch.arange(length, device=model.device)[None] % vocab_size
-    for _ in range(1 + NEW_TOKENS):
-        output = model(ids_1T, **given)
-        given[name] = getattr(output, name, None)
-        ids_1T = output.logits[:, -1:].argmax(-1)
-
-
-@torch.inference_mode()
-def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Computes prompts of other lengths, for which a device has kernels of their own. Memory is set
-    aside for the logits of one token alone."""
-    if not isinstance(modules[0].store, TierStore):
-        return
-    vocab_size = model.config.get_text_config().vocab_size
-    num_experts, top_k = modules[0].num_experts, model.moe.facts.signature.top_k
-    known = inspect.signature(type(model).forward).parameters
-    given = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-    for length in prompt_lengths(num_experts, top_k, min(max_tokens, MOST_PROMPT_TOKENS)):
-        ids_1T = torch.arange(length, device=model.device)[None] % vocab_size
-        model(ids_1T, use_cache=False, **given)
-
-
-def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
-    """Tokens of the shortest prompts for which products take their second tile, their third, and so
-    on."""
-    from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT
-
-    limits = [rows for rows, _ in TILES_16_BIT["gated"][:-1]]
-    lengths = [rows * num_experts // top_k + 1 for rows in limits]
-    return [length for length in lengths if length <= most]

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from moe_runtime.checkpoints.transformers_private import attention_names
 from moe_runtime.inference.cpu.attention import ATTENTION, EAGER_ATTENTION
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.sequence_cache import can_share_a_pass
+from moe_runtime.inference.known_classes import can_share_a_pass
 from moe_runtime.kernels.linear import native_row_limit, quantized_row_limit
 from moe_runtime.kernels.linear.op import linear_of_few_shapes
 from moe_runtime.kernels.native import native_library

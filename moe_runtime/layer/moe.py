@@ -6,8 +6,9 @@ Shape suffixes: T tokens, D model width, E experts, K choices of a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -312,17 +313,37 @@ class MoELayer(nn.Module):
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """The second half of `forward`: the chosen experts, the shared ones, and `aux`."""
+        return self.begin(x, routing)()
+
+    def begin(self, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
+        """As `compute`, in two parts: rows for experts of other processes leave now, and what is
+        returned computes the rest."""
         x_TD = x.reshape(-1, self.hidden_size)
         own = routing if self.parts is None else self.parts.own_choices(routing, len(x))
         if own.rows_R is not None:
             x_TD, own = x_TD[own.rows_R], own.without_padding()
-        shared = self.shared
+        shared, options = self.shared, {}
         if shared is not None and getattr(self.experts, "overlaps_shared", False):
             # Computed there while rows travel.
-            out_TD = self.experts(x_TD, own.ids_TK, own.weights_TK, shared=shared)
-            shared = None
+            shared, options = None, {"shared": shared}
+        choices = (x_TD, own.ids_TK, own.weights_TK)
+        if getattr(self.experts, "begins_early", False):
+            pending = self.experts(*choices, **options, later=True)
         else:
-            out_TD = self.experts(x_TD, own.ids_TK, own.weights_TK)
+            pending = partial(self.experts, *choices, **options)
+        return partial(self._finish, x, x_TD, pending, shared, routing, own)
+
+    def _finish(
+        self,
+        x: Tensor,
+        x_TD: Tensor,
+        pending: Callable[[], Tensor],
+        shared: nn.Module | None,
+        routing: Routing,
+        own: Routing,
+    ) -> Tensor:
+        """What comes after the routed experts; `own` are the choices of the rows `x_TD`."""
+        out_TD = pending()
         if self.zero is not None and own.zero is not None:
             out_TD = out_TD + self.zero(x_TD, own.zero)
         if shared is not None:

@@ -134,7 +134,7 @@ class ScMoEBlock(nn.Module):
         # grad mode and autocast belong to a thread: another one would compute something else
         is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(normed.device.type))
         if self.executor is None or not is_plain:
-            return lambda: self.routed.compute(normed, routing)
+            return self.routed.begin(normed, routing)
         future: Future[Tensor] = self.executor.submit(_without_grad, self.routed, normed, routing)
         return future.result
 

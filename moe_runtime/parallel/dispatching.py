@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -681,7 +682,8 @@ def expert_parallel(
 ) -> Tensor:
     """Routed (and shared) experts of one layer, spread over a group: `[T, D]`.
 
-    A collective call; `x_TD`, `routing`, `group`, `slots`, `wire` and errors as of `dispatch`.
+    A collective call: `begin_expert_parallel`, and at once what that returns. `x_TD`, `routing`,
+    `group`, `slots`, `wire` and errors as of `dispatch`.
 
     Args:
         experts: This rank's experts. Called once for each stage, also with no rows at all.
@@ -691,6 +693,37 @@ def expert_parallel(
         parameters: What `experts` reads and is to get gradients: a rank without rows then takes
             part in the backward pass too. Needed where `x` needs no gradients, and for what an
             exchange brought (gathered slices, copies).
+    """
+    finish = begin_expert_parallel(
+        x_TD,
+        routing,
+        experts,
+        group,
+        slots=slots,
+        overlap=overlap,
+        shared=shared,
+        parameters=parameters,
+        wire=wire,
+    )
+    return finish()
+
+
+def begin_expert_parallel(
+    x_TD: Tensor,
+    routing: Routing,
+    experts: ExpertsFn | PanelExperts,
+    group: Group | None = None,
+    *,
+    slots: ExpertSlots | None = None,
+    overlap: Overlap | None = None,
+    shared: Callable[[Tensor], Tensor] | None = None,
+    parameters: Sequence[Tensor] = (),
+    wire: WireName = "exact",
+) -> Callable[[], Tensor]:
+    """Sends the first rows, and returns what computes the layer.
+
+    Between the two calls the rows travel, and in the backward pass their gradients do. Arguments as
+    of `expert_parallel`.
     """
     overlap = overlap or Overlap()
     batch = Dispatch(
@@ -703,9 +736,23 @@ def expert_parallel(
         num_panels=overlap.panels,
         wire=wire,
     )
+    for index in range(min(2, len(batch.plan.stages))):
+        batch.start(index)
+    return partial(_finish, batch, x_TD, experts, shared, overlap.panels, parameters)
+
+
+def _finish(
+    batch: Dispatch,
+    x_TD: Tensor,
+    experts: ExpertsFn | PanelExperts,
+    shared: Callable[[Tensor], Tensor] | None,
+    num_panels: int,
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """Computes a batch whose first two stages were started."""
     stages = batch.plan.stages
-    returning: list[list[Returning]] = [[] for _ in range(overlap.panels)]
-    num_started = 0
+    returning: list[list[Returning]] = [[] for _ in range(num_panels)]
+    num_started = 2
     shared_TD = None
     for index, stage in enumerate(stages):
         # The next stage travels while this one is computed.
@@ -715,7 +762,7 @@ def expert_parallel(
         if index == 0 and shared is not None:
             shared_TD = shared(x_TD)
         rows_RD = batch.arrive(index)
-        for panel, y_RP in enumerate(_results(experts, rows_RD, stage.counts_S, overlap.panels)):
+        for panel, y_RP in enumerate(_results(experts, rows_RD, stage.counts_S, num_panels)):
             if rows_RD.shape[0] == 0:
                 y_RP = tie_rows(y_RP, *parameters)
             returning[panel].append(batch.send_back(index, y_RP, panel))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moe_runtime.parallel.communication.transport import FlatTransport
+from moe_runtime.parallel.communication.transport import FlatTransport, HierarchicalTransport
 from moe_runtime.parallel.communication.watch import (
     DEFAULT_TIMEOUT_S,
     CollectiveMonitor,
@@ -157,6 +157,7 @@ class LayoutGroups:
         self.timeout_s = timeout_s
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._watches: dict[tuple[int, ...], CollectiveMonitor] = {}
+        self.ranks_per_node = 1
         if reuse is not None:
             self._by_ranks.update(reuse._by_ranks)
         # Groups of one rank need no process group; equal sets of ranks share one. All ranks make
@@ -174,6 +175,32 @@ class LayoutGroups:
         """Makes the groups of the first and the last stage of each pipeline; a collective call."""
         for stages in self.layout.groups("dense", "pp"):
             self._make((stages[0], stages[-1])[: len(stages)])
+
+    def make_nodes(self, ranks_per_node: int) -> None:
+        """Has rows travel within machines first, each of so many consecutive ranks; a collective
+        call.
+
+        Raises:
+            ValueError: the ranks that exchange rows are not those of several whole machines.
+        """
+        size = len(self.ranks("expert", "etp", "ep"))
+        if ranks_per_node < 2 or size % ranks_per_node or size == ranks_per_node:
+            raise ValueError(
+                f"rows travel in two steps between several machines of at least two processes; the "
+                f"{size} that divide the experts are not several machines of {ranks_per_node}"
+            )
+        self.ranks_per_node = ranks_per_node
+        for ranks in self.layout.groups("expert", "etp", "ep"):
+            for some in self._grid(ranks):
+                self._make(some)
+
+    def _grid(self, ranks: list[int]) -> list[tuple[int, ...]]:
+        """The ranks of each machine, then those of each number within their machine."""
+        nodes = [
+            tuple(ranks[first : first + self.ranks_per_node])
+            for first in range(0, len(ranks), self.ranks_per_node)
+        ]
+        return [*nodes, *zip(*nodes, strict=True)]
 
     @property
     def ends(self) -> dist.ProcessGroup | None:
@@ -211,10 +238,18 @@ class LayoutGroups:
         return self.group("expert", "etp", "ep")
 
     @property
-    def experts_transport(self) -> FlatTransport | None:
+    def experts_transport(self) -> FlatTransport | HierarchicalTransport | None:
         """How tokens are exchanged between the ranks of `experts`; None where one has them all."""
         group = self.experts
-        return None if group is None else FlatTransport(group, timeout_s=self.timeout_s)
+        if group is None:
+            return None
+        if self.ranks_per_node == 1:
+            return FlatTransport(group, timeout_s=self.timeout_s)
+        grid = self._grid(self.ranks("expert", "etp", "ep"))
+        inside, across = (self._by_ranks[ranks] for ranks in grid if self.rank in ranks)
+        assert inside is not None, "make_nodes has made the groups of this rank"
+        assert across is not None, "make_nodes has made the groups of this rank"
+        return HierarchicalTransport(inside, across, timeout_s=self.timeout_s)
 
     def mesh(self, side: Side, device_type: str = "cpu") -> DeviceMesh:
         """A side as a mesh, slowest dimension first: `(pp, dp, cp, tp)` or `(pp, edp, ep, etp)`. A

@@ -10,7 +10,7 @@ Shape suffixes: T tokens, D model, K choices, F hidden, S slots of this rank, E 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from moe_runtime.parallel.dispatching import (
     PanelExperts,
     StackedPanels,
     as_transport,
-    expert_parallel,
+    begin_expert_parallel,
 )
 from moe_runtime.parallel.groups import LayoutGroups, ParallelLayout
 from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
@@ -354,6 +354,8 @@ class ParallelExperts(nn.Module):
 
     overlaps_shared = True
     """Whether `forward` takes shared experts, to compute them while rows travel."""
+    begins_early = True
+    """Whether `forward` takes `later`."""
 
     def forward(
         self,
@@ -362,11 +364,13 @@ class ParallelExperts(nn.Module):
         weights_TK: Tensor,
         *,
         shared: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        later: bool = False,
+    ) -> Any:
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`; a collective call.
 
         Choices with an id of `num_experts` are skipped. The output of `shared`, which every token
-        visits, is added.
+        visits, is added. With `later` rows are sent, and what is returned computes the output: rows
+        travel in both passes while something else is computed.
 
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
@@ -376,7 +380,7 @@ class ParallelExperts(nn.Module):
         self._check_wrapper()
         self._check_sharding()
         own = () if self.elsewhere is not None else self.stacked().tensors()
-        return expert_parallel(
+        finish = begin_expert_parallel(
             self._as_experts_read(x_TD),
             Routing(ids_TK, weights_TK, self.num_experts),
             self._experts_fn(),
@@ -388,6 +392,7 @@ class ParallelExperts(nn.Module):
             parameters=[tensor for tensor in own if tensor is not None],
             wire=self.wire,
         )
+        return finish if later else finish()
 
     def _check_wrapper(self) -> None:
         """Refuses a wrapper that would make parameters of different experts equal."""
@@ -460,10 +465,25 @@ class ParallelExperts(nn.Module):
         ids_R1 = ids_S.repeat_interleave(counts_S)[:, None].to(rows_RD.device)
         return self.elsewhere(rows_RD, ids_R1, None)
 
+    @property
+    def has_copies(self) -> bool:
+        return any(len(held) > 1 for slices in self.slots.holders for held in slices)
+
+    @torch.no_grad()
+    def fill_copies(self, tensors: Iterable[Tensor]) -> None:
+        """Gives slots here that hold one expert the last one's values, which `logical_state` names;
+        tensors are `[S, ...]`."""
+        last = {expert: slot for slot, expert in enumerate(self.experts_here) if expert >= 0}
+        here = [(slot, last[e]) for slot, e in enumerate(self.experts_here) if e >= 0]
+        for tensor in tensors:
+            for slot, source in here:
+                if slot != source:
+                    tensor[slot] = tensor[source]
+
     def sum_replica_gradients(self) -> None:
         """Gives all copies of an expert the same gradient, before the optimizer's step; a
         collective call."""
-        if any(len(held) > 1 for slices in self.slots.holders for held in slices):
+        if self.has_copies:
             sum_replica_gradients(list(self.parameters()), self.slots, self.transport)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -109,6 +110,17 @@ SHARDED_SUFFIX = ".shards"
 _NAME = re.compile(rf"step-(\d{{8}})(\.pt|{re.escape(SHARDED_SUFFIX)})")
 
 
+def name_of_step(step: int, suffix: str = SHARDED_SUFFIX) -> str:
+    """Of the checkpoint of a step."""
+    return f"step-{step:08d}{suffix}"
+
+
+def step_of(path: Path) -> int | None:
+    """Of a checkpoint, by its name; None for what is none."""
+    named = _NAME.fullmatch(path.name)
+    return None if named is None else int(named[1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
     """How far a run has come, without its weights.
@@ -146,8 +158,31 @@ _OPTIONAL = {"records": TEXT, "optimizer_steps": AMOUNT}
 _STATE_KINDS = {"model": TENSOR.named(), "optimizer": MAPPING}
 
 
+class BackgroundSave:
+    """Writes one checkpoint at a time in a thread of its own, while training goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[object] | None = None
+
+    def start(self, job: Callable[[], object]) -> None:
+        """Begins a job once the one before is done; as `wait` for errors of that."""
+        self.wait()
+        self._under_way = self._thread.submit(job)
+
+    def wait(self) -> None:
+        """Returns when no checkpoint is under way; raises the error of the last one."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Waits for the checkpoint under way, whose error stays for `wait`."""
+        self._thread.shutdown()
+
+
 def save_checkpoint(folder: Path, state: TrainingState, *, keep: int) -> Path:
-    path = folder / f"step-{state.step:08d}.pt"
+    path = folder / name_of_step(state.step, ".pt")
     content = {name: on_host(getattr(state, name)) for name in state.__dataclass_fields__}
     make_folders(folder)
     write_content(path, content)
@@ -192,7 +227,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """The folder's checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    return sorted(path for path in folder.iterdir() if step_of(path) is not None)
 
 
 def load_checkpoint(path: Path) -> TrainingState:
@@ -215,8 +250,7 @@ def load_content(path: Path, kind: type[RunProgress]) -> dict[str, Any]:
     kinds = {**_KINDS, **(_STATE_KINDS if kind is TrainingState else {})}
     require_kinds(content, kinds, f"{path}: the checkpoint", optional=_OPTIONAL)
     place = path if _NAME.fullmatch(path.name) else path.parent
-    named = _NAME.fullmatch(place.name)
-    if named is not None and int(named[1]) != content["step"]:
+    if step_of(place) not in (None, content["step"]):
         raise CheckpointError(f"{path}: is the checkpoint of step {content['step']}; rename it")
     return content
 

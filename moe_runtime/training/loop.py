@@ -38,13 +38,14 @@ from moe_runtime.training.metrics import (
     MetricsSink,
     Record,
     StepRecord,
-    read_records,
+    read_metrics,
 )
 from moe_runtime.training.optimizer import StepOptimizer
 from moe_runtime.training.prepared import SUMMARY_FILE, PreparedRun
 from moe_runtime.training.ranks import OneRank, autocast_of
 from moe_runtime.training.run_config import OptimizerConfig
 from moe_runtime.training.sharded import ShardedCheckpoints
+from moe_runtime.training.snapshots import Snapshots
 from moe_runtime.training.tracing import TrainingTrace
 
 
@@ -129,6 +130,7 @@ class Trainer:
         ranks: the processes that train together; this one alone when omitted.
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
+        snapshots: of every few steps in memory; None takes none.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class Trainer:
         ranks: OneRank | None = None,
         shards: ShardedCheckpoints | None = None,
         trace: TrainingTrace | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
+        self._snapshots = snapshots
         self._run, self._config, self._model = run, run.config, model
         self.optimizer, self.sinks, self.trace = optimizer, sinks, trace
         self._ranks, self._shards = ranks or OneRank(), shards
@@ -176,6 +180,8 @@ class Trainer:
             else:
                 shards.take(state)
             self._go_on(state)
+            if last.parent != self._run.checkpoints:
+                self._saved_step = -1  # a snapshot, which is not on the disk
             refused.pop_all()
 
     def _restore(self, state: TrainingState) -> None:
@@ -220,17 +226,23 @@ class Trainer:
             # skipped steps change nothing, and would take the place of earlier checkpoints
             if is_last or (_is_due(self.step, run.checkpoint_every) and not self.skipped.in_a_row):
                 self.save()
+            if _is_due(self.step, run.snapshot_every) and self._snapshots is not None:
+                self._snapshots.save(self._progress())
             if self._ranks.any(should_stop()):
                 break
         self.save()
         self.optimizer.wait()
+        if self._shards is not None:
+            self._shards.wait()
+        if self._snapshots is not None:
+            self._snapshots.clear()
         return self.step >= run.steps or stalled
 
     def _measured_before(self) -> list[float]:
         """The mean held-out losses before this run went on, in rank 0, which alone decides."""
         if not self._config.run.patience or self._ranks.rank:
             return []
-        records = read_records(self._run.output)
+        records = read_metrics(self._run.output)
         return [record["held_out_mean"] for record in records if "held_out_mean" in record]
 
     def _has_stalled(self, measured: Sequence[float]) -> bool:
@@ -248,24 +260,18 @@ class Trainer:
                 stack.callback(sink.close)
             if self.trace is not None:
                 stack.callback(self.trace.close)
+            if self._shards is not None:
+                stack.callback(self._shards.close)
             self.optimizer.close()
 
     def save(self) -> None:
         """Writes a checkpoint, unless the last one is of this step."""
         if self._saved_step == self.step:
             return
-        progress: dict[str, Any] = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "elapsed_s": self.elapsed_s,
-            "taken": self._run.batches.taken,
-            "random": random_states(),
-            "settings": dict(self._run.settings),
-            "records": next((s.digest for s in self.sinks if isinstance(s, JsonLines)), ""),
-        }
+        progress = self._progress()
         keep = self._config.run.keep_checkpoints
         if self._shards is not None:
-            self._shards.save(self._run.checkpoints, RunProgress(**progress), keep=keep)
+            self._shards.save(self._run.checkpoints, progress, keep=keep)
         else:
             parts: dict[str, Any] = {
                 "model": self._model.state_dict(),
@@ -274,11 +280,22 @@ class Trainer:
             if self.optimizer.keeps_newest_alone:
                 keep = 1
             self.optimizer.write(
-                TrainingState(**progress, **parts),
+                TrainingState(**vars(progress), **parts),
                 lambda copied: copied.optimizer,
                 lambda copied: save_checkpoint(self._run.checkpoints, copied, keep=keep),
             )
         self._saved_step = self.step
+
+    def _progress(self) -> RunProgress:
+        return RunProgress(
+            step=self.step,
+            tokens=self.tokens,
+            elapsed_s=self.elapsed_s,
+            taken=self._run.batches.taken,
+            random=random_states(),
+            settings=dict(self._run.settings),
+            records=next((s.digest for s in self.sinks if isinstance(s, JsonLines)), ""),
+        )
 
     def _take_step(self) -> StepRecord:
         started = time.perf_counter()
@@ -316,14 +333,13 @@ class Trainer:
         )
 
     def _backward(self, rate: float) -> list[Losses]:
-        micro_batches = self._micro_batches()
+        micro_batches, weights = self._micro_batches()
         losses: list[Losses] = []
         # a caller's autocast would keep narrow copies of weights for the steps that follow
         with without_autocast(self._run.device.type):
             if self._ranks.pipeline is not None:
                 inputs = [windows.to(self._run.device) for windows in micro_batches]
                 return self._ranks.pipeline.backward(inputs)
-            weights = _weights(micro_batches)
             parts = [
                 partial(self._part, windows, weight, losses)
                 for windows, weight in zip(micro_batches, weights, strict=True)
@@ -348,14 +364,16 @@ class Trainer:
         found = [mean if math.isfinite(mean) else None for mean in means.tolist()]
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
-    def _micro_batches(self) -> list[Tensor]:
+    def _micro_batches(self) -> tuple[list[Tensor], list[float]]:
+        """This process's share of the step's micro-batches, and the weights of their losses."""
         data = self._config.data
         windows = self._run.batches.draw(data.sequences_per_step)
         context = data.context_at(self.step, self._config.run.steps)
         if context != data.context:
             windows = shorten(windows, context)
         parts = torch.from_numpy(windows).chunk(data.micro_batches)
-        return self._ranks.part([trimmed(part) for part in parts])
+        weights = _weights(parts)
+        return self._ranks.part([trimmed(part) for part in parts]), self._ranks.part(weights)
 
     def _part(self, windows: Tensor, weight: float, found: list[Losses]) -> Tensor:
         """One part's share of the loss; its losses are appended to `found`.
@@ -438,7 +456,7 @@ class Trainer:
     def _summary(self, folder: Path | None) -> dict[str, Any]:
         import transformers
 
-        records = read_records(self._run.output)
+        records = read_metrics(self._run.output)
         losses = [record["loss"] for record in records if "loss" in record]
         held_out = [record for record in records if "held_out" in record]
         return {

@@ -102,7 +102,7 @@ class JsonLines:
         self._file.close()
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     return [_record(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]
 

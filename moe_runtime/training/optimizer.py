@@ -19,6 +19,8 @@ from moe_runtime.training.checkpoint import (
     AMOUNT,
     COUNT,
     MAPPING,
+    BackgroundSave,
+    host_copy,
     require_kind,
     require_kinds,
     require_like,
@@ -115,6 +117,11 @@ class DenseAdamW:
         if self._named:
             groups = list(_groups(self._named, weight_decay))
             self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    @property
+    def adamw(self) -> torch.optim.AdamW | None:
+        """torch's, or None where there are no parameters."""
+        return self._adamw
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -218,6 +225,7 @@ class Optimizer(StepOptimizer):
         if not self._named:
             raise ValueError("the model has no trainable parameter")
         self._ranks, self._clip_norm = ranks, config.clip_norm
+        self._saves = BackgroundSave()
         self._adamw = DenseAdamW(
             self._named,
             lr=config.peak_rate,
@@ -231,7 +239,9 @@ class Optimizer(StepOptimizer):
         with contextlib.ExitStack() as failed:
             # a part of them would be added to the next step's
             failed.callback(self._adamw.forget)
-            for part in parts:
+            for number, part in enumerate(parts, 1):
+                if self._ranks is not None:
+                    self._ranks.begin_part(is_last=number == len(parts))
                 part().backward()
             failed.pop_all()
 
@@ -240,7 +250,25 @@ class Optimizer(StepOptimizer):
         if self._ranks is not None:
             self._ranks.reduce_gradients(self._named)
             norm = self._ranks.gradient_norm(self._named)
-        return self._adamw.clipped_step(rate, self._clip_norm, norm)
+        outcome = self._adamw.clipped_step(rate, self._clip_norm, norm)
+        if self._ranks is not None:
+            self._ranks.after_step(self._adamw.adamw)
+        return outcome
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """As of `StepOptimizer`; training goes on while the job writes a copy."""
+        del own
+        self._saves.wait()  # one copy at a time
+        copied = host_copy(state)
+        self._saves.start(lambda: job(copied))
+
+    def wait(self) -> None:
+        self._saves.wait()
+
+    def close(self) -> None:
+        self._saves.close()
 
     def state_dict(self) -> dict[str, Any]:
         return self._adamw.state_dict()

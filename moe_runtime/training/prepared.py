@@ -29,6 +29,7 @@ from moe_runtime.training.checkpoint import (
     check_settings,
     checkpoints_in,
     load_checkpoint,
+    step_of,
 )
 from moe_runtime.training.config_tree import leaves
 from moe_runtime.training.data import Batches, TokenStreams
@@ -47,6 +48,7 @@ LOCK_FILE = "run.lock"
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
     *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
+    "snapshot_every",
     *("tensorboard", "export_dtype", "trace", "trace_steps", "patience"),
 )
 _FREE = frozenset(
@@ -104,6 +106,8 @@ class PreparedRun:
         flat = dict(leaves(dataclasses.asdict(config), ""))
         kept = {name: value for name, value in flat.items() if name not in _FREE}
         kept["optimizer.course"] = COURSE
+        if (wire := flat.get("parallel.wire", "exact")) != "exact":
+            kept["parallel.wire"] = wire  # the one key of [parallel] that changes numbers
         for name, stream in self.streams.items():
             kept[f"text of source {name!r}"] = stream.fingerprint
         return kept
@@ -118,13 +122,17 @@ class PreparedRun:
         }
 
     def find_state(
-        self, *, resume: bool, reschedule: bool = False
+        self, *, resume: bool, reschedule: bool = False, snapshot: Path | None = None
     ) -> tuple[Path | None, RunProgress | None]:
-        """The newest checkpoint of a run and what it holds; None twice where a run begins."""
-        found = checkpoints_in(self.checkpoints)
+        """The newest checkpoint of a run and what it holds; None twice where a run begins.
+
+        Args:
+            snapshot: one in memory, which is taken if it is newer.
+        """
+        found = [*checkpoints_in(self.checkpoints), *filter(None, [snapshot])]
         if not found:
             return None, None
-        last = found[-1]
+        last = max(found, key=lambda path: (step_of(path) or 0, path != snapshot))
         if not resume:
             raise CheckpointError(
                 f"{self.output}: holds a run already (the last checkpoint is "

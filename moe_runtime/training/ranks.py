@@ -10,14 +10,16 @@ processes.
 """
 
 import contextlib
+import copy
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +32,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from moe_runtime.models.lm.parallel import StageModule
-    from moe_runtime.parallel import LayoutGroups
+    from moe_runtime.parallel import (
+        ExpertSlots,
+        LayoutGroups,
+        Overlap,
+        ParallelExperts,
+        ParallelLayout,
+        Rebalancer,
+    )
+    from moe_runtime.parallel.placement_map import PlacementMap
 
 
 def require_compiler(device: torch.device) -> None:
@@ -55,6 +65,15 @@ def autocast_of(precision: str, device_type: str) -> torch.autocast:
 
 T = TypeVar("T")
 _POLL_S = 0.02
+_SCHEDULES = {
+    "1f1b": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+"""torch's names."""
+_TAKEN_APART: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
+"""Those that compute gradients of inputs first and those of weights later."""
 
 
 class Pipeline:
@@ -71,13 +90,13 @@ class Pipeline:
 
     def __init__(
         self,
-        module: "StageModule",
+        modules: "Sequence[StageModule]",
         group: "ProcessGroup",
         *,
         schedule: PipelineSchedule,
         loss_scale: float,
     ) -> None:
-        self._module = module
+        self._modules = list(modules)
         self._group = group
         self._schedule = schedule
         self._loss_scale = loss_scale
@@ -94,6 +113,10 @@ class Pipeline:
         """The losses of windows, without gradients; at most `at_once` parts are under way
         together."""
         found: list[Losses] = []
+        if len(self._modules) > 1:
+            for part in parts:
+                self._measure_in_turn(part)
+            return self._losses_found()
         start = 0
         while start < len(parts):
             end = start + 1
@@ -104,39 +127,69 @@ class Pipeline:
         return found
 
     def _pass(self, parts: Sequence[Tensor], *, is_training: bool) -> list[Losses]:
-        module = self._module
         schedule = self._schedule_for(parts, is_training=is_training)
         windows = torch.cat(list(parts))
-        module.found.clear()
         with _own_errors():
             schedule.step(target=windows, windows=windows, return_outputs=False)
-        count = module.stage.count
+        return self._losses_found()
+
+    def _measure_in_turn(self, windows: Tensor) -> None:
+        """One stage after another; torch's schedules of two stages have no pass without
+        gradients."""
+        import torch.distributed as dist
+
+        size, group = self._group.size(), self._group
+        here = {module.stage.index: module for module in self._modules}
+
+        def rank_of(stage: int) -> int:
+            return dist.get_global_rank(group, min(stage, 2 * size - 1 - stage))
+
+        passed: tuple[Tensor, ...] = ()
+        for number, module in sorted(here.items()):
+            if number > 0 and number - 1 not in here:
+                shapes = module.received_of(windows)
+                passed = tuple(torch.empty_like(x, device=windows.device) for x in shapes)
+                for tensor in passed:
+                    dist.recv(tensor, rank_of(number - 1), group=group)
+            result = module(*passed, windows=windows)
+            passed = result if isinstance(result, tuple) else (result,)
+            if not module.stage.is_last and number + 1 not in here:
+                for tensor in passed:
+                    dist.send(tensor.contiguous(), rank_of(number + 1), group=group)
+
+    def _losses_found(self) -> list[Losses]:
+        """The losses of the calls since the last time, of all stages of this process."""
         # Blocks that are computed again in the backward pass are no calls of the stage.
-        found = [_times(losses, count) for losses in module.found]
-        module.found.clear()
+        calls = zip(*(module.found for module in self._modules), strict=True)
+        found = [_times(_sum(losses), self._group.size()) for losses in calls]
+        for module in self._modules:
+            module.found.clear()
         return found
 
     def _schedule_for(self, parts: Sequence[Tensor], *, is_training: bool) -> Any:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+        from torch.distributed import pipelining
 
         key = (len(parts), *parts[0].shape)
         if is_training not in self._built or self._built[is_training][0] != key:
-            module = self._module
             # Shapes are told, so that torch need not find them out by calls of its own, which
             # would exchange rows and count loads.
-            stage = PipelineStage(
-                module,
-                module.stage.index,
-                module.stage.count,
-                parts[0].device,
-                input_args=module.received_of(parts[0]),
-                output_args=module.sent_of(parts[0]),
-                group=self._group,
-            )
-            is_1f1b = is_training and self._schedule == "1f1b"
-            make = Schedule1F1B if is_1f1b else ScheduleGPipe
+            stages = [
+                pipelining.PipelineStage(
+                    module,
+                    module.stage.index,
+                    module.stage.count,
+                    parts[0].device,
+                    input_args=module.received_of(parts[0]),
+                    output_args=module.sent_of(parts[0]),
+                    group=self._group,
+                )
+                for module in self._modules
+            ]
+            name = self._schedule if is_training else "gpipe"
+            make = getattr(pipelining, _SCHEDULES[name])
+            own = stages if name in _TAKEN_APART else stages[0]
             loss = self._scaled if is_training else None
-            self._built[is_training] = (key, make(stage, len(parts), loss, scale_grads=False))
+            self._built[is_training] = (key, make(own, len(parts), loss, scale_grads=False))
         return self._built[is_training][1]
 
     def _scaled(self, cross_entropy: Tensor, _windows: Tensor) -> Tensor:
@@ -152,6 +205,13 @@ def _own_errors() -> Iterator[None]:
         if error.__cause__ is None or "failed to run forward" not in str(error):
             raise
         raise error.__cause__ from None
+
+
+def _sum(parts: Sequence[Losses]) -> Losses:
+    """Shares of one micro-batch's losses by several stages, added up."""
+    columns = {n: [getattr(part, n) for part in parts] for n in Losses.__dataclass_fields__}
+    values: dict[str, Any] = {n: None if c[0] is None else sum(c) for n, c in columns.items()}
+    return Losses(**values)
 
 
 def _times(losses: Losses, factor: int) -> Losses:
@@ -196,9 +256,17 @@ class OneRank:
     def any(self, flag: bool) -> bool:
         return flag
 
+    def texts(self, text: str) -> list[str]:
+        """The texts of all processes, by rank."""
+        return [text]
+
     def first_text(self, text: str) -> str:
         """The first text among all processes that is not empty; empty if all are."""
-        return text
+        return next(filter(None, self.texts(text)), "")
+
+    def beside(self) -> "OneRank":
+        """The same processes for another thread, which exchanges things meanwhile."""
+        return self
 
     def require_shared(self, folder: Path) -> None:
         """Refuses a folder that the processes do not share, as on machines with disks of their
@@ -216,6 +284,12 @@ class OneRank:
                 f"{folder}: {lacking} does not see what rank 0 writes there; name an output folder "
                 "that all machines share"
             )
+
+    def begin_part(self, *, is_last: bool) -> None:
+        """A micro-batch is computed next, the last of its step or not."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """May move experts and their states in a `torch.optim.Optimizer`; a collective call."""
 
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None: ...
 
@@ -241,92 +315,45 @@ class OneRank:
         self.any(False)
 
 
-class SeveralRanks(OneRank):
-    """One of the processes of a `torch.distributed` world that train together.
+class Processes(OneRank):
+    """One of the processes of a `torch.distributed` world that train together, whatever they train.
+
+    Attributes:
+        here: processes of the group on this machine.
 
     Raises:
-        ValueError: the layout or the number of parts does not fit the number of processes.
+        ValueError: the layout is of another number of processes.
         RankFailureError: a process has another layout or version.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, layout: "ParallelLayout", timeout_s: float) -> None:
         import torch.distributed as dist
 
-        from moe_runtime.parallel import FlatTransport, LayoutGroups, ParallelLayout
-        from moe_runtime.parallel.communication.transport import require_same, software_facts
+        from moe_runtime.parallel import FlatTransport, LayoutGroups
+        from moe_runtime.parallel.communication.transport import (
+            processes_here,
+            require_same,
+            software_facts,
+        )
         from moe_runtime.parallel.communication.watch import CollectiveMonitor
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        own = config.parallel
-        self._config = config
-        self._layout = layout = ParallelLayout(
-            world_size=self.size,
-            tp=own.tp,
-            cp=own.cp,
-            pp=own.pp,
-            etp=own.etp,
-            ep=own.ep or max(1, self.size // (own.etp * own.pp)),
-        )
-        _refuse(config, layout.dp)
-        if config.run.host_memory is not None:
-            _refuse_offloaded(config, layout.edp)
+        self._layout, self._timeout_s = layout, timeout_s
         places = layout.coordinates(self.rank, "dense")
         self.data_rank, self.num_data_ranks = places["dp"], layout.dp
-        self._stage = places["pp"]
-        # The sum over a data-parallel rank is divided by the parts of each sequence only.
-        self.loss_share = 1 / layout.tp
-        self.groups = LayoutGroups(layout, timeout_s=own.timeout_s)
+        self.groups = LayoutGroups(layout, timeout_s=timeout_s)
         self.groups.make_ends()
         group = self.groups.make("dense", "tp", "cp", "dp", "pp")
         assert group is not None, "several processes are more than one"
         self._group = group
-        self._watch = CollectiveMonitor(group, own.timeout_s)
-        transport = FlatTransport(group, timeout_s=own.timeout_s)
+        self._watch = CollectiveMonitor(group, timeout_s)
+        transport = FlatTransport(group, timeout_s=timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
+        self.here = processes_here(transport)
 
     @property
     def layout_groups(self) -> "LayoutGroups":
         return self.groups
-
-    def spread(self, model: LanguageModel) -> None:
-        from moe_runtime.models.lm.parallel import (
-            divide_sequences,
-            leave_exchanges,
-            shard_dense,
-            spread_experts,
-        )
-
-        stage = self._keep_stage(model)
-        spread_experts(model, self.groups)
-        divide_sequences(model, self.groups)
-        if self._config.parallel.shard_dense:
-            shard_dense(model, self.groups, root=stage)
-        if self._config.run.compile:
-            leave_exchanges(model)
-        self.draw_apart(0)
-
-    def _keep_stage(self, model: LanguageModel) -> "StageModule | None":
-        stages = self.groups.group("dense", "pp")
-        if stages is None:
-            return None
-        from moe_runtime.models.lm.parallel import Stage, StageModule
-
-        scale = self.loss_share * self.num_data_ranks / self._config.data.micro_batches
-        device = next(model.parameters()).device.type
-        stage = StageModule(
-            model,
-            Stage(self._stage, self._layout.pp),
-            loss_scale=scale,
-            autocast=lambda: autocast_of(self._config.run.precision, device),
-        )
-        order = self._config.parallel.schedule
-        self.pipeline = Pipeline(stage, stages, schedule=order, loss_scale=scale)
-        return stage
-
-    def draw_apart(self, step: int) -> None:
-        number = self.data_rank + self.num_data_ranks * self._stage
-        if number > 0:
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
 
     def part(self, items: Sequence[T]) -> list[T]:
         return list(items[self.data_rank :: self.num_data_ranks])
@@ -341,37 +368,32 @@ class SeveralRanks(OneRank):
         self.groups.all_reduce(votes, self._group, "requests to stop")
         return bool(votes > 0)
 
-    def first_text(self, text: str) -> str:
+    def texts(self, text: str) -> list[str]:
         import torch.distributed as dist
 
         texts = [""] * self.size
         with self.watched("an exchange of texts"):
             dist.all_gather_object(texts, text, group=self._group)
-        return next(filter(None, texts), "")
-
-    def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
-        dense, experts = _divided(named)
-        self.groups.reduce_dense_gradients(dense)
-        self.groups.reduce_expert_gradients(experts)
-        self.groups.sum_end_gradients(self._tied(named))
-
-    def _tied(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """The embedding, where the first and the last stage have a copy each."""
-        is_end = self._layout.pp > 1 and self._config.model.tie_embeddings
-        return [p for name, p in named.items() if is_end and name == "embedding.weight"]
+        return texts
 
     @property
     def group(self) -> "ProcessGroup":
         return self._group
 
+    def beside(self) -> "Processes":
+        import torch.distributed as dist
+
+        from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
+
+        timeout_s, everybody = self._timeout_s, list(range(self.size))
+        group = dist.new_group(everybody, timeout=backend_limit(timeout_s), backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        found = copy.copy(self)
+        found._group, found._watch = group, CollectiveMonitor(group, timeout_s)
+        return found
+
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self._watch.over_torch(what)
-
-    def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
-        dense, experts = _divided(named)
-        # The first stage counts what the last has a copy of.
-        copies = set(self._tied(named)) if self._stage > 0 else set()
-        return self.groups.gradient_norm([p for p in dense if p not in copies], experts)
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
@@ -388,6 +410,239 @@ class SeveralRanks(OneRank):
         yield
 
 
+class SeveralRanks(Processes):
+    """One of the processes that train a language model together.
+
+    Args:
+        folder: what relative paths start from.
+        make_experts: makes a layer's experts, as `ParallelExperts` does; for those that are sparse
+            or switching.
+
+    Raises:
+        ValueError: the layout or the number of parts does not fit the number of processes.
+        CheckpointError: `parallel.placement` cannot be read, or is for other processes.
+        RankFailureError: a process has another layout or version.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path = Path(),
+        make_experts: "Callable[..., ParallelExperts] | None" = None,
+    ) -> None:
+        import torch.distributed as dist
+
+        from moe_runtime.parallel import ParallelLayout
+
+        own, size = config.parallel, dist.get_world_size()
+        self._config = config
+        layout = ParallelLayout(
+            world_size=size,
+            tp=own.tp,
+            cp=own.cp,
+            pp=own.pp,
+            etp=own.etp,
+            ep=own.ep or max(1, size // (own.etp * own.pp)),
+        )
+        _refuse(config, layout.dp)
+        if make_experts is None and own.experts in ("sparse", "switching"):
+            raise ValueError(f"experts that are {own.experts} need a make_experts that makes them")
+        self._make_experts = make_experts
+        self._map = _placement(config, folder, layout)
+        self._rebalancers: list[Rebalancer] = []
+        self._spread: dict[str, ParallelExperts] = {}
+        self._sharded: Any = None
+        if config.run.host_memory is not None:
+            _refuse_offloaded(config, layout.edp)
+        super().__init__(layout, own.timeout_s)
+        self._stage = layout.coordinates(self.rank, "dense")["pp"]
+        # The sum over a data-parallel rank is divided by the parts of each sequence only.
+        self.loss_share = 1 / layout.tp
+        if own.transport == "hierarchical":
+            nodes = own.ranks_per_node or self.here
+            if len(set(self.texts(str(nodes)))) > 1:
+                raise ValueError("machines differ in their processes: give parallel.ranks_per_node")
+            self.groups.make_nodes(nodes)
+
+    def spread(self, model: LanguageModel) -> None:
+        from moe_runtime.models.lm.parallel import (
+            divide_sequences,
+            leave_exchanges,
+            shard_dense,
+            spread_experts,
+        )
+
+        numbers = {id(layer): number for number, layer in enumerate(model.routed_layers())}
+        stages = self._keep_stages(model)
+        own = self._config.parallel
+        here = [numbers[id(layer)] for layer in model.routed_layers()]
+        spread_experts(
+            model,
+            self.groups,
+            overlap=_overlap(self._config),
+            wire=own.wire,
+            **({} if self._make_experts is None else {"make": self._make_experts}),
+            slots=self._slots(model, here),
+        )
+        self._follow_experts(model)
+        divide_sequences(model, self.groups)
+        for stage in stages:
+            stage.model.part = model.part
+        if own.zero:
+            root = stages[0] if stages else None
+            shard_dense(model, self.groups, root=root, keeps_gathered=own.zero < 3)
+            self._sharded = model if own.zero == 1 and root is None else None
+        if self._config.run.compile:
+            leave_exchanges(model)
+        self.draw_apart(0)
+
+    def _slots(self, model: LanguageModel, layers: Sequence[int]) -> "list[ExpertSlots] | None":
+        """Where the experts of some layers lie at first; None for equal runs."""
+        from moe_runtime.parallel import ExpertSlots
+        from moe_runtime.policies.placement import Devices, rebalance
+        from moe_runtime.policies.placement.base import slots_needed
+        from moe_runtime.training.tracing import signature_of_config
+
+        own, moe = self._config.parallel, self._config.model.moe
+        size, each = self._layout.ep, self.groups.ranks_per_node
+        if moe is None:
+            return None
+        if self._map is not None:
+            self._map.require(signature_of_config(model.config), num_ranks=size)
+            placed = [self._map.experts_of_ranks(layer) for layer in layers]
+        elif own.experts == "rebalanced":
+            # as many slots as there will be, so that no parameter changes its shape
+            slots_needed(moe.num_experts, own.copies, size)
+            equal, devices = (
+                np.ones((1, moe.num_experts)),
+                Devices(num_nodes=size // each, gpus_per_node=each),
+            )
+            found = rebalance(equal, devices, num_slots=moe.num_experts + own.copies)
+            placed = [found.expert_of_slot[0].reshape(size, -1).tolist()] * len(layers)
+        else:
+            return None
+        return [
+            ExpertSlots.from_ranks(
+                # in order, as experts off memory have to be; empty slots last
+                [sorted(experts, key=lambda e: (e < 0, e)) for experts in ranks],
+                moe.num_experts,
+                ranks_per_node=each,
+            )
+            for ranks in placed
+        ]
+
+    def _follow_experts(self, model: LanguageModel) -> None:
+        """Notes the experts that are here, and sees to those that move or are copied."""
+        from moe_runtime.models.lm.attention import Attention
+        from moe_runtime.parallel import ParallelExperts, Rebalancer
+
+        own = self._config.parallel
+        self._spread = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, ParallelExperts)
+        }
+        if own.experts == "rebalanced":
+            self._rebalancers = [
+                Rebalancer(
+                    experts,
+                    every=own.rebalance_every,
+                    num_replicas=own.copies,
+                    groups=self.groups,
+                )
+                for experts in self._spread.values()
+            ]
+        for block in model.own_blocks() if own.experts == "sparse" else ():
+            # copies travel while the attention before the experts computes
+            attention = [module for module in block.modules() if isinstance(module, Attention)]
+            if block.routed is not None:
+                prepare: Any = block.routed.experts
+                prepare.prepare_before(attention[-1])
+
+    def begin_part(self, *, is_last: bool) -> None:
+        if self._sharded is not None:
+            # gradients are added up whole, and reduced once
+            self._sharded.set_requires_gradient_sync(is_last)
+            self._sharded.set_reshard_after_backward(is_last)
+
+    def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        for rebalancer in self._rebalancers:
+            rebalancer.step(optimizer)
+
+    def _keep_stages(self, model: LanguageModel) -> "list[StageModule]":
+        """Leaves this process its stages; none without a pipeline."""
+        group = self.groups.group("dense", "pp")
+        if group is None:
+            return []
+        from moe_runtime.models.lm.parallel import Stage, StageModule, keep_stages, piece_of
+
+        scale = self.loss_share * self.num_data_ranks / self._config.data.micro_batches
+        device = next(model.parameters()).device.type
+        order, count = self._config.parallel.schedule, self._layout.pp
+        numbers = [self._stage]
+        if order == "zbv":
+            numbers, count = [self._stage, 2 * count - 1 - self._stage], 2 * count
+        stages = [
+            StageModule(
+                piece_of(model) if len(numbers) > 1 else model,
+                Stage(number, count),
+                loss_scale=scale,
+                autocast=lambda: autocast_of(self._config.run.precision, device),
+            )
+            for number in numbers
+        ]
+        if len(stages) > 1:
+            keep_stages(model, stages)
+        self.pipeline = Pipeline(stages, group, schedule=order, loss_scale=scale)
+        return stages
+
+    def draw_apart(self, step: int) -> None:
+        number = self.data_rank + self.num_data_ranks * self._stage
+        if number > 0:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
+
+    def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
+        dense, experts = _divided(named)
+        for module in self._spread.values():
+            module.sum_replica_gradients()
+        self.groups.reduce_dense_gradients(dense)
+        self.groups.reduce_expert_gradients(experts)
+        self.groups.sum_end_gradients(self._tied(named))
+
+    def _tied(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """The embedding, where the first and the last stage have a copy each."""
+        is_end = self._layout.pp > 1 and self._config.model.tie_embeddings
+        # there one process has both ends
+        is_end = is_end and self._config.parallel.schedule != "zbv"
+        return [p for name, p in named.items() if is_end and name == "embedding.weight"]
+
+    def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
+        dense, experts = _divided(named)
+        # The first stage counts what the last has a copy of.
+        copies = set(self._tied(named)) if self._stage > 0 else set()
+        several = [
+            (parameter, module.slots)
+            for module in self._spread.values()
+            if module.has_copies
+            for parameter in module.parameters()
+        ]
+        copied = {id(parameter) for parameter, _ in several}
+        return self.groups.gradient_norm(
+            [parameter for parameter in dense if parameter not in copies],
+            [parameter for parameter in experts if id(parameter) not in copied],
+            several,
+        )
+
+
+def together(group: "ProcessGroup | None", timeout_s: float = 300.0) -> Processes | None:
+    """The processes of a group that share experts and micro-batches; None for one alone."""
+    if group is None or group.size() == 1:
+        return None
+    from moe_runtime.parallel import ParallelLayout
+
+    return Processes(ParallelLayout(world_size=group.size(), ep=group.size()), timeout_s)
+
+
 def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     from moe_runtime.models.lm.parallel import check_layout, check_stages
 
@@ -398,7 +653,21 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
             "processes that compute them side by side; --set data.micro_batches="
             f"{-(-data.micro_batches // num_data_ranks) * num_data_ranks}"
         )
-    check_stages(config.model, own.pp)
+    check_stages(config.model, own.pp, per_process=1 + (own.pp > 1 and own.schedule == "zbv"))
+    is_apart = own.pp > 1 and own.schedule in _TAKEN_APART
+    if is_apart and (own.zero or config.run.recompute or config.run.compile):
+        raise ValueError(
+            f"parallel.schedule {own.schedule} takes the backward pass apart, which parallel.zero, "
+            "run.recompute and run.compile do not; leave one of them out"
+        )
+    each = data.micro_batches // num_data_ranks
+    if own.schedule == "zero_bubble" and each > own.pp and each % own.pp:
+        raise ValueError(
+            f"parallel.schedule {own.schedule} goes in rounds of parallel.pp = {own.pp} "
+            f"micro-batches, {each} for each pipeline are no whole rounds; --set "
+            f"data.micro_batches={-(-each // own.pp) * own.pp * num_data_ranks}"
+        )
+    _refuse_experts(config)
     if own.pp > 1 and config.run.host_memory is not None:
         raise ValueError(
             f"run.host_memory cannot be combined with parallel.pp ({own.pp}); leave one of them out"
@@ -413,6 +682,49 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     check_layout(config.model, tp=own.tp, cp=own.cp, contexts=contexts)
 
 
+def _refuse_experts(config: TrainConfig) -> None:
+    own, moe = config.parallel, config.model.moe
+    if moe is None:
+        if own.experts != "static" or own.placement is not None:
+            raise ValueError("parallel.experts and parallel.placement are for models with experts")
+        return
+    if own.experts != "static" and config.run.compile:
+        raise ValueError(
+            f"run.compile and parallel.experts {own.experts} do not go together; leave one of them "
+            "out"
+        )
+    if own.experts == "sparse" and config.run.recompute:
+        raise ValueError(
+            "run.recompute computes a layer again, and by then parallel.experts sparse has copied "
+            "other experts; leave one of them out"
+        )
+    if moe.recompute and (own.transport == "panels" or own.experts == "switching"):
+        raise ValueError(
+            "model.moe.recompute is for experts that are computed at once: leave it out, or "
+            "parallel.transport panels and parallel.experts switching"
+        )
+
+
+def _placement(
+    config: TrainConfig, folder: Path, layout: "ParallelLayout"
+) -> "PlacementMap | None":
+    from moe_runtime.parallel.placement_map import load_placement_map
+
+    if config.parallel.placement is None:
+        return None
+    found = load_placement_map(folder / config.parallel.placement)
+    found.require(found.signature, num_ranks=layout.ep)
+    return found
+
+
+def _overlap(config: TrainConfig) -> "Overlap | None":
+    from moe_runtime.parallel import Overlap
+
+    own = config.parallel
+    panels = max(2, own.overlap) if own.transport == "panels" else 1
+    return Overlap(degree=own.overlap, panels=panels)
+
+
 def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
     own = config.parallel
     for name, degree in (("tp", own.tp), ("pp", own.pp), ("etp", own.etp)):
@@ -421,9 +733,14 @@ def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
                 f"run.host_memory and parallel.{name} ({degree}) do not go together yet: every "
                 "process has whole experts, and all of the dense part; leave one of them out"
             )
-    if own.shard_dense:
+    if own.zero:
         raise ValueError(
-            "run.host_memory and parallel.shard_dense do not go together yet; leave one of them out"
+            "run.host_memory and parallel.zero do not go together yet; leave one of them out"
+        )
+    if own.experts != "static" or own.overlap > 1 or own.transport == "panels":
+        raise ValueError(
+            "with run.host_memory experts are computed once for a step, where they are: "
+            "parallel.experts must be static, overlap 1 and transport flat or hierarchical"
         )
     if num_copies > 1:
         raise ValueError(

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from moe_runtime.models.lm.config import LanguageModelConfig
+from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.training.config_tree import FILE_NAME
 from moe_runtime.training.offload.activations import Activations
 from moe_runtime.training.offload.adamw import AdamW, Untouched
 from moe_runtime.training.offload.records import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
-PipelineSchedule = Literal["1f1b", "gpipe"]
+PipelineSchedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv"]
+ExchangeName = Literal["flat", "hierarchical", "panels"]
+ExpertPlaces = Literal["static", "rebalanced", "sparse", "switching"]
 
 MOST_THREADS, MOST_WORDS = 4096, 1 << 24
 """Beyond them threads are not started, and a tokenizer's tables have no room."""
@@ -231,6 +234,9 @@ class RunConfig:
         patience: measurements in a row without a better one after which the run ends; 0 never.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep_checkpoints: how many of the newest stay.
+        snapshot_every: steps between snapshots in memory, from which `--resume` goes on if they are
+            newer than the last checkpoint; 0 takes none. With several machines, each process's part
+            is in the memory of two.
         tensorboard: also write TensorBoard's event files.
         trace: file for where the gates send tokens, for `moe-runtime report` and `replay`; relative
             to the configuration file.
@@ -257,6 +263,7 @@ class RunConfig:
     patience: int = 0
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    snapshot_every: int = 0
     tensorboard: bool = False
     trace: Annotated[Path, FILE_NAME] | None = None
     trace_steps: int = 100
@@ -265,7 +272,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         _at_least(1, self, "steps", "log_every", "evaluate_tokens", "keep_checkpoints")
         _at_least(0, self, "seed", "threads", "evaluate_every", "checkpoint_every", "trace_steps")
-        _at_least(0, self, "patience")
+        _at_least(0, self, "patience", "snapshot_every")
         if self.patience and not self.evaluate_every:
             raise ValueError("patience counts measurements of held-out text; give evaluate_every")
         for name, most in (("seed", 2**63 - 1), ("threads", MOST_THREADS)):
@@ -276,6 +283,11 @@ class RunConfig:
             raise ValueError(f"host_memory cannot be combined with {other}; leave one of them out")
         if self.trace is not None and self.compile:
             raise ValueError("trace listens at modules that compile fuses; leave one of them out")
+        if self.host_memory is not None and self.snapshot_every:
+            raise ValueError(
+                "snapshot_every is for runs in memory: with a host_memory, checkpoints name the "
+                "versions of experts and cost little; give checkpoint_every instead"
+            )
         if self.host_memory is None and self.storage_dir is not None:
             raise ValueError("storage_dir is for runs with a host_memory; give one")
         if self.host_memory is None and self.offload != OffloadConfig():
@@ -304,7 +316,8 @@ class LoopConfig(Protocol):
 class ParallelConfig:
     """How the processes that `torchrun` starts divide the model; one process has all of it.
 
-    None of it changes what is trained: a run may go on with another number of processes.
+    None of it changes what is trained, but for a lossy `wire`: a run may go on with another number
+    of processes.
 
     Attributes:
         ep: parts into which the experts of a layer are divided; 0 as many as fit. With fewer parts
@@ -317,10 +330,27 @@ class ParallelConfig:
         pp: stages of a pipeline: consecutive layers, each stage with processes of its own that
             everything above divides further; at most `model.num_layers`.
         schedule: order of a pipeline's micro-batches: 1f1b (one forward, one backward: a stage
-            keeps the activations of at most `pp` of them), or gpipe (all forward, then all
-            backward).
-        shard_dense: FSDP2 shards everything but the experts over the processes, those that `tp`
-            and `pp` divide it over apart.
+            keeps the activations of at most `pp` of them), gpipe (all forward, then all backward),
+            or two that fill the waiting with gradients of weights: zero_bubble (ZB1P), and zbv, by
+            which a process has two stages, as far from the first as from the last.
+        zero: what of everything but the experts FSDP2 shards over the processes, those that `tp`
+            and `pp` divide it over apart: 0 nothing, 1 the optimizer's states, 2 gradients too (a
+            reduction for each micro-batch), 3 parameters too.
+        overlap: chunks in which rows travel to experts, one while another is computed.
+        transport: how rows travel: flat, one exchange of all processes; hierarchical, within a
+            machine first and then between machines; panels, as flat, with results that return in
+            groups of columns, as many as `overlap` but at least two.
+        ranks_per_node: processes of a machine for `hierarchical`; 0 counts them.
+        wire: how rows are written while they travel: exact, or the lossy bf16 and fp8.
+        placement: map of `moe-runtime place`, for as many devices as `ep`: which process has which
+            experts; relative to the configuration file. Omitted, each has an equal run of them.
+        experts: where experts are computed: static, where they lie; rebalanced, which moves them
+            and their states by load (EPLB); sparse, which copies hot ones for one pass (Hecate);
+            switching, which gathers them or sends rows, whichever the measured link makes cheaper
+            (Tutel).
+        copies: of a layer's experts, more slots than one for each (rebalanced), or experts that a
+            process may get copies of (sparse).
+        rebalance_every: steps between two looks at the loads.
         timeout_s: seconds after which waiting for another process is an error that names it.
     """
 
@@ -330,14 +360,54 @@ class ParallelConfig:
     cp: int = 1
     pp: int = 1
     schedule: PipelineSchedule = "1f1b"
-    shard_dense: bool = False
+    zero: int = 0
+    overlap: int = 1
+    transport: ExchangeName = "flat"
+    ranks_per_node: int = 0
+    wire: WireName = "exact"
+    placement: Path | None = None
+    experts: ExpertPlaces = "static"
+    copies: int = 0
+    rebalance_every: int = 100
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "ep")
-        _at_least(1, self, "etp", "tp", "cp", "pp")
+        _at_least(0, self, "ep", "zero", "ranks_per_node", "copies")
+        _at_least(1, self, "etp", "tp", "cp", "pp", "overlap", "rebalance_every")
+        if self.zero > 3:
+            raise ValueError(f"zero must be at most 3, got {self.zero}")
+        self._refuse_exchanges()
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    def _refuse_exchanges(self) -> None:
+        kind = self.experts
+        if self.transport == "panels" and kind in ("sparse", "switching"):
+            raise ValueError(
+                f"transport panels needs experts that stay where they are, not {kind} ones; leave "
+                "one of them out"
+            )
+        if kind == "switching" and self.wire != "exact":
+            raise ValueError(
+                f"experts that are switching send rows as they are, got the wire {self.wire}"
+            )
+        if kind != "static" and self.placement is not None:
+            raise ValueError(
+                f"placement says where experts lie, and {kind} ones lie elsewhere from step to "
+                "step; leave one of them out"
+            )
+        if kind in ("rebalanced", "sparse") and self.etp > 1:
+            raise ValueError(
+                f"experts that are {kind} are whole, etp ({self.etp}) cuts them; leave one out"
+            )
+        if self.placement is not None and self.etp > 1:
+            raise ValueError(
+                f"placement places whole experts, etp ({self.etp}) cuts them; leave one out"
+            )
+        if self.copies and kind not in ("rebalanced", "sparse"):
+            raise ValueError(f"copies are for experts that are rebalanced or sparse, not {kind}")
+        if kind == "sparse" and not self.copies:
+            raise ValueError("experts that are sparse get copies: give copies, such as 2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

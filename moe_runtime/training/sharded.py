@@ -26,10 +26,11 @@ from moe_runtime.models.lm.parallel import by_parts
 from moe_runtime.parallel import ParallelExperts
 from moe_runtime.parallel.parallel_experts import copy_part, logical_views
 from moe_runtime.training.checkpoint import (
-    SHARDED_SUFFIX,
+    BackgroundSave,
     RunProgress,
     TrainingState,
     load_content,
+    name_of_step,
     remove_oldest,
     write_content,
 )
@@ -56,67 +57,65 @@ class ShardedCheckpoints:
         self._optimizer = optimizer
         self._ranks = ranks
         self._names = names
+        self._saves = BackgroundSave()
+        self._beside = ranks.beside()
 
-    def save(self, folder: Path, progress: RunProgress, *, keep: int) -> Path:
-        """Writes a checkpoint and removes the oldest beyond `keep`; a collective call."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
+    def save(self, folder: Path, progress: RunProgress, *, keep: int) -> None:
+        """Writes a checkpoint of a copy while training goes on, and then removes the oldest beyond
+        `keep`; a collective call."""
+        self._saves.wait()  # one copy at a time
+        part = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        steps = self._optimizer_steps()
+        self._saves.start(lambda: self._save(folder, part, steps, progress, keep))
 
-        path = folder / f"step-{progress.step:08d}{SHARDED_SUFFIX}"
-        is_first = self._ranks.rank == 0
+    def wait(self) -> None:
+        """Returns when the last checkpoint is on the disk; raises if it could not be written."""
+        self._saves.wait()
+
+    def close(self) -> None:
+        self._saves.close()
+
+    def _save(
+        self, folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, keep: int
+    ) -> None:
+        path, ranks = folder / name_of_step(progress.step), self._beside
+        is_first = ranks.rank == 0
         with contextlib.ExitStack() as stack:
-            with self._together():
+            with _together(ranks):
                 if is_first:
                     stack.enter_context(replace_folder(path, token=_TOKEN))
-            new = partial_name(path, _TOKEN)
-            try:
-                with self._ranks.watched(f"writing {path.name}"):
-                    dcp.save(  # pyright: ignore[reportPrivateImportUsage]
-                        self.tensors(), checkpoint_id=new, process_group=self._ranks.group
-                    )
-            except CheckpointException as error:
-                reason = f"the checkpoint cannot be written: {_reason(error)}"
-                raise OSError(f"{path}: {reason}") from error
-            with self._together():
-                own = [file.name for file in new.glob(f"__{self._ranks.rank}_*.distcp")]
-                if is_first:
-                    self._save_progress(new / _PROGRESS_FILE, progress)
-                    own += [".metadata", _PROGRESS_FILE]
-                write_digests(new, own, writer=self._ranks.rank)
-            with self._together(), stack.pop_all():
+            _write(partial_name(path, _TOKEN), part, steps, progress, ranks)
+            with _together(ranks), stack.pop_all():
                 pass  # the folder gets its name
-        with self._together():
+        with _together(ranks):
             if is_first:
                 remove_oldest(folder, keep)
-        return path
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """A part of a checkpoint that fails in all processes if it fails in one of them."""
-        failure = None
-        try:
-            yield
-        except OSError as error:
-            failure = error
-        reason = "" if failure is None else str(failure)
-        reason = self._ranks.first_text(reason and f"rank {self._ranks.rank}: {reason}")
-        if failure is not None:
-            raise failure
-        if reason:
-            raise OSError(f"the checkpoint cannot be written: {reason}")
+    def write(self, folder: Path, progress: RunProgress) -> list[str]:
+        """Writes this process's part into an empty folder; the names of its files; a collective
+        call."""
+        return _write(folder, self.tensors(), self._optimizer_steps(), progress, self._ranks)
 
-    def _save_progress(self, path: Path, progress: RunProgress) -> None:
-        content = {field.name: getattr(progress, field.name) for field in fields(progress)}
-        steps = [float(state["step"]) for state in self._optimizer.moments().values()]
-        write_content(path, {"optimizer_steps": max(steps), **content})
+    def _optimizer_steps(self) -> float:
+        return max(float(state["step"]) for state in self._optimizer.moments().values())
 
     def load(self, path: Path) -> None:
         """Reads this process's part of a checkpoint of any number of processes; a collective
         call."""
         steps = load_content(path / _PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
         read_tensors(path, self.tensors(), self._ranks)
-        for state in self._optimizer.moments().values():
+        self._finish(steps)
+
+    def _finish(self, steps: float) -> None:
+        """After the tensors that have names were filled."""
+        moments = self._optimizer.moments()
+        for state in moments.values():
             state["step"].fill_(steps)
+        for path, module in _experts_in(self._model).items():
+            if isinstance(module, ParallelExperts) and module.has_copies:
+                named = {f"{path}.{name}": p for name, p in module.named_parameters()}
+                kept = [moments[name][kind] for name in named for kind in _MOMENTS]
+                module.fill_copies([*named.values(), *kept])
 
     def take(self, state: TrainingState) -> None:
         """Copies this process's part out of the state of a run in one process."""
@@ -147,12 +146,61 @@ class ShardedCheckpoints:
                 copy_part(whole[name], own[name])
         # Parts of fused products have names of their own; all were updated in the same steps.
         steps = max((float(moment["step"]) for moment in moments.values()), default=0.0)
-        for moment in self._optimizer.moments().values():
-            moment["step"].fill_(steps)
+        self._finish(steps)
 
     def tensors(self) -> dict[str, Tensor]:
         moments = self._optimizer.moments()
         return logical_tensors(self._model, moments)
+
+
+def _write(
+    folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, ranks: OneRank
+) -> list[str]:
+    """Writes a process's part; the names of its files.
+
+    Args:
+        steps: of the optimizer.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    name = name_of_step(progress.step)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ranks.watched(f"writing {name}"))
+            if ranks.size == 1:
+                stack.enter_context(_one_process())
+            dcp.save(  # pyright: ignore[reportPrivateImportUsage]
+                part, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.size == 1
+            )
+    except CheckpointException as error:
+        reason = f"the checkpoint cannot be written: {_reason(error)}"
+        raise OSError(f"{folder.with_name(name)}: {reason}") from error
+    own: list[str] = []
+    with _together(ranks):
+        own += [file.name for file in folder.glob(f"__{ranks.rank}_*.distcp")]
+        if ranks.rank == 0:
+            content = {field.name: getattr(progress, field.name) for field in fields(progress)}
+            write_content(folder / _PROGRESS_FILE, {"optimizer_steps": steps, **content})
+            own += [".metadata", _PROGRESS_FILE]
+        own.append(write_digests(folder, own, writer=ranks.rank))
+    return own
+
+
+@contextlib.contextmanager
+def _together(ranks: OneRank) -> Iterator[None]:
+    """A part of a checkpoint that fails in all processes if it fails in one of them."""
+    failure = None
+    try:
+        yield
+    except OSError as error:
+        failure = error
+    reason = "" if failure is None else str(failure)
+    reason = ranks.first_text(reason and f"rank {ranks.rank}: {reason}")
+    if failure is not None:
+        raise failure
+    if reason:
+        raise OSError(f"the checkpoint cannot be written: {reason}")
 
 
 def read_progress(path: Path) -> RunProgress:
@@ -196,9 +244,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
     if damage := ranks.first_text(damage):
         raise CheckpointError(damage)
     try:
-        with warnings.catch_warnings(), ranks.watched(f"reading {path.name}"):
-            # That one process reads it alone is meant so.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with _one_process(), ranks.watched(f"reading {path.name}"):
             dcp.load(  # pyright: ignore[reportPrivateImportUsage]
                 tensors, checkpoint_id=path, process_group=ranks.group, no_dist=ranks.size == 1
             )
@@ -207,6 +253,14 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
             f"{path}: the checkpoint is damaged or of another model ({_reason(error)}); remove it "
             "to go on from the one before"
         ) from error
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """One process may read and write alone: torch does not warn of it in the block."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _reason(error: BaseException) -> str:

@@ -45,6 +45,7 @@ from moe_runtime.training.prepared import (
 from moe_runtime.training.ranks import OneRank, require_compiler
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import ShardedCheckpoints, whole_model
+from moe_runtime.training.snapshots import Snapshots
 from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config
 from moe_runtime.training.train_plan import (
     StreamedInit,
@@ -160,17 +161,24 @@ def start(
     ranks = ranks or OneRank()
     if ranks.size > 1:
         ranks.require_shared(preparation.output)
-    last, state = preparation.find_state(resume=resume, reschedule=reschedule)
-    first_step = 0 if state is None else state.step
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
-    if preparation.config.run.host_memory is None:
+    run = preparation.config.run
+    shards = snapshots = newest = None
+    if run.host_memory is None:
         ranks.spread(preparation.model)
         optimizer = Optimizer(preparation.model, preparation.config.optimizer, ranks)
-    else:
-        optimizer = _offloaded_optimizer(preparation, ranks, resumes=state is not None)
-    shards = None
-    if isinstance(optimizer, Optimizer):
         shards = ShardedCheckpoints(preparation.model, optimizer, ranks, state_order(trained))
+        if run.snapshot_every:
+            snapshots = Snapshots(preparation.output, shards, ranks)
+            if resume:
+                newest = snapshots.find()
+            else:
+                snapshots.clear()
+        last, state = preparation.find_state(resume=resume, reschedule=reschedule, snapshot=newest)
+    else:
+        last, state = preparation.find_state(resume=resume, reschedule=reschedule)
+        optimizer = _offloaded_optimizer(preparation, ranks, resumes=state is not None)
+    first_step = 0 if state is None else state.step
     trainer = Trainer(
         preparation,
         preparation.model,
@@ -178,6 +186,7 @@ def start(
         sinks=preparation.open_sinks(state) if ranks.rank == 0 else (),
         ranks=ranks,
         shards=shards if ranks.size > 1 else None,
+        snapshots=snapshots,
         trace=_open_trace(preparation, ranks, first_step),
     )
     if last is not None and state is not None:

@@ -5,15 +5,17 @@ from collections.abc import Callable, Mapping
 from moe_runtime.config import nearest, require_known
 from moe_runtime.lazy import LazyTable, is_code_file
 from moe_runtime.policies.eviction.base import (
+    AdaptiveShares,
     Evictable,
     EvictionPolicy,
+    LayerShares,
     Maker,
     PolicyChoice,
     Setting,
     Watcher,
+    even_shares,
 )
 from moe_runtime.policies.eviction.classic import LRU
-from moe_runtime.policies.eviction.layer_shares import AdaptiveShares, LayerShares, even_shares
 from moe_runtime.policies.prediction.base import Shape
 from moe_runtime.types import ExpertKey
 

@@ -16,7 +16,7 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.inference.device import misses as misses_module
 from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.inference.device.misses import Misses, MissPlan
-from moe_runtime.inference.load_options import check_place
+from moe_runtime.inference.loading import check_place
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.types import ExpertKey

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference import pieces
+from moe_runtime.inference import steps
 from moe_runtime.inference.generation import encode_messages
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.pictures import PictureReader, Pictures, for_model
@@ -45,7 +45,7 @@ ALL = [
 
 @contextlib.contextmanager
 def loaded(folder: Path, monkeypatch: Any, most: int, **options: Any) -> Iterator[Any]:
-    monkeypatch.setattr(pieces, "PASS_TOKENS", most)
+    monkeypatch.setattr(steps, "PASS_TOKENS", most)
     model: Any = moe_runtime.load(folder, device="cpu", max_tokens=LIMIT, **options)
     with torch.inference_mode(), model.moe:
         yield model
@@ -56,10 +56,10 @@ def sizes_of(model: Any, monkeypatch: Any) -> list[tuple[int, int]]:
     """Sequences and new tokens of the passes that come."""
     sizes, run = [], model._steps.run
 
-    def noted(call: Any, args: Any, kwargs: Any) -> Any:
+    def noted(call: Any, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         sizes.append((*given.shape[:2],))
-        return run(call, args, kwargs)
+        return run(call, *args, **kwargs)
 
     monkeypatch.setattr(model._steps, "run", noted)
     return sizes

@@ -12,7 +12,7 @@ from tiny_checkpoints import PROMPT, prompt_and_step_logits, save, tiny_model
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
-from moe_runtime.inference import loading as warming
+from moe_runtime.inference import warming
 from moe_runtime.lab.traces import read_trace
 
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})

@@ -1,14 +1,19 @@
 """`train` in several processes: the losses of one, and checkpoints that any number goes on from."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parallel_runs import (
     failing_digests,
     final_parameters,
+    interrupted,
+    order_of_shortcut,
     refused,
     shared,
     smallest_budget,
@@ -18,6 +23,12 @@ from parallel_runs import (
 )
 from rank_pool import RankFailed, RankPool
 from training_runs import CONFIG, training_records, write_run
+
+from moe_runtime.parallel.placement_map import PlacementMap
+from moe_runtime.policies.placement import Devices, Placement
+from moe_runtime.training.config_tree import read_tree
+from moe_runtime.training.run_config import TrainConfig
+from moe_runtime.training.tracing import signature_of_config
 
 Ranks = Callable[[int], RankPool]
 # A gate whose selection bias depends on the loads of all processes; shared experts; biases.
@@ -31,8 +42,17 @@ ROUTED = ROUTED.replace(
 ).replace("steps = 8", "steps = 10")
 SPLIT = {
     "experts": (2, ("parallel.ep=2",)),
-    "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.shard_dense=true")),
-    "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.shard_dense=true")),
+    "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.zero=3")),
+    "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.zero=3")),
+    "gradients reduced once": (2, ("parallel.zero=1", "parallel.overlap=2")),
+    "gathered until the backward pass": (2, ("parallel.zero=2", "parallel.transport=panels")),
+    "experts moved by load": (
+        2,
+        ("parallel.experts=rebalanced", "parallel.rebalance_every=1", "parallel.copies=2"),
+    ),
+    "copies for a pass": (2, ("parallel.experts=sparse", "parallel.copies=2")),
+    "rows or weights travel": (2, ("parallel.experts=switching",)),
+    "machines": (4, ("parallel.transport=hierarchical", "parallel.ranks_per_node=2")),
 }
 
 
@@ -57,11 +77,71 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_several_processes_train_what_one_does(size, split, alone, tmp_path, ranks):
     path = write_run(tmp_path, config=ROUTED)
     shares = ranks(size).run(train, str(path), split, 4)
-    if "parallel.shard_dense=true" in split:
+    if any("parallel.zero" in setting for setting in split):
         assert all(share < 0.7 for share in shares)
     else:
         assert shares == [1.0] * size
     expected = [record for record in training_records(alone) if record["step"] <= 4]
+    assert_same_records(training_records(tmp_path / "out"), expected)
+
+
+def test_a_map_says_where_experts_lie(alone, tmp_path, ranks):
+    """With copies, two of them in one process, and from a checkpoint on."""
+    path = write_run(tmp_path, config=ROUTED)
+    config = read_tree(TrainConfig, path)
+    signature = signature_of_config(replace(config.model, vocab_size=300))
+    layers = [[[3, 0, 0], [2, 1, 0]], [[0, 2, -1], [1, 3, 2]], [[0, 1, -1], [2, 3, -1]]]
+    placement = Placement(expert_of_slot=np.array(layers).reshape(3, -1), num_experts=4, num_gpus=2)
+    devices = Devices(num_nodes=1, gpus_per_node=2)
+    placed = PlacementMap(
+        signature=signature, devices=devices, placement=placement, algorithm="by hand"
+    )
+    placed.save(tmp_path / "map.json")
+    ranks(2).run(train, str(path), ("parallel.placement=map.json",), 2)
+    ranks(2).run(train, str(path), ("parallel.placement=map.json",), 4, True)
+    expected = [record for record in training_records(alone) if record["step"] <= 4]
+    assert_same_records(training_records(tmp_path / "out"), expected)
+    other = ("parallel.placement=map.json", "parallel.ep=1")
+    with pytest.raises(RankFailed, match="the placement map is for 2 ranks, there are 1"):
+        ranks(2).run(train, str(path), other, 5, True)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_gradients_of_weights_after_those_of_inputs(schedule, tmp_path, ranks):
+    """Stages of tied and of divided experts; zbv's first process has both ends."""
+    config = ROUTED.replace("num_layers = 3", "num_layers = 4").replace("steps = 10", "steps = 3")
+    split = ("parallel.pp=2", f"parallel.schedule={schedule}", "run.steps=3")
+    alone, together = (str(write_run(tmp_path / n, config=config)) for n in ("one", "two"))
+    train(alone, ("run.steps=3",), 3)
+    ranks(2).run(train, together, split, 3)
+    assert_same_records(
+        training_records(tmp_path / "two" / "out"), training_records(tmp_path / "one" / "out")
+    )
+
+
+def test_a_lost_machine_costs_one_step(alone, tmp_path, ranks):
+    """Two machines of one process; the second is lost after step 5, the last checkpoint is of step
+    3. What it had is in the memory of the first."""
+    path = str(write_run(tmp_path, config=ROUTED))
+    machines = tmp_path / "machines"
+    machines.mkdir()
+    each = ("run.snapshot_every=1",)
+    held = ranks(2).run(interrupted, path, each, 5, str(machines))
+    assert held == [["step-00000005.shards"]] * 2
+    shutil.rmtree(machines / "1")
+    # rank 1 begins with a memory that is empty, and takes a step less than is asked for again
+    assert ranks(2).run(interrupted, path, each, 6, str(machines)) == [["step-00000006.shards"]] * 2
+    saved = [found.name for found in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert "step-00000003.shards" in saved
+    shutil.rmtree(machines / "1")
+    # one process goes on alone, from what both had
+    assert interrupted(path, each, 7, str(machines)) == ["step-00000007.shards"]
+    expected = [record for record in training_records(alone) if record["step"] <= 7]
+    assert_same_records(training_records(tmp_path / "out"), expected)
+    # a damaged part is no snapshot: the checkpoint on the disk is
+    part = next(machines.glob("*/*/*/*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    ranks(2).run(interrupted, path, (), 7, str(machines))
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
@@ -71,11 +151,11 @@ def test_any_number_of_processes_goes_on(alone, tmp_path, ranks):
     path = str(write_run(tmp_path, config=ROUTED))
     train(path, (), 2)
     ranks(2).run(train, path, ("parallel.etp=2",), 4, True)
-    four = ("parallel.ep=2", "parallel.shard_dense=true")
+    four = ("parallel.ep=2", "parallel.zero=3")
     ranks(4).run(train, path, four, 5, True)
-    heads = ("parallel.tp=2", "parallel.shard_dense=true", "parallel.ep=2")
+    heads = ("parallel.tp=2", "parallel.zero=3", "parallel.ep=2")
     assert all(share < 0.7 for share in ranks(4).run(train, path, heads, 6, True))
-    ranks(4).run(train, path, ("parallel.pp=2", "parallel.shard_dense=true"), 7, True)
+    ranks(4).run(train, path, ("parallel.pp=2", "parallel.zero=3"), 7, True)
     train(path, (), 8, True)
     four = ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=gpipe")
     ranks(4).run(train, path, four, 9, True)
@@ -133,10 +213,21 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path, ranks):
     away = "run.host_memory=1GiB"
     (message, _) = ranks(2).run(refused, path, away, "parallel.tp=2")
     assert message.startswith("run.host_memory and parallel.tp (2) do not go together yet")
-    (message, _) = ranks(2).run(refused, path, away, "parallel.shard_dense=true")
-    assert message.startswith("run.host_memory and parallel.shard_dense do not go together yet")
+    (message, _) = ranks(2).run(refused, path, away, "parallel.zero=3")
+    assert message.startswith("run.host_memory and parallel.zero do not go together yet")
     (message, _) = ranks(2).run(refused, path, away, "parallel.ep=1")
     assert "parallel.ep (1) would make 2 copies, leave it out" in message
+    (message, _) = ranks(2).run(refused, path, away, "parallel.overlap=2")
+    assert "parallel.experts must be static, overlap 1" in message
+    (message, _) = ranks(2).run(refused, path, "parallel.transport=hierarchical")
+    assert "the 2 that divide the experts are not several machines of 2" in message
+    (message, _) = ranks(2).run(refused, path, "parallel.experts=switching", "run.compile=true")
+    assert message.startswith("run.compile and parallel.experts switching do not go together")
+    zbv = ("parallel.pp=2", "parallel.schedule=zbv")
+    (message, _) = ranks(2).run(refused, path, *zbv)
+    assert message.endswith("at most the model.num_layers (3), with 2 stages for each process")
+    (message, _) = ranks(2).run(refused, path, *zbv, "model.num_layers=4", "parallel.zero=3")
+    assert message.startswith("parallel.schedule zbv takes the backward pass apart")
     (message, _) = ranks(2).run(refused, path, "parallel.ep=3")
     assert message == "etp * ep * pp = 1 * 3 * 1 = 3 does not divide the 2 ranks"
     (message, _) = ranks(2).run(refused, path, "parallel.tp=2", "model.num_kv_heads=1")
@@ -238,6 +329,21 @@ def test_gates_see_all_tokens_of_divided_sequences(gate, tmp_path, ranks):
     check_two_train_as_one(tmp_path, ranks, config, "parallel.tp=2", steps=2)
 
 
+SHORTCUT = CONFIG.replace(
+    "loss_weights = {", 'shortcut = "middle"\nshared_experts = 1\nloss_weights = {'
+)
+SHORTCUT = SHORTCUT.replace("num_layers = 2", "num_layers = 2\nintermediate_size = 24")
+
+
+def test_rows_of_a_shortcut_travel_while_the_second_attention_computes(tmp_path, ranks):
+    """In both passes: rows leave before it and arrive after it, and so do their gradients."""
+    check_two_train_as_one(tmp_path, ranks, SHORTCUT, "parallel.ep=2", steps=2)
+    path = str(write_run(tmp_path / "order", config=SHORTCUT))
+    forward, backward = ["rows leave", "attention", "rows arrive"], ["gradients leave"]
+    expected = [*forward, *backward, "attention's gradient", "gradients arrive"]
+    assert ranks(2).run(order_of_shortcut, path) == [expected] * 2
+
+
 def test_stages_pass_scores_on_and_compute_again(tmp_path, ranks):
     """MoE++'s gates read the scores of the gate before, which another stage has; blocks that are
     computed again add the gates' losses to the gradients once."""
@@ -252,7 +358,7 @@ def test_stages_pass_scores_on_and_compute_again(tmp_path, ranks):
 @pytest.mark.parametrize(
     ("where", "split"),
     [
-        ("step", ("parallel.ep=1", "parallel.shard_dense=true")),
+        ("step", ("parallel.ep=1", "parallel.zero=3")),
         ("checkpoint", ("parallel.ep=1",)),
         pytest.param("step", ("parallel.pp=2",), marks=pytest.mark.long),
     ],

@@ -15,7 +15,7 @@ from tiny_checkpoints import PROMPT
 from transformers import StaticCache
 
 from moe_runtime.config import PrefetchMode
-from moe_runtime.inference import loading as warming
+from moe_runtime.inference import warming
 from moe_runtime.inference.device.decode_graphs import MOST_REFUSED, FetchedExperts
 from moe_runtime.types import ExpertKey
 

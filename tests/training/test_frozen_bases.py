@@ -82,6 +82,8 @@ def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
     twice that for tails, as in `test_finetuning`.
     """
     folder, plain = bases(kind, tmp_path)
+    files = [*folder.iterdir()] if folder.is_dir() else [folder]
+    before = [file.read_bytes() for file in files]
     config = config_of(folder, tmp_path, lora={"rank": 3, "scale": 1.5})
     preparation = prepare(smallest(config))
     trainer = start(preparation, resume=False)
@@ -101,6 +103,7 @@ def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
     leaves = {f"inputs {i}": x for i, x in enumerate(inputs)} | trained
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     trainer.close()
+    assert [file.read_bytes() for file in files] == before
 
     single, exact = (
         gradients_in_memory(adapted(plain, preparation, first, dtype), windows)

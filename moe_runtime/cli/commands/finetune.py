@@ -1,5 +1,6 @@
 """``moe-runtime finetune``: train a transformers checkpoint further on conversations or text."""
 
+import contextlib
 import dataclasses
 import glob
 import math
@@ -13,6 +14,7 @@ import typer
 
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.train import offload_rows, outcome_rows, take_steps, timed_plan
+from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
 
@@ -183,28 +185,34 @@ def finetune(
         raise ValueError(_with_options(str(error), ctx.params)) from None
     console.quiet_transformers(ctx.obj)
     from moe_runtime.training.prepared import run_folder
+    from moe_runtime.training.ranks import OneRank, together
 
-    with run_folder(settings.run.output, settings.run.storage_dir, is_used=not dry_run):
+    with joined_processes(ctx.obj) as group, contextlib.ExitStack() as stack:
+        is_first = group is None or group.rank() == 0
+        is_used = is_first and not dry_run
+        run = settings.run
+        stack.enter_context(run_folder(run.output, run.storage_dir, is_used=is_used))
+        ranks = together(group)
         with console.loading_bar() as progress:
             from moe_runtime.training.finetune.finetune_run import prepare
 
-            settings = _with_files(settings, progress)
-
-            preparation = prepare(
-                settings,
-                epochs=(epochs or 1) if steps is None else None,
-                on_stage=lambda stage: progress(stage, 0, 0),
-                progress=progress,
-                keeps_text=not dry_run,
-            )
+            with (ranks or OneRank()).first_alone():
+                preparation = prepare(
+                    _with_files(settings, progress),
+                    epochs=(epochs or 1) if steps is None else None,
+                    on_stage=lambda stage: progress(stage, 0, 0),
+                    progress=progress,
+                    keeps_text=is_used,
+                    ranks=ranks,
+                )
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
         summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
-    if as_json:
-        console.print_json(summary)
-    else:
-        console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
+        if as_json:
+            console.print_json(summary)
+        else:
+            console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
 
@@ -221,6 +229,8 @@ def _finetune(
     try:
         _timed(found, preparation, begins=True)  # warns of a slow disk
         exit_code = take_steps(trainer, preparation.config.run)
+        if preparation.ranks.rank > 0:
+            return {}, exit_code
         summary = finish(preparation, trainer, export=exit_code == 0)
     finally:
         trainer.close()

@@ -10,7 +10,7 @@ import typer
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import load_tokenizer
 from moe_runtime.cli.prompts import read_text
-from moe_runtime.cli.strict import StrictCommand, argument, expanded, option, refuse_given
+from moe_runtime.cli.strict import StrictCommand, argument, expanded, refuse_given
 from moe_runtime.config import nearest
 from moe_runtime.lazy import is_code_file
 
@@ -23,18 +23,48 @@ if TYPE_CHECKING:
 Traces = Annotated[
     list[Path] | None, argument("Recorded traces of one model (.npz).", metavar="[TRACE...]")
 ]
-Names = Annotated[
-    list[str] | None,
-    option("Which predictor, several times if wanted; all by default.", "--predictor"),
-]
-TestShare = Annotated[
-    float, option("Share of the sequences kept from training.", min=0.01, max=0.99)
-]
-Seed = Annotated[int, option("Seed of the split into training and test sequences.", min=0)]
-Distances = Annotated[str, option("Layers to look ahead, separated by commas.")]
-MaxTokens = Annotated[
-    int | None, option("Measure a sample of this many tokens.", "--max-tokens", min=1)
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """Which predictors are measured, and on what.
+
+    Args:
+        predictor: Which predictor, several times if wanted; all by default.
+        test_share: Share of the sequences kept from training.
+        seed: Seed of the split into training and test sequences.
+        distances: Layers to look ahead, separated by commas.
+        max_tokens: Measure a sample of this many tokens.
+    """
+
+    predictor: list[str] | None = None
+    test_share: Annotated[float, typer.Option(min=0.01, max=0.99)] = 0.5
+    seed: options.Natural = 0
+    distances: str = "1,2,4"
+    max_tokens: options.Count | None = None
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Layers to look ahead."""
+        try:
+            ahead = tuple(int(part) for part in self.distances.split(","))
+        except ValueError:
+            ahead = ()
+        if not ahead or min(ahead) < 1:
+            raise ValueError(
+                f"--distances must be positive numbers such as 1,2,4, got {self.distances!r}"
+            )
+        return ahead
+
+    def require_layers(self, ctx: typer.Context, num_layers: int) -> None:
+        """Refuses distances that were given and at which no layer lies."""
+        source = ctx.get_parameter_source("distances")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and max(self.ahead) >= num_layers:
+            raise ValueError(
+                f"--distances must be below {num_layers}, the layers with experts, got "
+                f"{max(self.ahead)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +167,7 @@ def evaluate(
     ctx: typer.Context,
     *,
     sources: Sources,
-    predictor: Names = None,
-    test_share: TestShare = 0.5,
-    seed: Seed = 0,
-    distances: Distances = "1,2,4",
-    max_tokens: MaxTokens = None,
+    measuring: Measuring,
     as_json: options.Json = False,
 ) -> None:
     """Measure predictors on sequences held out from their training, without repeated prompts.
@@ -154,19 +180,18 @@ def evaluate(
     from moe_runtime.lab.traces.routes import split_unrepeated
     from moe_runtime.policies.prediction import PREDICTORS, EamCollection
 
-    names = predictor or [
+    names = measuring.predictor or [
         name for name, kind in PREDICTORS.items() if sources.model or not kind.needs_hidden
     ]
-    ahead = parse_distances(distances)
+    ahead, seed = measuring.ahead, measuring.seed
     read = sources.read(ctx, names)
     routes = read.routes
-    require_layers(ctx, ahead, routes.shape.num_layers)
-    windows, held_out = split_unrepeated(routes, test_share=test_share, seed=seed)
+    measuring.require_layers(ctx, routes.shape.num_layers)
+    windows, held_out = split_unrepeated(routes, test_share=measuring.test_share, seed=seed)
     test, hidden = read.part(held_out)
     estimators = [read.trained(name, windows) for name in names]
-    results = measure(
-        estimators, test, distances=ahead, max_tokens=max_tokens, seed=seed, hidden_TLD=hidden
-    )
+    sample = {"max_tokens": measuring.max_tokens, "seed": seed}
+    results = measure(estimators, test, distances=ahead, hidden_TLD=hidden, **sample)
     facts: dict[str, Any] = {
         "sequences": routes.num_sequences,
         "repeated_sequences": routes.num_sequences - len(windows) - len(held_out),
@@ -272,27 +297,6 @@ def check_trainable(name: str, *, from_text: bool = False) -> str:
             "predictor` takes --model and --text instead"
         )
     return name
-
-
-def parse_distances(text: str) -> tuple[int, ...]:
-    """Reads ``1,2,4``."""
-    try:
-        ahead = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        ahead = ()
-    if not ahead or min(ahead) < 1:
-        raise ValueError(f"--distances must be positive numbers such as 1,2,4, got {text!r}")
-    return ahead
-
-
-def require_layers(ctx: typer.Context, ahead: tuple[int, ...], num_layers: int) -> None:
-    """Refuses distances that were given and at which no layer lies."""
-    source = ctx.get_parameter_source("distances")
-    is_given = source is not None and source.name == "COMMANDLINE"
-    if is_given and max(ahead) >= num_layers:
-        raise ValueError(
-            f"--distances must be below {num_layers}, the layers with experts, got {max(ahead)}"
-        )
 
 
 def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":

@@ -4,6 +4,8 @@ import contextlib
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,10 +23,11 @@ from moe_runtime.files import require_not_read
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from moe_runtime.parallel import ParallelExperts
     from moe_runtime.training.loop import Trainer
     from moe_runtime.training.metrics import Record, StepRecord
     from moe_runtime.training.ranks import OneRank
-    from moe_runtime.training.run_config import RunConfig
+    from moe_runtime.training.run_config import ParallelConfig, RunConfig
     from moe_runtime.training.train_run import Preparation
 
 
@@ -82,7 +85,10 @@ def train(
             from moe_runtime.training.train_run import prepare
 
             is_alone = group is None or group.size() == 1
-            ranks = OneRank() if is_alone else SeveralRanks(config)
+            if is_alone:
+                ranks = OneRank()
+            else:
+                ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
             with ranks.first_alone():
                 preparation = prepare(
                     config,
@@ -104,6 +110,28 @@ def train(
             console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)
+
+
+def experts_maker(parallel: "ParallelConfig") -> "Callable[..., ParallelExperts] | None":
+    """What makes experts that do not stay where they are; None for those that do."""
+    if parallel.experts == "sparse":
+        from moe_runtime.research.hecate import CopyRules, SparseExperts
+
+        copies = parallel.copies
+        rules = CopyRules(max_experts=copies, slots_per_rank=copies)
+        return partial(SparseExperts, rules=rules)
+    if parallel.experts == "switching":
+        from moe_runtime.research.parallelism_switching import SwitchingExperts
+
+        measured: list[Any] = []  # once for all layers
+
+        def make(*sizes: Any, **options: Any) -> SwitchingExperts:
+            link = measured[0] if measured else None
+            measured.append((experts := SwitchingExperts(*sizes, link=link, **options)).link)
+            return experts
+
+        return make
+    return None
 
 
 def _train(

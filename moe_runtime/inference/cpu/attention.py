@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.transformers_private import ATTENTION_SETTING
-from moe_runtime.inference.cpu.seen_keys import SeenKeys, as_seen_keys
 from moe_runtime.inference.cpu.step_layers import (
     ATTENTION,
     EAGER_ATTENTION,
@@ -36,7 +35,7 @@ from moe_runtime.inference.known_classes import (
     class_name,
     is_theirs,
 )
-from moe_runtime.inference.kv_cache import Rounding
+from moe_runtime.inference.kv_cache import Rounding, SeenKeys, as_seen_keys
 from moe_runtime.inference.steps import OneThread
 from moe_runtime.kernels.decode_step.latent_attention import Tokens, native_latent_attention
 from moe_runtime.kernels.decode_step.prompt_attention import Sight, native_prompt_attention

@@ -18,6 +18,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -591,9 +592,12 @@ class SparseExperts(ParallelExperts):
         weights_TK: Tensor,
         *,
         shared: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        later: bool = False,
+    ) -> Any:
         if self._pending is None:
             self.prepare()
+        if later:  # copies travel until then
+            return partial(self.forward, x_TD, ids_TK, weights_TK, shared=shared)
         plan, pending = self._plan, self._pending
         assert plan is not None
         assert pending is not None

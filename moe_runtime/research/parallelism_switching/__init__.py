@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,6 +205,7 @@ class SwitchingExperts(ParallelExperts):
         degrees: what can be chosen: 0 gathers all experts, r sends a row to r ranks.
         degree: the one to compute with; None lets the link choose for every batch.
         last_degree: the one that the last batch was computed with.
+        link: what an exchange costs; None in a process alone.
 
     Raises:
         ValueError: Sizes that do not divide, or another layout than the degrees need.
@@ -235,9 +237,9 @@ class SwitchingExperts(ParallelExperts):
         self.degrees = self._switch.degrees
         self.degree: int | None = None
         self.last_degree = 0
-        self._link = link
+        self.link = link
         if link is None and transport.size > 1:
-            self._link = measure_link(transport, device=self.get_parameter("down_proj").device)
+            self.link = measure_link(transport, device=self.get_parameter("down_proj").device)
 
     def forward(
         self,
@@ -246,7 +248,10 @@ class SwitchingExperts(ParallelExperts):
         weights_TK: Tensor,
         *,
         shared: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+        later: bool = False,
+    ) -> Any:
+        if later:
+            return partial(self.forward, x_TD, ids_TK, weights_TK, shared=shared)
         x_TD = self._as_experts_read(x_TD)
         self.last_degree = self._cheapest(x_TD, ids_TK) if self.degree is None else self.degree
         return self._switch.run(
@@ -262,7 +267,7 @@ class SwitchingExperts(ParallelExperts):
 
     def _cheapest(self, x_TD: Tensor, ids_TK: Tensor) -> int:
         """The degree for the rank with the most tokens, so that all ranks choose the same."""
-        if self._link is None:
+        if self.link is None:
             return 0
         own_P1 = torch.full((self.transport.size, 1), x_TD.shape[0], device=x_TD.device)
         most = int(self.transport.exchange_numbers(own_P1).max())
@@ -273,8 +278,8 @@ class SwitchingExperts(ParallelExperts):
             expert_bytes=own_bytes * self.transport.size / self.num_experts,
             num_experts=self.num_experts,
             num_ranks=self.transport.size,
-            alpha_s=self._link.alpha_s,
-            beta_s_per_byte=1 / self._link.bytes_per_s,
+            alpha_s=self.link.alpha_s,
+            beta_s_per_byte=1 / self.link.bytes_per_s,
         )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy
 from moe_runtime.policies.prediction.base import shape_of
-from moe_runtime.training.checkpoint import TrainingState
+from moe_runtime.training.checkpoint import TrainingState, checkpoints_in, load_checkpoint
 from moe_runtime.training.data import (
     TokenStreams,
     data_files,
@@ -68,7 +69,14 @@ from moe_runtime.training.finetune.records import RECORD_FILES, is_of_records
 from moe_runtime.training.finetune.rendering import Renderer, encode_records
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.entry import find_sites, layouts_of, plan_memory
+from moe_runtime.training.offload.checkpoint import remove_own_files
+from moe_runtime.training.offload.entry import (
+    expert_parameters,
+    find_sites,
+    layouts_of,
+    offload_training,
+    plan_memory,
+)
 from moe_runtime.training.offload.frozen import (
     AdapterTraining,
     ExpertAdapters,
@@ -79,7 +87,9 @@ from moe_runtime.training.offload.memory import (
     SPARE_BYTES,
     FrozenMemory,
     TrainingMemory,
+    dense_bytes,
     device_budget,
+    smallest_budget,
 )
 from moe_runtime.training.offload.offloaded_training import ExpertTraining
 from moe_runtime.training.offload.site import ExpertsSite
@@ -91,6 +101,7 @@ from moe_runtime.training.prepared import (
     check_inputs_stay,
     check_outputs,
 )
+from moe_runtime.training.ranks import OneRank, Processes
 from moe_runtime.training.tracing import TrainingTrace, open_trace, trace_bytes
 from moe_runtime.training.train_plan import optimizer_settings, plan_of
 from moe_runtime.types import ExpertKey, ModelSignature
@@ -109,7 +120,12 @@ def divide_budget(
     experts: ExpertMap,
     sites: list[ExpertsSite],
     place: torch.device,
+    ranks: Processes | None = None,
 ) -> TrainingMemory | FrozenMemory:
+    """Divides what this process may take; a share of what is free is one of its machine's."""
+    sharing = 1 if ranks is None else ranks.here
+    if ranks is not None and config.lora is None:
+        sites = [site.divided(ranks.groups) for site in sites]
     method = config.method
     activations = activation_bytes(
         checkpoint.config,
@@ -132,7 +148,7 @@ def divide_budget(
     if config.lora is None:
         return plan_memory(
             model, sites, host_memory, activations + trace,
-            has_disk=True, state=method.state_format, place=place,
+            has_disk=True, state=method.state_format, sharing=sharing, place=place,
         )  # fmt: skip
     largest = max(layout.record_bytes for layout in layouts_of(sites).values())
     trained = _adapter_bytes(config, model, sites)
@@ -144,7 +160,7 @@ def divide_budget(
     computes = activations + trained + in_use
     if place.type == "cpu":
         reserve = computes + trace + experts.scratch_bytes
-        return FrozenMemory(host=_host_plan(host_memory, dense, reserve, experts))
+        return FrozenMemory(host=_host_plan(host_memory, dense, reserve, experts, sharing))
     # a checkpoint's copy has no gradients
     saved = trained * 3 // 4
     reserve = SPARE_BYTES + saved + trace + experts.scratch_bytes
@@ -165,10 +181,12 @@ def divide_budget(
     return FrozenMemory(host=host, device=there)
 
 
-def _host_plan(host_memory: str, dense: int, reserve: int, experts: ExpertMap) -> MemoryPlan:
+def _host_plan(
+    host_memory: str, dense: int, reserve: int, experts: ExpertMap, sharing: int = 1
+) -> MemoryPlan:
     budget = parse_budget(host_memory, name="host_memory")
     return plan_slots(
-        resolve_budget(budget, available_host_bytes(), "the host"),
+        resolve_budget(budget, available_host_bytes() // sharing, "the host"),
         dense_bytes=dense,
         reserve_bytes=reserve,
         slot_bytes=experts.slot_bytes,
@@ -300,6 +318,7 @@ class FinetunePreparation(PreparedRun):
         config: with the number of steps.
         model: on the meta device.
         exporter: writes checkpoints like it; None where adapters alone are written.
+        ranks: the processes that train together.
         tokenizer: of the checkpoint.
     """
 
@@ -311,6 +330,7 @@ class FinetunePreparation(PreparedRun):
     exporter: LikeCheckpoint | None
     sites: list[ExpertsSite]
     memory: TrainingMemory | FrozenMemory
+    ranks: OneRank
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -324,6 +344,7 @@ def prepare(
     on_stage: Callable[[str], None] = lambda stage: None,
     progress: Progress | None = None,
     keeps_text: bool = True,
+    ranks: Processes | None = None,
 ) -> FinetunePreparation:
     """Reads headers and text, and divides the budget; reads no weights yet.
 
@@ -332,8 +353,11 @@ def prepare(
         on_stage: called with a word on what is being done.
         progress: of a download of the checkpoint, as for ``find_checkpoint``.
         keeps_text: the encoded text is written to the run's folder.
+        ranks: the processes that train together; this one alone when omitted.
     """
     output, trace = config.run.output, config.run.trace
+    if ranks is not None:
+        _refuse_together(config, ranks)
     device = device_of(config)
     on_stage("reading the checkpoint's headers")
     torch.manual_seed(config.run.seed)
@@ -356,7 +380,7 @@ def prepare(
     if device.type != "cpu":
         experts.packed_dense.clear()  # dense layers have no products from codes there
     sites = find_sites(model)
-    memory = divide_budget(config, checkpoint, model, experts, sites, device)
+    memory = divide_budget(config, checkpoint, model, experts, sites, device, ranks)
     on_stage("reading the text")
     if any(is_of_records(file) for file in files):
         stops = generation.eos_token_id if generation is not None else None
@@ -399,6 +423,7 @@ def prepare(
         exporter=LikeCheckpoint(model, checkpoint, experts) if is_merged else None,
         sites=sites,
         memory=memory,
+        ranks=ranks or OneRank(),
         device=device,
         num_parameters=total,
         num_active_parameters=total - round(in_experts * idle),
@@ -419,9 +444,11 @@ def start(
         reschedule: the number of steps and the rate's course may be others than before.
         progress: called with what is being done, the bytes done and the bytes in all.
     """
-    config, model = preparation.config, preparation.model
+    config, model, ranks = preparation.config, preparation.model, preparation.ranks
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    if ranks.size > 1:
+        ranks.require_shared(preparation.output)
     last, state = preparation.find_state(resume=resume, reschedule=reschedule)
     if state is not None and not isinstance(state, TrainingState):
         raise CheckpointError(f"{last}: is of a run of several processes, expected one of finetune")
@@ -442,7 +469,8 @@ def start(
         preparation,
         CheckpointModel(model),
         optimizer,
-        sinks=preparation.open_sinks(state),
+        sinks=preparation.open_sinks(state) if ranks.rank == 0 else (),
+        ranks=ranks,
         trace=_open_trace(preparation, first_step),
     )
     if last is not None and state is not None:
@@ -465,9 +493,63 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         optimizer = trainer.optimizer
         assert isinstance(optimizer, ExpertTraining | AdapterTraining)
         dtype = None if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
-        with MergedAdapters(preparation.model) as state:
-            preparation.exporter.write(model, state, optimizer.expert, dtype=dtype)
+        write = partial(preparation.exporter.write, model, dtype=dtype)
+        if preparation.ranks.size > 1 and config.lora is None:
+            _with_all_experts(preparation, write)
+        else:
+            with MergedAdapters(preparation.model) as state:
+                write(state, optimizer.expert)
     return trainer.write_summary(model, adapters=adapters)
+
+
+def _with_all_experts(
+    preparation: FinetunePreparation,
+    use: Callable[[Mapping[str, Any], Callable[[ExpertKey], Mapping[str, Tensor]]], object],
+) -> None:
+    """Gives the last checkpoint's model to a function, where several processes have its experts.
+
+    They are brought together in files of this process, which are removed at the end.
+    """
+    config, checkpoint = preparation.config, preparation.checkpoint
+    state = load_checkpoint(checkpoints_in(preparation.checkpoints)[-1])
+    model = build_on_meta(checkpoint)
+    experts = map_experts(model, checkpoint)
+    experts.tie(model)
+    load_around_experts(model, checkpoint, experts, preparation.device, None)
+    sites, settings = find_sites(model), optimizer_settings(config)
+    layouts = layouts_of(sites, settings.state_format)
+    training = offload_training(
+        model,
+        host_memory=smallest_budget(layouts, dense_bytes(model, expert_parameters(sites))) + 1,
+        storage_dir=preparation.storage,
+        optimizer=settings,
+        # nothing is computed
+        activation_memory=1,
+        resumes=True,
+    )
+    try:
+        CheckpointModel(model).load_state_dict(dict(state.model))
+        training.load_state_dict(dict(state.optimizer))
+        with MergedAdapters(model) as named:
+            use(named, training.expert)
+    finally:
+        training.close()
+        remove_own_files(preparation.storage)
+
+
+def _refuse_together(config: FinetuneConfig, ranks: Processes) -> None:
+    if config.data.micro_batches % ranks.size:
+        most = -(-config.data.micro_batches // ranks.size) * ranks.size
+        raise ValueError(
+            f"micro_batches ({config.data.micro_batches}) must be a multiple of the {ranks.size} "
+            f"processes, which share them; give {most}"
+        )
+    if config.lora is None and not config.method.has_backward:
+        raise ValueError("--zeroth-order works in one process; start it without torchrun")
+    if config.run.trace is not None:
+        raise ValueError("--trace records a run of one process; leave it out")
+    if device_of(config).type != "cpu":
+        raise ValueError("finetune in several processes computes on the CPU; give --device cpu")
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
@@ -503,6 +585,7 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTrai
             initial=source.tensors_of,
             resumes=resumes,
             **places,
+            **({} if preparation.ranks.size == 1 else {"groups": preparation.ranks.layout_groups}),
         )
 
 
@@ -538,8 +621,9 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
         opened.callback(stores[0].close)
         executor = FrozenExpertsExecutor(preparation.sites, in_slots, stores[0], adapters)
         training = AdapterTraining(
-            model, preparation.sites, executor, adapters, stores, optimizer_settings(config), memory
-        )
+            model, preparation.sites, executor, adapters, stores, optimizer_settings(config),
+            memory, preparation.ranks.layout_groups,
+        )  # fmt: skip
         opened.pop_all()
     return training
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -31,6 +30,7 @@ from moe_runtime.training.checkpoint import (
     COUNT,
     PLAIN,
     TEXT,
+    BackgroundSave,
     Kind,
     host_copy,
     require_kinds,
@@ -186,8 +186,7 @@ class ExpertCheckpoints:
         self._layouts = [site.layout(state_format) for site in sites]
         self._state_format = str(state_format)
         self._processes = processes or OneProcess()
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._under_way: Future[None] | None = None
+        self._saves = BackgroundSave()
         self._begun: dict[ExpertKey, Version] = {}
         self._kept: dict[ExpertKey, Version] = {}
         self._lent: list[tuple[RecordFile, int]] = []
@@ -244,7 +243,7 @@ class ExpertCheckpoints:
             self._together(lambda: write_whole(whole))
             self._release(versions)
 
-        self._under_way = self._thread.submit(save)
+        self._saves.start(save)
 
     def export(self, folder: Path) -> dict[str, Any]:
         """Writes the trained experts as they are now into a folder, one after another.
@@ -321,12 +320,10 @@ class ExpertCheckpoints:
 
     def wait(self) -> None:
         """Returns when no checkpoint is under way; raises the error of the last one."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        self._saves.wait()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._saves.close()
 
     def _durable_rows(self, versions: Mapping[ExpertKey, Version]) -> dict[str, Any]:
         self._records.wait_until_durable(versions)

@@ -20,6 +20,7 @@ from moe_runtime.config import MemorySize, parse_budget, require_types
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, UnsupportedUseError
 from moe_runtime.inference.budget import available_host_bytes, resolve_budget
 from moe_runtime.inference.known_classes import recognise_activation
+from moe_runtime.layer import Experts
 from moe_runtime.parallel import LayoutGroups
 from moe_runtime.training.offload.activations import (
     SLOT_BYTES,
@@ -162,7 +163,8 @@ def offload_training(
         resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
             with: nothing is written there first.
         groups: the processes that the model's experts are spread over, whole and without copies
-            (`MoELayer(..., group=ExpertSpread(groups=groups))`). Each has a budget and its own
+            (`MoELayer(..., group=ExpertSpread(groups=groups))`, or a model of transformers, which
+            is divided here). Each has a budget and its own
             experts' states, in files of its own below `storage_dir`; a share of what is free, or
             "auto", is divided among those of a machine. All call this together, then `backward`
             with as many parts as the others, and `step`. Other parameters are equal on all, and
@@ -188,6 +190,14 @@ def offload_training(
     return_freed_blocks()
     sites = find_sites(model)
     place = computing_device(model, expert_parameters(sites))
+    if groups is not None and groups.layout.world_size > 1:
+        # of a model that every process has whole
+        sites = [
+            site
+            if site.own is not None or isinstance(site.module, Experts)
+            else site.divided(groups)
+            for site in sites
+        ]
     _check_device(place, device_memory, copy_memory, groups)
     processes = processes_of(groups, sites, model)
     layouts = layouts_of(sites, settings.state_format)

@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,12 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.budget import peak_resident_bytes
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.operators import resolve_path
+from moe_runtime.kernels.expert_mlp.products import Adapter
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands import ActivationSpec
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
+from moe_runtime.parallel import LayoutGroups
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.compute_copies import LinkTraffic
 from moe_runtime.training.offload.memory import FrozenMemory
@@ -47,7 +49,7 @@ from moe_runtime.training.offload.passes import (
 )
 from moe_runtime.training.offload.records import Traffic
 from moe_runtime.training.offload.site import ExpertsSite
-from moe_runtime.training.optimizer import StepOptimizer, StepOutcome
+from moe_runtime.training.optimizer import S, StepOptimizer, StepOutcome
 from moe_runtime.types import ExpertKey
 
 if TYPE_CHECKING:
@@ -92,17 +94,20 @@ class ExpertAdapters(nn.Module):
             first, second = self._pair(name, expert)
             self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
 
-    def accept(self, expert: int, gradients: Mapping[str, Tensor]) -> None:
+    def of_expert(self, expert: int, *, learns: bool = False) -> list[Adapter]:
+        """Of the first and the second matrix of one expert, on a CPU."""
+        found = []
         for name in self.names:
-            first, second = self._pair(name, expert)
-            grad = self._by_rows(gradients[name]).to(first)
-            for parameter, found in (
-                (self.get_parameter(f"{name}_A"), second.T @ grad),
-                (self.get_parameter(f"{name}_B"), grad @ first.T),
-            ):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad[expert].add_(found, alpha=self.scale)
+            gradients = None
+            if learns:
+                both = [self.get_parameter(f"{name}_{part}") for part in "AB"]
+                for parameter in both:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                first, second = (cast(Tensor, parameter.grad)[expert] for parameter in both)
+                gradients = first, second
+            found.append(Adapter(*self._pair(name, expert), self.scale, gradients))
+        return found
 
     def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
         """The adapters of the first product and of the second, for products in the dtype of `x`."""
@@ -309,9 +314,10 @@ class FrozenExpertsExecutor(LayerExecutor):
             call.begin_forward(site.dim_preactivation, keeps=keeps)
         with contextlib.closing(self._each(visited(layer, calls), then, calls)) as experts:
             for key, weights in experts:
+                adapters = self._adapters_of(key)
                 for call in calls:
                     if call.num_rows(key.expert):
-                        call.forward(key.expert, weights)
+                        call.forward(key.expert, weights, adapters)
         return calls, [call.output() for call in calls]
 
     def backward(
@@ -327,21 +333,16 @@ class FrozenExpertsExecutor(LayerExecutor):
             call.begin_backward(grad_TD)
         with contextlib.closing(self._each(visited(layer, calls), before, calls)) as experts:
             for key, weights in experts:
+                adapters = self._adapters_of(key, learns=True)
                 for call in calls:
                     if call.num_rows(key.expert):
-                        self._backward_expert(key, call, weights)
+                        call.backward(key.expert, weights, None, adapters)
         return [call.input_gradients() for call in calls]
 
-    def _backward_expert(
-        self, key: ExpertKey, call: StreamedExperts, weights: StackedExperts
-    ) -> None:
-        if not self._adapters:
-            call.backward(key.expert, weights, None)
-            return
-        named = self._tensors(key.layer, "gradient", weights.dtype, weights.device)
-        found = self._sites[key.layer].stacked(list(named), list(named.values()))
-        call.backward(key.expert, weights, found.tensors())
-        self._adapters[key.layer].accept(key.expert, named)
+    def _adapters_of(self, key: ExpertKey, *, learns: bool = False) -> Sequence[Adapter]:
+        return (
+            self._adapters[key.layer].of_expert(key.expert, learns=learns) if self._adapters else ()
+        )
 
     def finish(self) -> None:
         """Returns when no product is queued after a copy that may still fail; raises if one has
@@ -359,7 +360,9 @@ class FrozenExpertsExecutor(LayerExecutor):
         """A copy of one expert's parameters on the host in fp32, adapters included, by name."""
         with self._store.lease([key], streaming=True) as lease:
             ((_, slot),) = next(iter(lease))
-            named = self._adapted(key, slot)
+            named = self._filled(key, slot, torch.float32)
+            if self._adapters:
+                self._adapters[key.layer].add_to(key.expert, named)
             found = {name: tensor.to("cpu", copy=True) for name, tensor in named.items()}
         self.finish()
         return found
@@ -370,7 +373,7 @@ class FrozenExpertsExecutor(LayerExecutor):
         then: Sequence[ExpertKey] | None,
         calls: Sequence[StreamedExperts],
     ) -> Generator[tuple[ExpertKey, StackedExperts], None, None]:
-        """Experts with their adapters, in order, while the next ones are read."""
+        """Experts in order, while the next ones are read."""
         then = keys if then is None else then
         for place, key in enumerate(keys):
             with self._store.lease([key], streaming=True) as lease:
@@ -380,28 +383,21 @@ class FrozenExpertsExecutor(LayerExecutor):
                         yield key, self._weights(key, slot, calls[0].x_TD)
 
     def _weights(self, key: ExpertKey, slot: Tensor, x_TD: Tensor) -> StackedExperts:
-        named = self._adapted(key, slot)
-        tensors = [tensor.to(x_TD.device, x_TD.dtype) for tensor in named.values()]
+        named = self._filled(key, slot, x_TD.dtype)
+        tensors = [tensor.to(x_TD.device) for tensor in named.values()]
         return self._sites[key.layer].stacked(list(named), tensors)
 
-    def _adapted(self, key: ExpertKey, slot: Tensor) -> dict[str, Tensor]:
-        named = self._tensors(key.layer, "weights", torch.float32, slot.device)
-        fill_matrices(self._experts, key, slot, named)
-        if self._adapters:
-            self._adapters[key.layer].add_to(key.expert, named)
-        return named
-
-    def _tensors(
-        self, layer: int, use: str, dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        site = self._sites[layer]
+    def _filled(self, key: ExpertKey, slot: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """An expert's tensors as its module has them, in memory that one leaves to the next."""
+        site = self._sites[key.layer]
         shapes = {n: site.module.get_parameter(n).shape[1:] for n in site.parameter_names}
-        place = (use, dtype, str(device), tuple(shapes.items()))
+        place = (dtype, str(slot.device), tuple(shapes.items()))
         if place not in self._scratch:
             self._scratch[place] = {
-                name: torch.empty(shape, dtype=dtype, device=device)
+                name: torch.empty(shape, dtype=dtype, device=slot.device)
                 for name, shape in shapes.items()
             }
+        fill_matrices(self._experts, key, slot, self._scratch[place])
         return self._scratch[place]
 
 
@@ -433,6 +429,7 @@ class AdapterTraining(StepOptimizer):
         adapters: of the experts, layer by layer; empty if they have none.
         stores: the one that experts are computed from, and below it, where a device computes, the
             host's.
+        groups: processes that train the same on micro-batches of their own; None for this alone.
 
     Raises:
         ValueError: there is nothing to train.
@@ -447,8 +444,10 @@ class AdapterTraining(StepOptimizer):
         stores: Sequence[ExpertStore[Tensor]],
         settings: AdamW,
         memory: FrozenMemory,
+        groups: LayoutGroups | None = None,
     ) -> None:
         return_freed_blocks()
+        self._groups = groups
         self.model, self.memory = model, memory
         self._stores, self._executor, self._settings = [*stores], executor, settings
         self._steps = self._skipped = 0
@@ -480,10 +479,20 @@ class AdapterTraining(StepOptimizer):
 
     def step(self, rate: float | None = None) -> StepOutcome:
         rate = self._settings.lr if rate is None else rate
+        if self._groups is not None:
+            self._groups.reduce_dense_gradients(self.dense.parameters())
         outcome = self.dense.clipped_step(rate, self._settings.clip_norm)
         self._skipped += bool(outcome.bad_parameters)
         self._steps += not outcome.bad_parameters
         return outcome
+
+    def write(
+        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
+    ) -> None:
+        """As of `StepOptimizer`; of several processes the first one writes, as all have the same
+        adapters."""
+        if self._groups is None or self._groups.rank == 0:
+            super().write(state, own, job)
 
     def stats(self) -> OffloadStats:
         fast, last = self._stores[0].stats(), self._stores[-1].stats()

@@ -7,6 +7,7 @@ are the other gradients, and the numbers by which a step is clipped or skipped.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ class ExpertsSite:
         module: its expert parameters are stacked, one slice for each expert.
         own: those whose parameters the module has, by place in the stacks, -1 for an empty one; all
             when omitted.
+        groups: the processes that experts of a whole module are divided among; `own` are then those
+            of this process.
         first: name of the first product's parameter: `gate_up_proj` or `up_proj`.
         activation: a formula, or a function of the pre-activations as they lie.
         keeps_dtype: the output has the dtype of the input, under autocast too.
@@ -54,6 +57,7 @@ class ExpertsSite:
     keeps_dtype: bool = True
     own: tuple[int, ...] | None = None
     num_processes: int = 1
+    groups: LayoutGroups | None = None
 
     @property
     def experts_here(self) -> tuple[int, ...]:
@@ -63,7 +67,9 @@ class ExpertsSite:
 
     def parameters_of(self, expert: int) -> list[Tensor]:
         """An expert's tensors as its module still has them, in the order of `parameter_names`."""
-        place = expert if self.own is None else self.own.index(expert)
+        place = expert
+        if self.own is not None and self.groups is None:
+            place = self.own.index(expert)
         stacks = (self.module.get_parameter(name).detach() for name in self.parameter_names)
         return [stack[place] for stack in stacks]
 
@@ -77,9 +83,28 @@ class ExpertsSite:
         if isinstance(self.module, ParallelExperts):
             self.module.compute_with(experts)
             return
-        model.set_submodule(self.name, experts)
+        if self.groups is None:
+            model.set_submodule(self.name, experts)
+        else:
+            spread = self.spread()
+            spread.compute_with(experts)
+            model.set_submodule(self.name, spread)
         for name in self.parameter_names:
             del self.module._parameters[name]
+
+    def divided(self, groups: LayoutGroups) -> ExpertsSite:
+        """The same experts, of which each process of a layout has its own."""
+        spread = dataclasses.replace(self, groups=groups).spread()
+        own, size = tuple(spread.experts_here), spread.slots.num_ranks
+        return dataclasses.replace(self, groups=groups, own=own, num_processes=size)
+
+    def spread(self) -> ParallelExperts:
+        """What sends rows to the processes that have their experts; without parameters' values."""
+        down = self.module.get_parameter("down_proj").shape
+        hidden, width = (down[2], down[1]) if self.is_transposed else (down[1], down[2])
+        return ParallelExperts(
+            self.num_experts, hidden, width, self.groups, has_gate=self.has_gate, device="meta"
+        )
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moe_runtime.checkpoints import transformers_private
 from moe_runtime.inference.cpu.attention import ATTENTION, attend, use_single_query_attention
-from moe_runtime.inference.cpu.seen_keys import SeenKeys
+from moe_runtime.inference.kv_cache import SeenKeys
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.kernels.native import native_library
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from moe_runtime.inference.cpu.seen_keys import SeenKeys, as_seen_keys
+from moe_runtime.inference.kv_cache import SeenKeys, as_seen_keys
 from moe_runtime.kernels.native import native_library
 
 pytestmark = pytest.mark.skipif(

@@ -75,7 +75,7 @@ def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(wa
         one_thread.end()
 
     def call() -> int:
-        steps.run(forward, (), {})
+        steps.run(forward)
         return torch.get_num_threads()
 
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
@@ -95,11 +95,11 @@ def test_one_thread_that_was_asked_for_stays():
     steps = Steps([make_store(FakeTier(), 1)])
     torch.set_num_threads(1)
     with ThreadPoolExecutor(1) as other:
-        other.submit(steps.run, torch.get_num_threads, (), {}).result()
+        other.submit(steps.run, torch.get_num_threads).result()
         assert other.submit(torch.get_num_threads).result() == 1
     with ThreadPoolExecutor(1) as other:
         other.submit(torch.set_num_threads, 2).result()
-    steps.run(torch.get_num_threads, (), {})
+    steps.run(torch.get_num_threads)
     assert torch.get_num_threads() == 1
 
 

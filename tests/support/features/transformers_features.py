@@ -24,16 +24,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "transformers-features.md"
 
 _HEAD = """# What a loaded model supports
 
-`moe_runtime.load` gives a model of `transformers`. Whatever it is asked, it answers as the model of
-`from_pretrained` does once that is frozen and in evaluation mode, or it refuses in one line that
-says what to do instead (`UnsupportedUseError`). Every row below is tried by
-`tests/inference/test_features.py` on both; every public method and property of `PreTrainedModel`
-and `GenerationMixin` is in one of them. Where transformers itself refuses (a package that is
-missing, a GPU that is not there), the answer is its own error.
+`moe_runtime.load` gives a model of `transformers`. It answers as the model of `from_pretrained`
+does once that is frozen and in evaluation mode. Otherwise it refuses in one line
+(`UnsupportedUseError`). `tests/inference/test_features.py` tries every row on both; every public
+method and property of `PreTrainedModel` and `GenerationMixin` is in one.
 
 Vision-language models take pictures: `pixel_values` and what else their processor gives, or files
 in [commands and requests](serving.md#api).
-`tests/inference/test_pictures.py` compares five families.
 
 This page is written by
 `PYTHONPATH=tests/support/checkpoints python tests/support/features/transformers_features.py`.

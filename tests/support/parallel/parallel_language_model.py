@@ -115,7 +115,7 @@ class RankModel:
         if stages is not None:
             module = StageModule(self.model, Stage(self.stage, layout.pp), loss_scale=self.scale)
             schedule = "gpipe" if index % 4 == 0 else "1f1b"
-            self.pipeline = Pipeline(module, stages, schedule=schedule, loss_scale=self.scale)
+            self.pipeline = Pipeline([module], stages, schedule=schedule, loss_scale=self.scale)
         spread_experts(self.model, groups)
         divide_sequences(self.model, groups)
         if index % 2:

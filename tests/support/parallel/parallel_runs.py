@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -13,34 +15,56 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from finetuning_runs import config_of
+from finetuning_runs import train as finetune
 from torch import Tensor
 
+from moe_runtime.cli.commands.train import experts_maker
 from moe_runtime.errors import CapacityError, CheckpointError, RankFailureError
+from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.parallel.dispatching import AsyncAllToAll
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
-from moe_runtime.training.ranks import OneRank, SeveralRanks
+from moe_runtime.training.finetune.finetune_run import finish as finish_finetuning
+from moe_runtime.training.finetune.finetune_run import prepare as prepare_finetuning
+from moe_runtime.training.finetune.finetune_run import start as start_finetuning
+from moe_runtime.training.ranks import OneRank, SeveralRanks, together
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import whole_model
 from moe_runtime.training.train_run import finish, prepare, start
 
 
 def train(
-    path: str, settings: tuple[str, ...], until: int, resume: bool = False, export: bool = False
+    path: str,
+    settings: tuple[str, ...],
+    until: int,
+    resume: bool = False,
+    export: bool = False,
+    stops: bool = True,
 ) -> float:
-    """Trains in fp64 until a step, from the beginning or the last checkpoint."""
+    """Trains in fp64 until a step, from the beginning or the last checkpoint; `stops` saves what
+    was trained then."""
     torch.set_default_dtype(torch.float64)
     try:
         config = read_tree(TrainConfig, Path(path), settings=settings)
         ranks = OneRank()
         if dist.is_initialized():
-            ranks = SeveralRanks(config)
+            folder = Path(path).parent
+            ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
         with ranks.first_alone():
             preparation = prepare(config, Path(path).parent)
         trainer = start(preparation, resume=resume, ranks=ranks)
-        trainer.train(should_stop=lambda: trainer.step >= until, on_record=lambda record: None)
-        if ranks.rank == 0:
-            finish(preparation, trainer, export=export)
+
+        def should_stop() -> bool:
+            if trainer.step >= until and not stops:
+                raise InterruptedError
+            return trainer.step >= until
+
+        with contextlib.closing(trainer):
+            trainer.train(should_stop=should_stop, on_record=lambda record: None)
+            if ranks.rank == 0:
+                finish(preparation, trainer, export=export)
         own = [
             (parameter.numel(), getattr(parameter, "to_local", lambda p=parameter: p)().numel())
             for name, parameter in preparation.model.named_parameters()
@@ -49,6 +73,22 @@ def train(
         return sum(here for _, here in own) / sum(everywhere for everywhere, _ in own)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def interrupted(path: str, settings: tuple[str, ...], at: int, machines: str) -> list[str]:
+    """Trains in fp64 as a process of a machine of its own, which ends at once after a step; the
+    snapshots that its machine has.
+
+    Args:
+        machines: folders that stand for the memory of each machine.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    memory = Path(machines, str(rank))
+    memory.mkdir(exist_ok=True)
+    in_memory = mock.patch("moe_runtime.training.snapshots.MEMORY", memory)
+    with in_memory, contextlib.suppress(InterruptedError):
+        train(path, settings, at, resume=True, stops=False)
+    return sorted(snapshot.name for snapshot in memory.glob("*/*"))
 
 
 def final_parameters(path: Path) -> dict[str, Tensor]:
@@ -63,6 +103,52 @@ def final_parameters(path: Path) -> dict[str, Tensor]:
         return whole_model(model, last).state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def order_of_shortcut(path: str) -> list[str]:
+    """In which order the rows for experts of another process and the attention before them go."""
+    config = read_tree(TrainConfig, Path(path))
+    ranks = SeveralRanks(config)
+    with ranks.first_alone():
+        preparation = prepare(config, Path(path).parent)
+    with contextlib.closing(start(preparation, resume=False, ranks=ranks)):
+        (block,) = preparation.model.own_blocks()
+        assert isinstance(block, ShortcutBlocks)
+        found: list[str] = []
+        transfer, launch, land = AsyncAllToAll, AsyncAllToAll.launch, AsyncAllToAll.land
+
+        def told(name: str, call: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+            def noting(self: AsyncAllToAll, *rows: Tensor, is_gradient: bool) -> Tensor | None:
+                if not self._is_return:
+                    found.append(f"{'gradients' if is_gradient else 'rows'} {name}")
+                return call(self, *rows, is_gradient=is_gradient)
+
+            return noting
+
+        attention = block.pair.second_attention
+        attention.register_forward_hook(lambda *_: found.append("attention"))
+        attention.register_full_backward_hook(lambda *_: found.append("attention's gradient"))
+        ids = torch.arange(33)[None]
+        with (
+            mock.patch.object(transfer, "launch", told("leave", launch)),
+            mock.patch.object(transfer, "land", told("arrive", land)),
+        ):
+            preparation.model.losses(ids[:, :-1], ids[:, 1:]).cross_entropy.backward()
+    return found
+
+
+def finetuned_together(model: str, folder: str, changes: dict[str, Any]) -> list[float]:
+    """The losses of fine-tuning by all processes, which leaves what it trained in a folder."""
+    config = config_of(Path(model), Path(folder), export_dtype="float32", **changes)
+    ranks = together(dist.group.WORLD)
+    assert ranks is not None, "several processes train"
+    with ranks.first_alone():
+        preparation = prepare_finetuning(config, ranks=ranks)
+    with contextlib.closing(start_finetuning(preparation, resume=False)) as trainer:
+        losses = finetune(trainer)
+        if ranks.rank == 0:
+            finish_finetuning(preparation, trainer, export=True)
+    return losses
 
 
 def smallest_budget(path: str) -> int:

@@ -1,0 +1,169 @@
+"""What a killed process costs, and what checkpoints cost a step: `python benchmarks/recovery.py`.
+
+Two processes train a small model under `torchrun --max-restarts`. One is killed with SIGKILL just
+before a checkpoint, and the clock runs until the step that was under way is done again: once from
+the last checkpoint on the disk, once from a snapshot in memory. Then runs of one process take the
+same steps with and without checkpoints between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from moe_runtime.benchmarks.harness.scripting import (
+    ROOT,
+    ScriptResults,
+    positive,
+    results_parser,
+    run_script,
+)
+from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.errors import MoERuntimeError
+
+METRICS = facts("recover_s", "lost_steps", "step_s", "of_a_step")
+_CONFIG = """
+[run]
+output = "out"
+steps = {steps}
+threads = 1
+evaluate_every = 0
+checkpoint_every = {every}
+snapshot_every = {snapshot}
+[model]
+hidden_size = 256
+num_layers = 4
+num_heads = 4
+num_kv_heads = 2
+head_dim = 64
+max_positions = 128
+[model.moe]
+num_experts = 16
+top_k = 2
+intermediate_size = 256
+[data]
+context = 128
+tokens_per_step = 2048
+micro_batches = 2
+[data.sources.pages]
+files = ["{pages}"]
+[tokenizer]
+vocab_size = 1024
+[optimizer]
+peak_rate = 1e-3
+"""
+_PATIENCE_S, _FIRST = 600, 4
+
+
+def write_config(folder: Path, *, steps: int, every: int, snapshot: int) -> Path:
+    path = folder / "train.toml"
+    pages = ROOT / "docs" / "*.md"
+    path.write_text(_CONFIG.format(steps=steps, every=every, snapshot=snapshot, pages=pages))
+    return path
+
+
+def started(words: list[str], path: Path) -> subprocess.Popen[bytes]:
+    program = str(Path(sys.executable).with_name("moe-runtime"))
+    return subprocess.Popen(
+        [*words, program, "train", str(path), "--resume"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def taken(folder: Path) -> list[dict[str, float]]:
+    """The records of the steps so far."""
+    metrics = folder / "out" / "metrics.jsonl"
+    text = metrics.read_text() if metrics.exists() else ""
+    whole = text.rpartition("\n")[0].splitlines()
+    return [record for record in map(json.loads, whole) if "step_s" in record]
+
+
+def wait_for(folder: Path, step: int, process: subprocess.Popen[bytes]) -> int:
+    """Returns once a step is recorded; the fewest records that were there meanwhile."""
+    deadline = time.monotonic() + _PATIENCE_S
+    fewest = step
+    while len(steps := taken(folder)) < step:
+        fewest = min(fewest, len(steps))
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise MoERuntimeError(f"the run came to {len(steps)} steps, expected {step}")
+        time.sleep(0.01)
+    return fewest
+
+
+def recovery(every: int, snapshot: int) -> dict[str, float]:
+    """Seconds from the death of a process to the step after the last one that was recorded."""
+    words = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
+    words += ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = write_config(folder, steps=2 * every + 2, every=every, snapshot=snapshot)
+        process = started(words, path)
+        try:
+            wait_for(folder, 2 * every - 1, process)
+            last = len(taken(folder))
+            # the one with the higher rank
+            workers = sorted(psutil.Process(process.pid).children(), key=lambda one: one.pid)
+            workers[-1].send_signal(signal.SIGKILL)
+            died = time.monotonic()
+            # what is done again is cut off first
+            fewest = wait_for(folder, last + 1, process)
+            found = time.monotonic() - died
+        finally:
+            for child in psutil.Process(process.pid).children() if process.poll() is None else ():
+                child.kill()
+            process.kill()
+            process.wait()
+    return {"recover_s": found, "lost_steps": float(last - fewest)}
+
+
+def step_seconds(every: int, steps: int) -> float:
+    """Mean seconds of a step with what is between steps, the first ones left out."""
+    with tempfile.TemporaryDirectory() as name:
+        path = write_config(Path(name), steps=steps, every=every, snapshot=0)
+        process = started([], path)
+        try:
+            wait_for(Path(name), _FIRST, process)
+            began = time.monotonic()
+            wait_for(Path(name), steps, process)
+            return (time.monotonic() - began) / (steps - _FIRST)
+        finally:
+            process.wait(_PATIENCE_S)
+
+
+def main() -> int:
+    parser = results_parser(__doc__)
+    parser.add_argument("--every", type=positive, default=40, help="steps between checkpoints")
+    parser.add_argument("--repeats", type=positive, default=3)
+    options = parser.parse_args()
+    settings = {"every": options.every, "processes": 2, "tokens_per_step": 2048}
+    results = ScriptResults("recovery", options, settings, METRICS)
+    disk: list[dict[str, float]] = []
+    memory: list[dict[str, float]] = []
+    for _ in range(options.repeats):
+        disk.append(recovery(options.every, 0))
+        memory.append(recovery(options.every, 1))
+        results.add("from the disk", disk)
+        results.add("from a snapshot in memory", memory)
+    without: list[dict[str, float]] = []
+    saving: list[dict[str, float]] = []
+    for _ in range(options.repeats):
+        plain, saved = (step_seconds(every, options.every) for every in (0, options.every // 4))
+        without.append({"step_s": plain})
+        saving.append({"step_s": saved, "of_a_step": saved / plain - 1})
+        results.add("no checkpoints", without)
+        results.add(f"a checkpoint every {options.every // 4} steps", saving)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,196 @@
+"""Snapshots of a run in the memory of its machines.
+
+Each process writes its part into a file system in memory, where it outlives the process. Where
+there are several machines, another one gets a copy of it, so a lost machine takes nothing with it.
+A snapshot has the format of the checkpoints that several processes write: any number of processes
+goes on from it, under any layout.
+
+Source: Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints" (2023).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.digests import digest, digest_of_file
+from moe_runtime.errors import CheckpointError
+from moe_runtime.files import remove_or_warn, write_atomically, write_text
+from moe_runtime.training.checkpoint import RunProgress, name_of_step, step_of
+from moe_runtime.training.ranks import OneRank
+from moe_runtime.training.sharded import ShardedCheckpoints
+
+MEMORY = Path("/dev/shm")
+"""Linux has a file system in memory here."""
+_WHOLE = "whole.json"
+"""Names and digests of all files of a snapshot, written once all of them are."""
+
+
+class Snapshots:
+    """The newest snapshot of a run; all calls are collective.
+
+    Args:
+        output: the run's folder, which names its snapshots.
+        memory: the folder of a file system in memory that this machine's processes share; Linux's
+            when omitted.
+
+    Raises:
+        CheckpointError: there is none, or another user's folder lies there.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        shards: ShardedCheckpoints,
+        ranks: OneRank,
+        memory: Path | None = None,
+    ) -> None:
+        memory = memory or MEMORY
+        name = digest(os.fsencode(os.path.realpath(output)))
+        self.folder = memory / f"moe-runtime-{os.getuid()}-{name}"
+        self._shards, self._ranks = shards, ranks
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{memory}: run.snapshot_every needs a file system in memory there, and it cannot "
+                f"be used ({error.strerror}); leave it out"
+            ) from None
+        if self.folder.stat().st_uid != os.getuid():
+            raise CheckpointError(f"{self.folder}: is another user's; remove it")
+        self._machines = ranks.texts(f"{socket.gethostname()} {self.folder}")
+        here = self._machines[ranks.rank]
+        self._is_first_here = self._machines.index(here) == ranks.rank
+        steps = range(1, ranks.size)
+        # to the nearest process that is on another machine, for every process
+        self._shift = next((n for n in steps if self._leaves_machine(n)), 0)
+
+    def _leaves_machine(self, shift: int) -> bool:
+        size = len(self._machines)
+        return all(
+            machine != self._machines[(rank + shift) % size]
+            for rank, machine in enumerate(self._machines)
+        )
+
+    def save(self, progress: RunProgress) -> None:
+        """Takes a snapshot; the one before goes once it is whole."""
+        path = self.folder / name_of_step(progress.step)
+        if self._is_first_here:
+            remove_or_warn(path, "a process that was killed left it")
+            path.mkdir()
+        self._ranks.barrier()
+        own = self._shards.write(path, progress)
+        found = {name: digest_of_file(path / name) for name in own}
+        self._copy_to_neighbour(path, own)
+        whole: dict[str, str] = {}
+        for text in self._ranks.texts(json.dumps(found)):
+            whole |= json.loads(text)
+        if self._is_first_here:
+            write_text(path / _WHOLE, json.dumps(whole))
+        self._ranks.barrier()
+        if self._is_first_here:
+            self._remove(keep=path)
+
+    def find(self) -> Path | None:
+        """The newest whole snapshot, brought to every machine; None without one."""
+        own: dict[str, Any] = {}
+        if self._is_first_here:
+            own = {path.name: _held(path) for path in self._snapshots()}
+        held = [json.loads(text) for text in self._ranks.texts(json.dumps(own))]
+        for name in sorted({name for there in held for name in there}, reverse=True):
+            there = [known.get(name, {"whole": {}, "files": []}) for known in held]
+            whole: Mapping[str, str] = next((x["whole"] for x in there if x["whole"]), {})
+            holders = [set(known["files"]) for known in there]
+            if whole and set(whole) <= set().union(*holders):
+                self._gather(self.folder / name, whole, holders)
+                return self.folder / name
+        return None
+
+    def clear(self) -> None:
+        """Gives the memory back: at the end of a run, or what another one left."""
+        self._ranks.barrier()
+        if self._is_first_here:
+            self._remove(keep=None)
+        self._ranks.barrier()
+
+    def _snapshots(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if step_of(path) is not None]
+
+    def _remove(self, *, keep: Path | None) -> None:
+        for path in self._snapshots():
+            if path != keep:
+                remove_or_warn(path, "there is a newer snapshot, or none is wanted")
+
+    def _copy_to_neighbour(self, path: Path, own: Iterable[str]) -> None:
+        """Sends this process's files to one of another machine, and takes another process's."""
+        size, rank, group = self._ranks.size, self._ranks.rank, self._ranks.group
+        if not self._shift or group is None:
+            return
+        sizes = {name: (path / name).stat().st_size for name in own}
+        theirs = [json.loads(text) for text in self._ranks.texts(json.dumps(sizes))]
+        target, source = (rank + self._shift) % size, (rank - self._shift) % size
+        sent = torch.cat([_read(path / name) for name in sizes])
+        arriving = torch.empty(sum(theirs[source].values()), dtype=torch.uint8)
+        with self._ranks.watched(f"copying {path.name} to another machine"):
+            sending = dist.isend(sent, target, group=group)
+            dist.recv(arriving, source, group=group)
+            assert sending is not None, "this process is in the group"
+            sending.wait()
+        parts = arriving.split(list(theirs[source].values()))
+        for name, part in zip(theirs[source], parts, strict=True):
+            _write(path / name, part)
+
+    def _gather(self, path: Path, whole: Mapping[str, str], holders: list[set[str]]) -> None:
+        """Brings the files of a snapshot to the machines that lack some."""
+        firsts = [self._machines.index(machine) for machine in dict.fromkeys(self._machines)]
+        for name in whole:
+            if all(name in holders[first] for first in firsts):
+                continue
+            source = next(rank for rank, files in enumerate(holders) if name in files)
+            is_source = self._ranks.rank == source
+            content = _read(path / name) if is_source else torch.empty(0, dtype=torch.uint8)
+            (size,) = filter(None, self._ranks.texts(str(len(content)) if is_source else ""))
+            if not is_source:
+                content = torch.empty(int(size), dtype=torch.uint8)
+            with self._ranks.watched(f"bringing {path.name} to all machines"):
+                dist.broadcast(content, source, group=self._ranks.group)
+            if self._is_first_here and name not in holders[self._ranks.rank]:
+                path.mkdir(exist_ok=True)
+                _write(path / name, content)
+        if self._is_first_here:
+            write_text(path / _WHOLE, json.dumps(dict(whole)))
+        self._ranks.barrier()
+
+
+def _held(path: Path) -> dict[str, Any]:
+    """What is known of a snapshot on this machine: all its files with digests, and those here that
+    are as they were written."""
+    try:
+        whole = json.loads((path / _WHOLE).read_bytes())
+    except (OSError, ValueError):
+        whole = None
+    if not isinstance(whole, dict) or any(name != os.path.basename(name) for name in whole):
+        return {"whole": {}, "files": []}
+    files = [
+        name
+        for name, expected in whole.items()
+        if (path / name).is_file() and digest_of_file(path / name) == expected
+    ]
+    return {"whole": whole, "files": files}
+
+
+def _read(path: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+def _write(path: Path, content: torch.Tensor) -> None:
+    with write_atomically(path) as file:
+        file.write(content.numpy().tobytes())
