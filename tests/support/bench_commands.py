@@ -225,7 +225,7 @@ BENCH_CASES = {
         (),
         (),
         {},
-        {"tune": "tests/cli/test_bench.py"}
+        {"tune": "tests/bench/test_on_a_gpu.py"}
         | dict.fromkeys(("shape", "output"), "tests/bench/test_product_times.py"),
     ),
 }
