@@ -26,10 +26,12 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import MoERuntimeError
 
-METRICS = facts("recover_s", "lost_steps", "step_s", "of_a_step")
+METRICS = (
+    facts("s", "recover_s", "step_s") | facts("count", "lost_steps") | facts("share", "of_a_step")
+)
 _CONFIG = """
 [run]
 output = "out"

@@ -108,11 +108,6 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         self._checkpoints = checkpoints
 
     @property
-    def sites(self) -> list[ExpertsSite]:
-        """The modules of experts that were replaced, layer by layer."""
-        return self._sites
-
-    @property
     @abc.abstractmethod
     def num_steps(self) -> int: ...
 
