@@ -62,7 +62,7 @@ vocab_size = 1024
 [optimizer]
 peak_rate = 1e-3
 """
-_PATIENCE_S, _FIRST = 600, 4
+_PATIENCE_S, _FIRST, _SOON = 600, 4, 10
 
 
 def write_config(folder: Path, *, steps: int, every: int, snapshot: int) -> Path:
@@ -148,26 +148,37 @@ def main() -> int:
     parser = results_parser(__doc__)
     parser.add_argument("--every", type=positive, default=100, help="steps since a checkpoint")
     parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--part", choices=("recovery", "saves"), default="recovery")
     options = parser.parse_args()
     settings = {"every": options.every, "processes": 2, "tokens_per_step": 2048}
-    between = options.every // 5
-    results = ScriptResults("recovery", options, settings, METRICS)
+    results = ScriptResults(options.part, options, settings, METRICS)
+    if options.part == "recovery":
+        measure_recovery(options.every, options.repeats, results)
+    else:
+        measure_saves(options.every, options.repeats, results)
+    return results.finish()
+
+
+def measure_recovery(every: int, repeats: int, results: ScriptResults) -> None:
     disk: list[dict[str, float]] = []
     memory: list[dict[str, float]] = []
-    for _ in range(options.repeats):
-        disk.append(recovery(options.every, 0))
-        memory.append(recovery(options.every, 1))
+    for _ in range(repeats):
+        disk.append(recovery(every, 0))
+        memory.append(recovery(_SOON, 1))  # what came before the last step is not done again
         results.add("from the disk", disk)
         results.add("from a snapshot in memory", memory)
+
+
+def measure_saves(every: int, repeats: int, results: ScriptResults) -> None:
+    between = max(1, every // 5)
     without: list[dict[str, float]] = []
     saving: list[dict[str, float]] = []
-    for _ in range(options.repeats):
-        plain, saved = (step_seconds(every, options.every) for every in (0, between))
+    for _ in range(repeats):
+        plain, saved = (step_seconds(one, every) for one in (0, between))
         without.append({"step_s": plain})
         saving.append({"step_s": saved, "of_a_step": saved / plain - 1})
         results.add("no checkpoints", without)
         results.add(f"a checkpoint every {between} steps", saving)
-    return results.finish()
 
 
 if __name__ == "__main__":
