@@ -29,8 +29,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import Metric, facts
-from moe_runtime.benchmarks.suite.runner import BenchSystem, Rules, run_in_turn
+from moe_runtime.benchmarks.suite import BenchSystem, Metric, Rules, facts, run_in_turn
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetune_run import prepare, start

@@ -22,7 +22,7 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main as command
 from moe_runtime.models.pocket import pocket_path

@@ -4,9 +4,15 @@ The policy `reuse`, taught by other requests, is replayed; it is also told the i
 tokens, each right with some probability if the ones before are. What the trained predictor expects
 of these tokens is weighed by that probability, and by how soon they come. A control is told where
 the next tokens really go. Results are the shares of the way from LRU to the optimum.
+
+With ``--queue`` they are the reads of a server's steps, which decode some requests and read a piece
+of the next prompt. LRU is told which experts the next piece needs: all that its tokens, by those of
+other requests, visit with a chance of 0.99, or those that it visits. They are not evicted for
+others.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,18 +20,27 @@ import numpy as np
 from moe_runtime.benchmarks import prefetch_matrix
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, run_script
 from moe_runtime.benchmarks.suite import facts
-from moe_runtime.inference.draft_models import MOST_DRAFTED
+from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
-from moe_runtime.lab.traces.routes import routes_of
-from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
+from moe_runtime.lab.traces.format import Trace
+from moe_runtime.lab.traces.readers import read_any_trace
+from moe_runtime.lab.traces.routes import routes_of, trace_of_routes
+from moe_runtime.lab.traces.workload import Workload, workload_of
+from moe_runtime.policies.eviction import LRU, Evictable, LayerShares, even_shares
 from moe_runtime.policies.eviction.base import Maker
 from moe_runtime.policies.eviction.reuse import CompiledReuse, ReuseEstimator, maker_of
 from moe_runtime.policies.eviction.reuse_network import DISCOUNT
 from moe_runtime.policies.prediction import Estimator, Routes, contexts_of, make_estimator
 from moe_runtime.policies.prediction.base import Event, StepBegins
-from moe_runtime.policies.prediction.estimator import sigmoid, visits
+from moe_runtime.policies.prediction.estimator import popularity_of, sigmoid, visits
+from moe_runtime.policies.prediction.trained import TokenTable
+from moe_runtime.types import ExpertKey
 
+STEPS = (1, 4), (1, 16), (4, 16), (4, 64)
+"""Requests that decode in a step, and tokens of prompts."""
+CERTAIN = 0.99
 METRICS = facts("share", "of_lru_to_optimum", "hits", better="more")
+QUEUE_METRICS = facts("count", "reads") | facts("share", "of_lru")
 
 
 class Ahead:
@@ -73,6 +88,20 @@ def draft(routes: Routes, acceptance: float) -> np.ndarray:
     return drafted
 
 
+def recalled(routes: Routes, drafted_NT: np.ndarray) -> np.ndarray:
+    """Where the last token of each drafted id went in its request: ``[N, T, L, K]``."""
+    sizes = *drafted_NT.shape, *routes.expert_ids.shape[1:]
+    found = np.full(sizes, routes.shape.num_experts)
+    for sequence in range(routes.num_sequences):
+        rows, seen = routes.tokens_of(sequence), dict[int, int]()
+        for token in range(rows.start, rows.stop):
+            seen[int(routes.token_ids[token])] = token
+            for ahead, drafted in enumerate(drafted_NT[:, token].tolist()):
+                if drafted in seen:
+                    found[ahead, token] = routes.expert_ids[seen[drafted]]
+    return found
+
+
 def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np.ndarray:
     """Chances ``[N, T, L, E]`` of the drafted tokens' experts, as known once a token is routed."""
     (now,) = contexts_of(routes, max_rows=routes.num_tokens)
@@ -80,11 +109,11 @@ def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np
     unknown = np.full_like(now.path, routes.shape.num_experts)
     before, path = routes.token_ids, now.path
     found = list[np.ndarray]()
-    for ids in drafted_NT:
+    for ids, last in zip(drafted_NT, recalled(routes, drafted_NT), strict=True):
         contexts = replace(
             following,
             **{"token_ids": ids, "previous_token_ids": before, "previous": path},
-            **{"recalled": unknown, "path": unknown, "path_weights": np.zeros_like(unknown, "<f4")},
+            **{"recalled": last, "path": unknown, "path_weights": np.zeros_like(unknown, "<f4")},
             memo={},
         )
         layers = range(routes.shape.num_layers)
@@ -93,10 +122,106 @@ def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np
     return np.stack(found)
 
 
+class Queue:
+    """Which experts the next step needs, whatever it decodes: known when a step begins."""
+
+    def __init__(self, needed: Sequence[frozenset[ExpertKey]]) -> None:
+        self._needed, self.keys = iter(needed), frozenset[ExpertKey]()
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, StepBegins):
+            self.keys = next(self._needed)
+
+    def finish(self, sequence: int) -> None:
+        """Needs are those of steps."""
+
+
+class Told(LRU[ExpertKey]):
+    """LRU, but what the queue needs is not evicted for what it does not need."""
+
+    may_decline = True
+    rule = None
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self.watcher = self._queue = queue
+
+    def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
+        others = super().victim(lambda k: evictable(k) and k not in self._queue.keys, incoming)
+        return others or super().victim(evictable, incoming)
+
+    def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
+        return victim in self._queue.keys and incoming not in self._queue.keys
+
+
+def side_by_side(routes: Routes, num_decoding: int, num_prompt: int) -> tuple[np.ndarray, int]:
+    """Rows ``[S, N]`` of each step: those of the first requests, behind their middle, and then so
+    many of the prompts, which are the others; and how many are decoded."""
+    lengths = np.diff(routes.offsets)
+    first = (routes.offsets[:-1] + lengths // 2)[:num_decoding]
+    behind = routes.offsets[num_decoding]
+    num_steps = min(*(lengths[:num_decoding] // 2), (routes.num_tokens - behind) // num_prompt)
+    steps = np.arange(num_steps)[:, None]
+    prompts = behind + num_prompt * steps + np.arange(num_prompt)
+    return np.concatenate([first + steps, prompts], axis=1), num_decoding
+
+
+def needs(chances_SLE: np.ndarray) -> list[frozenset[ExpertKey]]:
+    """What is certain of the step after each."""
+    found = [
+        frozenset(ExpertKey(*key) for key in np.argwhere(chance_LE >= CERTAIN).tolist())
+        for chance_LE in chances_SLE
+    ]
+    return [*found[1:], frozenset()]
+
+
+def reads_of(served: Workload, make: Maker, num_slots: int) -> float:
+    shares = even_shares(num_slots, served.trace.signature.num_layers)
+    replay = replay_demand(served, lambda _: LayerShares(make, shares), num_slots)
+    return (replay.num_accesses - replay.num_hits) / served.trace.num_steps
+
+
+def measure_queue(served: Trace, learned: Routes, results: ScriptResults) -> None:
+    """Reads of steps, by what is known of the next prompt's tokens."""
+    routes, shape = routes_of(served), learned.shape
+    tables = TokenTable.count(learned, learned.token_ids)
+    visited, usual = visits(routes.expert_ids, shape.num_experts), popularity_of(learned)
+    for num_decoding, num_prompt in STEPS:
+        rows, decoded = side_by_side(routes, num_decoding, num_prompt)
+        whole = trace_of_routes(routes, served.signature)
+        names = ("token_id", "token_position", "token_request", "expert_ids", "gate_weights")
+        columns = {name: getattr(whole, name)[rows.ravel()] for name in names}
+        starts, phases = np.arange(len(rows) + 1) * rows.shape[1], whole.step_phase[: len(rows)]
+        trace = replace(whole, step_start=starts, step_phase=phases, **columns)
+        work, prompts = workload_of(trace), rows[:, decoded:]
+        told = {
+            "what tokens visit": np.stack(
+                [1 - np.prod(1 - tables.share(routes.token_ids[one], usual), 0) for one in prompts]
+            ),
+            "where they go": visited[prompts].max(1),
+        }
+        for share in prefetch_matrix.SHARES:
+            num_slots = round(share * shape.num_layers * shape.num_experts)
+            found = {"LRU": reads_of(work, LRU, num_slots)}
+            for name, chances in told.items():
+                queue = Queue(needs(chances))
+                found[f"told {name}"] = reads_of(work, lambda q=queue: Told(q), num_slots)
+            for name, reads in found.items():
+                where = f"{num_decoding} + {num_prompt} tokens; {share:.1%} resident"
+                results.add(f"{where}; {name}", [{"reads": reads, "of_lru": reads / found["LRU"]}])
+
+
 def main() -> int:
     parser = prefetch_matrix.traces_parser(__doc__, steps=200)
     parser.add_argument("--acceptance", type=float, default=0.6, help="of each drafted token")
+    parser.add_argument("--queue", action="store_true", help="the reads of a server's steps")
     options = parser.parse_args()
+    settings = {"trace": options.trace.name, "train": options.train.name}
+    if options.queue:
+        results = ScriptResults("queue-ahead", options, settings, QUEUE_METRICS)
+        learned = read_any_trace(options.train)
+        measure_queue(read_any_trace(options.trace), routes_of(learned), results)
+        return results.finish()
     served, learned = prefetch_matrix.served_and_learned(options)
     routes, new_taught = routes_of(served.trace), prefetch_matrix.taught(learned)
     predictor = make_estimator("combined", learned.shape)
@@ -110,7 +235,6 @@ def main() -> int:
         ),
         "routed": (visited[np.minimum(ahead, routes.num_tokens - 1)], 1.0),
     }
-    settings = {"trace": options.trace.name, "train": options.train.name}
     settings |= {"acceptance": options.acceptance, "steps": options.steps}
     results = ScriptResults("looking-ahead", options, settings, METRICS)
     for share in prefetch_matrix.SHARES:

@@ -168,6 +168,7 @@ class RecordedRouting:
             path,
             ids=np.concatenate([routes.expert_ids, routes.expert_ids[held]]),
             weights=np.concatenate([routes.gate_weights, routes.gate_weights[held]]),
+            tokens=np.concatenate([routes.token_ids, routes.token_ids[held]]),
             length=length,
         )
         return path
@@ -220,6 +221,11 @@ class RecordedRouting:
         phases = self._served.step_phase
         behind = np.arange(len(phases)) >= len(phases) // (1 + len(self._batches))
         return behind & (phases == PHASES.index("decode"))
+
+    def server_words(self, words: Sequence[str], folder: Path) -> list[str]:
+        """The words of a server whose requests are routed; those after `serve` are asked for."""
+        module = "moe_runtime.benchmarks.harness.routed_server"
+        return [sys.executable, "-P", "-m", module, str(self.saved(folder)), *words]
 
     def measured_disk(self) -> Mapping[str, Number]:
         """Reads some experts as ``bench io`` does."""

@@ -17,12 +17,13 @@ class RoutedModel(Listener):
     """Gives the experts of a model the choices and weights of a trace, whatever its gates say.
 
     The gates compute as ever. A request takes a request of the trace, a token the row of its
-    position; behind the last one they begin again.
+    position; behind the last one they begin again. Other listeners see the trace's token ids.
     """
 
     def __init__(self, model: Any, path: str) -> None:
         with np.load(path, allow_pickle=False) as file:
             ids, weights, self._length = file["ids"], file["weights"], int(file["length"])
+            self._tokens = file["tokens"]
         self._num_requests = len(ids) // self._length
         self._ids = torch.from_numpy(ids.astype(np.int64)).transpose(0, 1).contiguous()
         self._weights = torch.from_numpy(weights.astype(np.float32)).transpose(0, 1).contiguous()
@@ -31,7 +32,7 @@ class RoutedModel(Listener):
         for module in model.modules():
             if isinstance(module, OffloadedExperts):
                 module.register_forward_pre_hook(self._replace)
-        model._steps.listeners.add(self)
+        model._steps.listeners.add(self, is_first=True)
 
     def take(self, requests: Sequence[int]) -> None:
         """The sequences of the next passes take these requests of the trace, instead of one after
@@ -44,7 +45,8 @@ class RoutedModel(Listener):
         else:
             numbers = np.array(self._taken)[step.sequences]
         places = np.maximum(step.positions, 0) % self._length
-        self._rows = torch.from_numpy(numbers * self._length + places)
+        rows = numbers * self._length + places
+        step.token_ids, self._rows = self._tokens[rows], torch.from_numpy(rows)
 
     def _replace(self, module: OffloadedExperts, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_TD, _, weights_TK = given

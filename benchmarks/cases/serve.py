@@ -25,7 +25,13 @@ _LOOK_S, _ANSWER_S, _END_S = 0.2, 5.0, 20.0
 
 
 class StartedServer:
-    """What the kernel counts of a server's process, without processes that it starts."""
+    """What the kernel counts of a server's process, without processes that it starts.
+
+    Attributes:
+        disk_bytes_per_s: how fast its disk reads experts, if that was measured.
+    """
+
+    disk_bytes_per_s: float | None = None
 
     def __init__(self, process_id: int) -> None:
         self._files = [Path(f"/proc/{process_id}/{name}") for name in ("io", "status")]
@@ -41,6 +47,8 @@ class StartedServer:
             found["read_call_bytes"] = after["rchar"] - before["rchar"]
             found["storage_bytes"] = after["read_bytes"] - before["read_bytes"]
             found["peak_rss_bytes"] = after["VmHWM"] * 1024
+            if self.disk_bytes_per_s is not None:
+                found["reads_alone_s"] = found["read_call_bytes"] / self.disk_bytes_per_s
 
     def _counts(self) -> dict[str, int]:
         try:
@@ -125,7 +133,7 @@ METRICS = {
     **suite.facts("tokens/s", "input_tokens_per_s", "output_tokens_per_s", better="more"),
     **suite.facts("requests/s", "requests_per_s", better="more"),
     **suite.facts("share", "within_bounds", better="more"),
-    **suite.facts("s", "seconds"),
+    **suite.facts("s", "seconds", "reads_alone_s"),
     **suite.facts("count", "failed", "unfinished"),
     **suite.facts("bytes", "read_call_bytes", "storage_bytes"),
     "peak_rss_bytes": suite.Metric("bytes"),

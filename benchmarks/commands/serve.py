@@ -2,6 +2,7 @@
 
 import importlib.util
 import shlex
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,13 +13,15 @@ import typer
 from moe_runtime.benchmarks.commands import shared
 from moe_runtime.cli import options
 from moe_runtime.cli.commands.serve import read_keys
-from moe_runtime.cli.console import print_json, say_line
+from moe_runtime.cli.console import fetch_model, print_json, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.files import require_not_read
 
 if TYPE_CHECKING:
-    from moe_runtime.benchmarks.cases.load import Level, TimedAnswer
+    from moe_runtime.benchmarks.cases.load import Level, LoadSettings, TimedAnswer
+    from moe_runtime.benchmarks.cases.routed import RecordedRouting
 
 _LINES = 10
 """Lines of progress of a level."""
@@ -45,6 +48,7 @@ def bench_serve(
     prompts: Path | None = None,
     chat: Annotated[bool, typer.Option("--chat/--completions")] = False,
     ignore_eos: bool = True,
+    routing: Annotated[Path | None, typer.Option(metavar="TRACE")] = None,
     goodput: Annotated[str | None, typer.Option(metavar="BOUNDS")] = None,
     seed: options.Natural = 0,
     timeout: Annotated[float, typer.Option(min=0.001)] = 600.0,
@@ -74,6 +78,9 @@ def bench_serve(
         output_tokens: Most tokens of an answer.
         prompts: File with a prompt in each line, to send in turn; - is standard input.
         chat: Ask for conversations, or for texts.
+        routing: With --start 'moe-runtime serve MODEL ...': route by a recorded trace of MODEL, not
+            by its gates; each request takes one of the trace. The time that reads alone take stands
+            beside the others. CPU only.
         ignore_eos: Ask for answers of the full length; some servers do not know the field.
         goodput: Count requests within bounds, such as ttft=200ms,itl=50ms,e2e=2s: first token,
             mean between its tokens, whole answer.
@@ -92,6 +99,16 @@ def bench_serve(
         raise ValueError("--rate and --concurrency are two ways to press a server; give one")
     if cap is not None and start is None:
         raise ValueError("--cap holds a server that --start begins; give its command")
+    words = [] if start is None else _words_of(start)
+    if routing is not None:
+        require_not_read(run.output, "results", [routing])
+        is_ours = Path(words[0]).name == "moe-runtime" if words else False
+        if not is_ours or words[1:2] != ["serve"] or len(words) < 3 or words[2].startswith("-"):
+            raise ValueError(
+                "--routing: expected --start 'moe-runtime serve MODEL ...', the server whose "
+                f"experts are routed, got {start!r}"
+            )
+        refuse_given(run.ctx, {"turns"}, "has no effect: --routing has one answer of each request")
     if prompts is not None:
         refuse_given(run.ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     load.address_of(url)
@@ -125,13 +142,23 @@ def bench_serve(
     with run.stopping() as stop, ExitStack() as running:
         stopping: Any = {"is_stopping": lambda: stop.is_set}
         meters = []
-        if start is not None:
-            words, own = _words_of(start), {"cap_bytes": limit, "timeout_s": _START_S}
-            meters.append(running.enter_context(started_server(words, url, **own, **stopping)))
+        disk_bytes_per_s = None
+        if routing is not None:
+            routed = _routing_of(routing, words[2], settings)
+            folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moe-benchmark-"))
+            disk_bytes_per_s = routed.measured_disk()["bytes_per_s"]
+            assert isinstance(disk_bytes_per_s, float)
+            words = routed.server_words(words[2:], Path(folder))
+        if words:
+            own = {"cap_bytes": limit, "timeout_s": _START_S}
+            server = running.enter_context(started_server(words, url, **own, **stopping))
+            server.disk_bytes_per_s = disk_bytes_per_s
+            meters.append(server)
         name, found = load.measure(settings, on_answer=on_answer, meters=meters, **stopping)
     rows = [load.summarize(measured, bounds) for measured in found]
     facts = {"url": url, "model": name or None, "is_interrupted": stop.is_set, "seed": seed}
     about = {"url": url, "model": name, "seed": seed, "cap_bytes": limit}
+    about["routing"] = None if routing is None else routing.name
     about |= run.asked("start", "warm_up", *_ASKED)
     results = serve_results(found, bounds, settings=about, is_interrupted=stop.is_set)
     unwritten = shared.keep_results(results, run.output)
@@ -150,6 +177,15 @@ def bench_serve(
     run.exit_if_stopped()
     if unwritten is not None or not any(row["answered"] for row in rows):
         raise typer.Exit(2)
+
+
+def _routing_of(trace: Path, model: str, settings: "LoadSettings") -> "RecordedRouting":
+    """As many requests of a trace as a server gets, its first two included."""
+    from moe_runtime.benchmarks.cases.routed import RecordedRouting
+
+    number = 2 + settings.num_warm_up + settings.num_requests * len(settings.levels)
+    sizes = settings.prompt.high, settings.output.high
+    return RecordedRouting(trace, Path(fetch_model(model)), None, [range(number)], *sizes)
 
 
 def _words_of(start: str) -> list[str]:

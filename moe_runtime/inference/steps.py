@@ -151,8 +151,8 @@ class Listeners:
         self._requests = RequestNumbers()
         self._set(())
 
-    def add(self, listener: Listener) -> None:
-        self._set((*self._all, listener))
+    def add(self, listener: Listener, *, is_first: bool = False) -> None:
+        self._set((listener, *self._all) if is_first else (*self._all, listener))
 
     def remove(self, listener: Listener) -> None:
         """Removes a listener, if it is there."""

@@ -14,7 +14,7 @@ from moe_runtime.config import PrefetchMode
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.prediction.base import Guess, LayerRouted, Predictor, StepBegins
-from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
+from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost, num_needed
 from moe_runtime.types import ExpertKey
 
 W = TypeVar("W")
@@ -29,7 +29,7 @@ class LinkState(NamedTuple):
         demand_s: in which a demand was under way, since the store was opened.
         num_missing: misses and late hits, since the counters were reset.
         came_true: guesses that were asked for, since the counters were reset.
-        num_needed: misses and guesses that came true, less those that did not, since then.
+        num_needed: what would have been missed without guesses, since then.
     """
 
     transfer_s: float
@@ -37,7 +37,7 @@ class LinkState(NamedTuple):
     demand_s: float
     num_missing: int
     came_true: int
-    num_needed: int
+    num_needed: float
 
 
 class Guesses(Generic[W]):
@@ -114,7 +114,7 @@ class Guesses(Generic[W]):
             link.demand_s,
             counters.misses + counters.late_hits,
             came_true,
-            counters.misses + 2 * came_true - counters.guesses,
+            num_needed(counters.misses, came_true, counters.guesses),
         )
 
 

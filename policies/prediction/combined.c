@@ -11,9 +11,10 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum { FEATURES = 7, NUM_RECENT = 2 };
+enum { SOURCES = 3, NUM_DISTANCES = 3, FARTHEST = 4 };
 static const float PRIOR_TOKENS = 8.0f, PRIOR_OCCURRENCES = 2.0f;
 
-EXPORT int moe_combined_version(void) { return 1; }
+EXPORT int moe_combined_version(void) { return 2; }
 
 static float clip(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
@@ -69,40 +70,66 @@ EXPORT void moe_combined_token(int32_t num_variants, int32_t num_layers, int32_t
     }
 }
 
-/* The `width` experts of a layer that any of some tokens visits most probably, the likeliest first,
- * into `best` and `chances`; `any` [E] is scratch, and holds all chances by expert.
+/* A step's tokens, T of them, as trained.py knows them (`_Tokens`, field by field).
  *
- * `logits` are those of a layer and variant, `stride` apart from token to token. Of `num_sources`
- * known layers the rows of `links` [S][E + 1][2][E] are added: `ids` and `gates` [K] are those of the
- * last known layer of the first token, of whose path the layers before lie in front. */
-EXPORT void moe_combined_layer(int32_t num_tokens, int32_t num_layers, int32_t num_experts,
-                               int32_t top_k, int32_t num_sources, const float *logits,
-                               int64_t stride, const float *links, const int64_t *ids,
-                               const float *gates, int32_t width, float *any, int32_t *best,
-                               float *chances) {
-    for (int32_t t = 0; t < num_tokens; t++) {
+ * `links` [NUM_DISTANCES][L][SOURCES][E + 1][2][E] were learned. `path` and `gates` [T][L][K] are
+ * noted as layers are routed. `path_free` is the variant for layers of which none before is near.
+ * `any` [2][E] is scratch. */
+struct tokens {
+    const float *logits, *links;
+    const int64_t *path;
+    const float *gates;
+    float *any, *chances;
+    int32_t *best;
+    int32_t num_tokens, num_variants, num_layers, num_experts, top_k, path_free;
+};
+
+/* Chances `any` [E] that any of the tokens visits an expert of a layer, after layer `now`. */
+static void chances_of(const struct tokens *of, int32_t now, int32_t layer) {
+    int32_t experts = of->num_experts, top_k = of->top_k, ahead = layer - now;
+    int32_t num_sources = now < SOURCES ? now + 1 : SOURCES, variant = of->path_free;
+    if (now >= 0 && ahead <= FARTHEST) variant = ahead < 3 ? ahead - 1 : NUM_DISTANCES - 1;
+    const float *links = of->links, *logits = of->logits + (variant * of->num_layers + layer) * experts;
+    if (num_sources) links += (int64_t)(variant * of->num_layers + layer) * SOURCES * (experts + 1) * 2 * experts;
+    for (int32_t t = 0; t < of->num_tokens; t++) {
         /* of one token in place, of others behind it */
-        float *sums = t ? any + num_experts : any;
-        for (int32_t e = 0; e < num_experts; e++) sums[e] = logits[t * stride + e];
+        float *sums = t ? of->any + experts : of->any;
+        for (int32_t e = 0; e < experts; e++) sums[e] = logits[e];
+        logits += (int64_t)of->num_variants * of->num_layers * experts;
         for (int32_t s = 0; s < num_sources; s++)
             for (int32_t k = 0; k < top_k; k++) {
-                int32_t at = (t * num_layers - s) * top_k + k;
-                const float *rows = links + (s * (num_experts + 1) + ids[at]) * 2 * num_experts;
-                for (int32_t e = 0; e < num_experts; e++)
-                    sums[e] += rows[e] + gates[at] * rows[num_experts + e];
+                int32_t at = (t * of->num_layers + now - s) * top_k + k;
+                const float *rows = links + (s * (experts + 1) + of->path[at]) * 2 * experts;
+                for (int32_t e = 0; e < experts; e++)
+                    sums[e] += rows[e] + of->gates[at] * rows[experts + e];
             }
-        for (int32_t e = 0; e < num_experts; e++) {
+        for (int32_t e = 0; e < experts; e++) {
             float chance = 1.0f / (1.0f + expf(-sums[e]));
-            any[e] = t ? 1.0f - (1.0f - any[e]) * (1.0f - chance) : chance;
+            of->any[e] = t ? 1.0f - (1.0f - of->any[e]) * (1.0f - chance) : chance;
         }
     }
-    int32_t held = 0;
-    for (int32_t e = 0; e < num_experts; e++) { /* equal ones in the order of their numbers */
-        int32_t at = held;
-        while (at > 0 && chances[at - 1] < any[e]) at--;
-        if (at >= width) continue;
-        if (held < width) held++;
-        for (int32_t i = held - 1; i > at; i--) best[i] = best[i - 1], chances[i] = chances[i - 1];
-        best[at] = e, chances[at] = any[e];
+}
+
+/* The `width` experts of each of some layers that any token visits most probably, and at least
+ * with a chance of `least`, the likeliest first: `best`, as layer times E plus expert, and
+ * `chances`. Returns how many there are. */
+EXPORT int32_t moe_combined_guess(const struct tokens *of, int32_t now, int32_t first,
+                                  int32_t count, int32_t width, float least) {
+    int32_t found = 0;
+    for (int32_t layer = first; layer < first + count; layer++) {
+        int32_t *best = of->best + found, held = 0;
+        float *chances = of->chances + found;
+        chances_of(of, now, layer);
+        for (int32_t e = 0; e < of->num_experts; e++) { /* equal ones in the order of their numbers */
+            int32_t at = held;
+            while (at > 0 && chances[at - 1] < of->any[e]) at--;
+            if (at >= width || of->any[e] < least) continue;
+            if (held < width) held++;
+            for (int32_t i = held - 1; i > at; i--)
+                best[i] = best[i - 1], chances[i] = chances[i - 1];
+            best[at] = layer * of->num_experts + e, chances[at] = of->any[e];
+        }
+        found += held;
     }
+    return found;
 }

@@ -169,12 +169,19 @@ class Estimator(ABC):
         """
 
     def guess(
-        self, contexts: Contexts, now: int, layer: int, width: int
+        self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        """The experts that any of the tokens visits most probably, likeliest first, and chances."""
-        chance_E = of_any(self.estimate(contexts, now, layer))
-        best = np.argsort(-chance_E, kind="stable")[:width]
-        return best.tolist(), chance_E[best].tolist()
+        """The experts of each layer that any of the tokens visits most probably, at most ``width``
+        of each and none of a smaller chance than ``least``, likeliest first: layer times E plus
+        expert, and chances."""
+        numbers, chances = list[int](), list[float]()
+        for layer in layers:
+            chance_E = of_any(self.estimate(contexts, now, layer))
+            best = np.argsort(-chance_E, kind="stable")[:width]
+            best = best[chance_E[best] >= least]
+            numbers += (layer * self.shape.num_experts + best).tolist()
+            chances += chance_E[best].tolist()
+        return numbers, chances
 
     def fit(self, routes: Routes) -> None:  # noqa: B027  (optional, as is the next)
         """Learns from recorded sequences; what was learned before is forgotten."""

@@ -23,6 +23,8 @@ from moe_runtime.policies.prediction.estimator import (
 
 GUESSES_PER_CHOICE = 2
 """Guesses for a layer: this many times K for one token, up to all experts for many."""
+LEAST_CHANCE = 0.1
+"""Of a guess: half of what is read. Less protects no expert's slot from another guess."""
 
 
 class TrackedPredictor:
@@ -42,7 +44,7 @@ class TrackedPredictor:
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
         self._contexts: Contexts | None = None
         self._following: Contexts | None = None  # the next tokens, once they were asked for
-        self._keys = keys_of(self.shape)
+        self._keys = [key for layer in keys_of(self.shape) for key in layer]
 
     def observe(self, event: Event) -> None:
         if isinstance(event, StepBegins):
@@ -55,16 +57,13 @@ class TrackedPredictor:
         if contexts is None:
             return []
         num_layers = self.shape.num_layers
-        guesses: list[Guess] = []
-        for layer in range(now + 1, min(now + horizon + 1, num_layers)):
-            guesses += self._guesses(contexts, now, layer)
+        guesses = self._guesses(contexts, now, range(now + 1, min(now + horizon + 1, num_layers)))
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
             # the layers asked for were routed before it was first made, unless the horizon is wider
             following = self._following if 2 * horizon <= num_layers + 1 else None
             following = self._following = following or self._next_tokens(contexts)
-            for layer in range(beyond):
-                guesses += self._guesses(following, -1, layer)
+            guesses += self._guesses(following, -1, range(beyond))
         return guesses
 
     def chances(self, now: int, layer: int) -> np.ndarray:
@@ -154,8 +153,10 @@ class TrackedPredictor:
             memo={},
         )
 
-    def _guesses(self, contexts: Contexts, now: int, layer: int) -> list[Guess]:
+    def _guesses(self, contexts: Contexts, now: int, layers: range) -> list[Guess]:
         shape = self.shape
+        if not layers:
+            return []
         width = min(GUESSES_PER_CHOICE * shape.top_k * len(contexts), shape.num_experts)
-        best, chances = self.estimator.guess(contexts, now, layer, width)
-        return list(zip(map(self._keys[layer].__getitem__, best), chances, strict=True))
+        best, chances = self.estimator.guess(contexts, now, layers, width, LEAST_CHANCE)
+        return list(zip(map(self._keys.__getitem__, best), chances, strict=True))

@@ -6,7 +6,7 @@ variants (``combined``) or known tokens (``path-network``), S sources, D embeddi
 
 import ctypes
 import functools
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -336,26 +336,19 @@ class Combination(TokenEvidence):
         return sigmoid(logits_BE)
 
     def guess(
-        self, contexts: Contexts, now: int, layer: int, width: int
+        self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0
     ) -> tuple[list[int], list[float]]:
         library = _library()
         if library is None or not self.keeps_memo(contexts):
-            return super().guess(contexts, now, layer, width)
-        memo = contexts.memo.get("compiled")
-        if memo is None:
-            memo = contexts.memo["compiled"] = self._compiled_tokens(library, contexts)
-        shape, num_tokens, last = self.shape, len(contexts), self.shape.top_k * max(now, 0)
-        place = variant_of(contexts, now, layer) * shape.num_layers + layer
-        library.moe_combined_layer(
-            *(num_tokens, shape.num_layers, shape.num_experts, shape.top_k, min(SOURCES, now + 1)),
-            *(memo.logits_at + 4 * shape.num_experts * place, memo.stride),
-            memo.links_at + self.links_VLSE2E.strides[1] * place,
-            *(memo.path_at + 8 * last, memo.gates_at + 4 * last),
-            *(width, memo.scratch, memo.best, memo.chances),
-        )
-        return memo.best[:width], memo.chances[:width]
+            return super().guess(contexts, now, layers, width, least)
+        known = contexts.memo.get("compiled")
+        if known is None:
+            known = contexts.memo["compiled"] = self._compiled_tokens(library, contexts)
+        asked = (now, layers.start, len(layers), width, least)
+        number = library.moe_combined_guess(known.at, *asked)
+        return known.best_experts[:number], known.best_chances[:number]
 
-    def _compiled_tokens(self, library: ctypes.CDLL, contexts: Contexts) -> "_Memo":
+    def _compiled_tokens(self, library: ctypes.CDLL, contexts: Contexts) -> "_Tokens":
         shape, tables = self.shape, (self.of_token, self.after_token)
         rows_2B = (
             self.of_token.rows_of(contexts.token_ids),
@@ -381,17 +374,20 @@ class Combination(TokenEvidence):
             )
         path, gates = map(np.ascontiguousarray, (contexts.path, contexts.path_weights))
         assert path is contexts.path, "layers are noted in it as they are routed"
-        return _Memo(
-            logits.ctypes.data,
-            path.ctypes.data,
-            gates.ctypes.data,
-            self.links_VLSE2E.ctypes.data,
-            stride=logits[0].size,
-            scratch=(ctypes.c_float * (2 * shape.num_experts))(),
-            best=(ctypes.c_int32 * shape.num_experts)(),
-            chances=(ctypes.c_float * shape.num_experts)(),
-            arrays=(logits, path, gates, self.links_VLSE2E),
+        places = shape.num_layers * shape.num_experts
+        any_expert = (ctypes.c_float * (2 * shape.num_experts))()
+        best, chances = (ctypes.c_int32 * places)(), (ctypes.c_float * places)()
+        tables = (logits, self.links_VLSE2E, path, gates)
+        found = _Tokens(
+            *(array.ctypes.data for array in tables),
+            *map(ctypes.addressof, (any_expert, chances, best)),
+            *(len(contexts), NUM_VARIANTS, shape.num_layers, shape.num_experts, shape.top_k),
+            variant_of(contexts, -1, 0),
         )
+        found.kept = (*tables, any_expert)
+        found.best_experts, found.best_chances = best, chances
+        found.at = ctypes.addressof(found)
+        return found
 
     def token_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
         """The part of the logits that does not depend on the token's own path: ``[B, E]``."""
@@ -446,21 +442,22 @@ class Combination(TokenEvidence):
             self.links_VLSE2E[variant, layer, :num_sources, :-1] = fit.dense_XE.reshape(sizes)
 
 
-class _Memo(NamedTuple):
-    """What ``combined.c`` is told of a step's tokens, and where it lies."""
+class _Tokens(ctypes.Structure):
+    """What ``combined.c`` is told of a step's tokens, field by field, and where that lies."""
 
-    logits_at: int
-    path_at: int
-    gates_at: int
-    links_at: int
-    stride: int  # logits of a token
-    scratch: Any
-    best: Any
-    chances: Any
-    arrays: tuple[np.ndarray, ...]
+    at: int
+    kept: tuple[Any, ...]  # what fields point into
+    best_experts: Any
+    best_chances: Any
+    _fields_: ClassVar = [
+        *[(name, ctypes.c_void_p) for name in ("logits", "links", "path", "gates")],
+        *[(name, ctypes.c_void_p) for name in ("any", "chances", "best")],
+        *[(name, ctypes.c_int32) for name in ("num_tokens", "num_variants", "num_layers")],
+        *[(name, ctypes.c_int32) for name in ("num_experts", "top_k", "path_free")],
+    ]
 
 
-_VERSION = 1  # of what ``combined.c`` exports. A library left from another version is not used.
+_VERSION = 2  # of what ``combined.c`` exports. A library left from another version is not used.
 
 
 @functools.cache
@@ -476,14 +473,12 @@ def _library() -> ctypes.CDLL | None:
     if version != _VERSION:
         return None
     pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-    library.moe_combined_token.restype = library.moe_combined_layer.restype = None
+    library.moe_combined_token.restype = None
     library.moe_combined_token.argtypes = [
         *([number] * 4 + [pointer] * 3 + [pointer, real] * 2),
         *([ctypes.c_int64] + [pointer] * 5),
     ]
-    library.moe_combined_layer.argtypes = [
-        *([number] * 5 + [pointer, ctypes.c_int64] + [pointer] * 3 + [number] + [pointer] * 3)
-    ]
+    library.moe_combined_guess.argtypes = [pointer, *[number] * 4, real]
     return library
 
 

@@ -1,18 +1,24 @@
 """The scripts that replay prefetching and looking ahead in virtual time, on small drawn routing."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from synthetic_routes import make_routes
 from traces import trace_of
 
-from moe_runtime.benchmarks.looking_ahead import MOST_DRAFTED, Ahead, draft, expected
+from moe_runtime.benchmarks import looking_ahead, prefetch_matrix
+from moe_runtime.benchmarks.looking_ahead import Ahead, draft, expected
 from moe_runtime.benchmarks.prefetch_matrix import compare, machine_of, optimum
+from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 from moe_runtime.policies.eviction.reuse import maker_of, new_estimator
 from moe_runtime.policies.prediction import Shape, make_estimator
 from moe_runtime.policies.prediction.estimator import visits
+from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=3, num_experts=13, top_k=2)
 ROUTES = make_routes(SHAPE, num_sequences=3, length=50)
@@ -67,3 +73,20 @@ def test_evictions_that_know_where_tokens_go_come_near_the_optimum():
     most = optimum(served, SLOTS).hit_rate
     assert rates[0] == pytest.approx(rates[1], abs=0.01)  # ties of float32 scores
     assert most - rates[2] < 0.3 * (most - rates[0])
+
+
+def test_what_the_next_step_needs_stays_where_it_is_known(monkeypatch):
+    monkeypatch.setattr(looking_ahead, "STEPS", [(1, 3)])
+    monkeypatch.setattr(prefetch_matrix, "SHARES", [0.4])
+    found = dict[str, float]()
+    results: Any = SimpleNamespace(add=lambda name, rows: found.update({name: rows[0]["reads"]}))
+    looking_ahead.measure_queue(trace_of(ROUTES), make_routes(SHAPE, seed=1), results)
+    least, guessed, known = found.values()
+    assert known < least
+    assert guessed < 1.2 * least
+    rows, decoded = looking_ahead.side_by_side(ROUTES, 1, 3)
+    assert (decoded, rows[0].tolist(), rows[1].tolist()) == (1, [25, 50, 51, 52], [26, 53, 54, 55])
+    assert rows.shape == (25, 4)
+    chances = np.zeros((2, 1, 3))
+    chances[1, 0, 2] = 0.99
+    assert looking_ahead.needs(chances) == [{ExpertKey(0, 2)}, set()]

@@ -1,6 +1,7 @@
 """`bench latency` and `bench throughput` with `--routing`: tokens go where a trace's went."""
 
 import json
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from moe_runtime.benchmarks.cases.routed import ROUTED_METRICS, RecordedRouting,
 from moe_runtime.benchmarks.cases.routed_model import RoutedModel
 from moe_runtime.benchmarks.suite import PeerFailedError, read_results
 from moe_runtime.cli.main import main
-from moe_runtime.inference.steps import LayerRouting, Listener
+from moe_runtime.inference.steps import LayerRouting, Listener, Step
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Routes, Shape
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 
 SHAPE = Shape(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, top_k=TOP_K)
 PROMPT, NEW = 5, 6
@@ -53,9 +56,13 @@ class Noted(Listener):
     wants_routing = True
 
     def __init__(self, model: Any) -> None:
+        self.tokens: list[int] = []
         self.ids: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
         model._steps.listeners.add(self)
+
+    def begin(self, step: Step) -> None:
+        self.tokens += step.token_ids.tolist()
 
     def routed(self, routing: LayerRouting) -> None:
         self.ids.append(routing.ids_TK.numpy().copy())
@@ -104,10 +111,22 @@ def test_a_model_routed_as_it_routes_itself_computes_the_same_bits(model, tmp_pa
     noted = Noted(loaded)
     expected = loaded(ids).logits
     own_ids, own_weights = (one.transpose(1, 0, 2) for one in noted.taken())
-    np.savez(tmp_path / "own.npz", ids=own_ids, weights=own_weights, length=PROMPT)
+    np.savez(
+        tmp_path / "own.npz",
+        tokens=np.zeros(PROMPT),
+        ids=own_ids,
+        weights=own_weights,
+        length=PROMPT,
+    )
     routed = RoutedModel(loaded, str(tmp_path / "own.npz"))
     assert torch.equal(loaded(ids).logits, expected)
-    np.savez(tmp_path / "other.npz", ids=own_ids[::-1], weights=own_weights, length=PROMPT)
+    np.savez(
+        tmp_path / "other.npz",
+        tokens=np.zeros(PROMPT),
+        ids=own_ids[::-1],
+        weights=own_weights,
+        length=PROMPT,
+    )
     loaded._steps.listeners.remove(routed)
     RoutedModel(loaded, str(tmp_path / "other.npz"))
     assert not torch.equal(loaded(ids).logits, expected)
@@ -210,3 +229,42 @@ def test_the_command_routes_by_a_trace_and_teaches(
         found = one["repetitions"][0]
         assert found.keys() >= ROUTED_METRICS.keys()
         assert found["of_bound"] * found["step_s"] == pytest.approx(found["bound_s"])
+
+
+def test_requests_of_an_engine_go_where_those_of_the_trace_went(model, trace, routes, tmp_path):
+    """One after another; predictors see the ids of the trace, whatever is generated."""
+    path = RecordedRouting(trace, model, None, [range(4)], PROMPT, NEW).saved(tmp_path)
+    loaded: Any = moe_runtime.load(model, host_memory="1GiB", device="cpu", max_tokens=64)
+    with loaded.moe, Engine(loaded, EngineOptions(most_running=1)) as engine:
+        RoutedModel(loaded, str(path))
+        noted = Noted(loaded)
+        for _ in range(2):
+            request = GenerationRequest(prompt_ids=(7,) * PROMPT, max_new_tokens=NEW)
+            engine.submit(request, lambda _: None)
+        assert engine.drain(60.0)
+    steps = zip(*[iter(noted.ids)] * NUM_LAYERS, strict=True)  # layers of one pass after another
+    found = np.concatenate([np.stack(layers, axis=1) for layers in steps])
+    places = np.arange(PROMPT + NEW - 1)
+    rows = (routes.offsets[:2, None] + places).ravel()
+    assert found.tolist() == routes.expert_ids[rows].tolist()
+    assert noted.tokens == routes.token_ids[rows].tolist()
+
+
+def test_the_server_of_a_load_is_routed(model, trace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", warm_python())
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    start = f"moe-runtime serve {model} --port {port} --max-tokens 512 --host-memory 64MiB"
+    words = ["bench", "serve", "--routing", str(trace), "--url", f"http://127.0.0.1:{port}"]
+    words += ["--requests", "2", "--prompt-tokens", "4", "--output-tokens", "3"]
+    path = tmp_path / "r.json"
+    assert main([*words, "--start", start, "-o", str(path)]) == 0, capsys.readouterr().err
+    results = read_results(path)
+    assert results["settings"]["routing"] == "t.npz"
+    whole = results["measurements"][0]["repetitions"][-1]
+    assert whole["answered"] == 2
+    assert whole["reads_alone_s"] >= 0
+    for wrong in ("llama-server", f"moe-runtime serve --port 1 {model}"):
+        assert main([*words, "--start", wrong]) == 2
+        assert "the server whose experts are routed" in capsys.readouterr().err

@@ -303,10 +303,9 @@ def test_plots_go_where_nothing_else_lies(trace, tmp_path, capsys, monkeypatch):
     assert os.listdir(tmp_path / "plots") == []
 
 
-@pytest.mark.parametrize("names", [("x", "x"), ("x", "link"), ("x", "x.part")])
-def test_load_refuses_one_file_for_trace_and_timeline(checkpoint, tmp_path, names):
+def test_load_refuses_one_file_for_trace_and_timeline(checkpoint, tmp_path):
     (tmp_path / "link").symlink_to("x")
-    trace, timeline = (tmp_path / name for name in names)
+    trace, timeline = tmp_path / "x", tmp_path / "link"
     with pytest.raises(ValueError, match="trace and timeline must be different files"):
         load(checkpoint, trace=trace, timeline=timeline)
     assert os.listdir(tmp_path) == ["link"]

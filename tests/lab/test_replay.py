@@ -74,7 +74,7 @@ def test_hits_are_those_of_a_literal_cache(policy, shared_pool, capacity, reset)
 @pytest.mark.parametrize("shared_pool", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_beats_the_optimum(policy, shared_pool):
-    trace = trace_of(make_routes(SHAPE, num_sequences=6, length=60, seed=1))
+    trace = trace_of(make_routes(SHAPE, num_sequences=4, length=45, seed=1))
     for capacity in (3, 6):
         slots = capacity * (SHAPE.num_layers if shared_pool else 1)
         bound = "belady-bypass" if make_declines(policy) else "belady"
@@ -141,13 +141,13 @@ def test_gate_weights_belong_to_their_experts_where_a_choice_was_not_recorded():
 def test_the_compiled_replay_counts_what_the_policies_themselves_count(policy, reset):
     """Single tokens and prompts that overflow a cache, in shares and in one pool, tied weights."""
     shape = Shape(num_layers=3, num_experts=9, top_k=3)
-    routes = make_routes(shape, num_sequences=5, length=90, seed=11)
+    routes = make_routes(shape, num_sequences=5, length=60, seed=11)
     tied = replace(routes, expert_ids=routes.expert_ids[:4], offsets=np.array([0, 4]))
-    steps = [7, 1, 1, 30, *[1] * 51]
+    steps = [7, 1, 1, 30, *[1] * 21]
     for trace in (trace_of(routes), trace_of(routes, steps * 5)):
         workload = workload_of(trace)
         bounds = [*(workload.sequence_starts if reset else [0]), workload.num_events]
-        for num_slots, shared_pool in ((3, False), (5, False), (9, False), (1, True), (14, True)):
+        for num_slots, shared_pool in ((3, False), (9, False), (1, True), (14, True)):
 
             def make(events, slots=num_slots, shared_pool=shared_pool):
                 setting = Setting(shape=shape, training=tied, future=events)

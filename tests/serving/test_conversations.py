@@ -155,13 +155,13 @@ def converse(
 )
 def test_turns_say_what_a_fresh_run_says(name: str, mode: str, tmp_path: Path) -> None:
     with loaded(name, tmp_path / "model") as model:
-        assert converse(model, OPTIONS[mode], 14, 0, tmp_path / "disk") > 0.15
+        assert converse(model, OPTIONS[mode], 10, 0, tmp_path / "disk") > 0.15
 
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
 def test_rounded_caches_are_copied_as_they_are(name: str, tmp_path: Path) -> None:
     with loaded(name, tmp_path / "model", "int8") as model:
-        assert converse(model, OPTIONS["default"], 20, 0, tmp_path / "disk") > 0.15
+        assert converse(model, OPTIONS["default"], 12, 0, tmp_path / "disk") > 0.15
 
 
 @pytest.mark.parametrize("name", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
@@ -171,7 +171,7 @@ def test_caches_that_do_not_grow_in_place_are_copied_too(
     """As on a GPU: windows forget what is before them, and passes end where they are copied."""
     monkeypatch.setattr(passes, "new_cache", lambda model, grows: DynamicCache(config=model.config))
     with loaded(name, tmp_path / "model") as model:
-        assert converse(model, OPTIONS["default"], 14, 0, tmp_path / "disk") > 0.15
+        assert converse(model, OPTIONS["default"], 10, 0, tmp_path / "disk") > 0.15
 
 
 @pytest.mark.long

@@ -225,7 +225,7 @@ BENCH_CASES = {
         (),
         (),
         {},
-        {"tune": "tests/cli/test_bench.py"}
+        {"tune": "tests/bench/test_on_a_gpu.py"}
         | dict.fromkeys(("shape", "output"), "tests/bench/test_product_times.py"),
     ),
 }
@@ -255,7 +255,10 @@ BENCH_INPUTS = {
     "bench layer": [(["bench", "layer", "MODEL", "--output"], "MODEL/config.json")],
     "bench ops": [],
     "bench training": [(["bench", "training", "MODEL", "--output"], "MODEL/config.json")],
-    "bench serve": [(["bench", "serve", "--prompts", "FILE", "--output"], "FILE")],
+    "bench serve": [
+        (["bench", "serve", "--prompts", "FILE", "--output"], "FILE"),
+        (["bench", "serve", "--routing", "FILE", "--output"], "FILE"),
+    ],
     "bench report": [(["bench", "report", "FILE", "--output"], "FILE")],
     "bench dispatch": [],  # reads nothing
     "bench kernels": [],

@@ -90,12 +90,6 @@ def checkpoint_activations(model: Any, reentrant: bool | None) -> Any:
     return model
 
 
-def gradients_of(model: Any, family: Family, prompt: Tensor = PROMPT) -> dict[str, Tensor]:
-    """Of all parameters that require one and move the loss, in fp32 at least; none is kept."""
-    loss_of(model, family, prompt).backward()
-    return take_gradients(model)
-
-
 def take_gradients(model: Any) -> dict[str, Tensor]:
     """What a backward pass left, in fp32 at least; the model has it no more."""
     found = {}

@@ -10,7 +10,7 @@ from typing import cast
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.eviction import EvictionPolicy
 from moe_runtime.policies.prediction.base import Predictor
-from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost
+from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost, num_needed
 from moe_runtime.types import ExpertKey
 
 
@@ -217,7 +217,7 @@ class _Replayer:
             stall_s=total.stall_s,
             predict_s=self._predict_s,
             saved_s=total.useful * transfer_s,
-            needed_s=(total.misses + 2 * total.useful - total.prefetches) * transfer_s,
+            needed_s=num_needed(total.misses, total.useful, total.prefetches) * transfer_s,
         )
         before, self._step_start = self._step_start, now
         if before is not None:

@@ -1,4 +1,4 @@
-"""Raises an exception where a call enters functions of ours, or on their lines.
+"""Raises an exception where a call enters functions of ours.
 
 An operation of a store defers Ctrl-C to its end, so that nothing strikes its monitor: signals that
 are sent while it works prove that (``tests/memory/test_recovery.py``).
@@ -27,7 +27,7 @@ MONITORS = ("Monitor.", "NativeReadQueue.deliver", "NativeReadQueue.sleep", "Nat
 
 
 class Site(NamedTuple):
-    """A line of a function."""
+    """A function, by its first line."""
 
     code: CodeType
     line: int
@@ -53,34 +53,21 @@ def without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def lines_of(call: Callable[[], Any]) -> Counter[Site]:
-    """The lines that a call runs through in this thread, and how often."""
-    with without_collection():
-        return traced(call, "line")
-
-
 def calls_of(call: Callable[[], Any]) -> Counter[Site]:
     """The functions that a call enters in this thread, by their first lines, and how often."""
     with without_collection():
-        sites = traced(call, "call")
+        sites = traced(call)
     # a generator may be entered to close it, where nothing raises
     return Counter({s: n for s, n in sites.items() if not s.code.co_flags & inspect.CO_GENERATOR})
 
 
-def traced(call: Callable[[], Any], what: str) -> Counter[Site]:
-    """Sites of a call: of every ``line``, or of every ``call``."""
+def traced(call: Callable[[], Any]) -> Counter[Site]:
+    """The functions of ours that a call enters, generators included, by their first lines."""
     seen: Counter[Site] = Counter()
 
-    def note(frame: FrameType, event: str, _: Any) -> Any:
-        if event == what:
+    def enter(frame: FrameType, _event: str, _: Any) -> None:
+        if is_ours(frame.f_code):
             seen[Site(frame.f_code, frame.f_lineno)] += 1
-        return note
-
-    def enter(frame: FrameType, event: str, _: Any) -> Any:
-        if not is_ours(frame.f_code):
-            return None
-        note(frame, event, None)
-        return note if what == "line" else None
 
     sys.settrace(enter)
     try:
@@ -100,17 +87,13 @@ def raise_on(
     """
     left, struck, is_done, before = occurrence, False, False, _autocast_state()
 
-    def strike(frame: FrameType, event: str, _: Any) -> Any:
+    def enter(frame: FrameType, _event: str, _: Any) -> None:
         nonlocal left, struck
-        if frame.f_lineno == site.line and event in ("line", "call") and not struck:
+        if frame.f_code is site.code and not struck:
             left -= 1
             if left == 0:
                 struck = True
                 raise kind("injected")
-        return strike
-
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        return strike(frame, event, argument) if frame.f_code is site.code and not struck else None
 
     sys.settrace(enter)
     try:
@@ -178,7 +161,7 @@ class StruckThreads:
     def __call__(self, *args: Any) -> Any:
         target, results = self.target, []
         if self._lists:
-            self.sites.update(traced(lambda: results.append(self._function(*args)), "call"))
+            self.sites.update(traced(lambda: results.append(self._function(*args))))
             return results[0]
         if target is None:
             return self._function(*args)
