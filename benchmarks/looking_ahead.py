@@ -20,7 +20,7 @@ import numpy as np
 from moe_runtime.benchmarks import prefetch_matrix
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, run_script
 from moe_runtime.benchmarks.suite import facts
-from moe_runtime.inference.draft_models import MOST_DRAFTED
+from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.format import Trace
 from moe_runtime.lab.traces.readers import read_any_trace

@@ -117,16 +117,26 @@ def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
     return model._finalize_model_loading(model, config, info)
 
 
+HEADS_WITHOUT_SETTINGS = ("qwen3_next", "qwen3_5_moe_text")
+"""Families whose heads have the form and names that 5.23 knows of Mellum's, and whose settings say
+nothing of them: one layer of full attention."""
+
+
 def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, list[WeightTransform]]:
     """A model's first layer for further tokens on the meta device, without what it shares with the
     model, and how its weights are named and stacked; 5.23. Raises UnsupportedModelError: this
     version of transformers makes none of it."""
     import transformers
 
+    text: Any = model.config.get_text_config(decoder=True)
     try:
         from transformers.modeling_layers import MtpModel
 
         with ExitStack() as stack:
+            if text.model_type in HEADS_WITHOUT_SETTINGS and not hasattr(text, "num_mtp_layers"):
+                for name, value in (("num_mtp_layers", 1), ("mtp_layer_types", ["full_attention"])):
+                    setattr(text, name, value)
+                    stack.callback(delattr, text, name)
             for context in MtpModel.get_init_context(model.dtype, False, False, None):
                 stack.enter_context(context)
             head = MtpModel(model, 1)
@@ -136,6 +146,9 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
             f"of {type(model).__name__}; give lookup or a small model"
         ) from error
     conversions = head.get_weight_conversions(model)
+    for each in conversions:  # those of a model with pictures look for the names of its text alone
+        if getattr(each, "scope_prefix", None) is not None:
+            each.scope_prefix = None
     for shared in ("embed_tokens", "shared_head", "rotary_emb"):
         setattr(head, shared, None)
     return head, conversions

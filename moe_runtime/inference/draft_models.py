@@ -26,7 +26,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import context_step_bytes, known_positions, reserve_for
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafted_steps import MOST_ROWS
-from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.drafts import MOST_DRAFTED, Offer
 from moe_runtime.inference.known_classes import can_share_a_pass, keeps_states
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.loading import finish_dense, load, signature_of
@@ -39,8 +39,6 @@ from moe_runtime.inference.sequence_cache import (
 from moe_runtime.inference.steps import most_in_pass
 
 CPU = torch.device("cpu")
-MOST_DRAFTED = 8
-"""Tokens of a draft."""
 READY = 16
 """Tokens that a draft may begin with; of more, pieces are computed before."""
 PIECE, CONTEXT = 64, 1024
@@ -96,7 +94,7 @@ class DraftPlan:
         if self._experts.modules:
             budget = self.bytes_for(max_tokens)
             model = load(
-                self._checkpoint.folder,
+                self._checkpoint,
                 device=CPU,
                 host_memory=budget,
                 max_tokens=max_tokens,
@@ -202,16 +200,19 @@ class CachedDrafts(ABC):
     """
 
     def __init__(self, model: Any, max_tokens: int) -> None:
-        self._model, self._max_tokens = model, max_tokens
+        self._model: Any = model
+        self._max_tokens = max_tokens
         known = known_positions(model.config)
         self._most = max_tokens if known is None else min(max_tokens, known)
         self.context = min(CONTEXT, self._most // 2)
         # most tokens that a text's cache ever had; those used last are last
         self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    @abstractmethod
     def close(self) -> None:
-        """Gives up what the model keeps in memory."""
+        """Gives up what the model keeps in memory; nothing is drafted any more."""
+        for text in [*self._held]:
+            text.drop()
+        self._model = None
 
     @abstractmethod
     def new(self) -> Any:
@@ -325,6 +326,7 @@ class ModelDrafts(CachedDrafts):
     def close(self) -> None:
         if hasattr(self._model, "moe"):
             self._model.moe.close()
+        super().close()
 
     def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
         """Computes tokens of each text; gives what most likely follows."""

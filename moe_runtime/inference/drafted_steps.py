@@ -10,12 +10,13 @@ Shape suffixes: R rows, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,9 @@ import torch
 from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
 from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
-from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Offer, Source
+from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Lookups, Offer, Source
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle, give_up_drafts
 from moe_runtime.inference.known_classes import keeps_states
 from moe_runtime.inference.kv_cache import can_give_back, give_room
 from moe_runtime.inference.rows_alone import (
@@ -36,13 +38,20 @@ from moe_runtime.inference.rows_alone import (
 )
 from moe_runtime.inference.sequence_cache import (
     BatchCache,
+    bring_back,
+    have_same_states,
     have_same_tokens,
+    is_as_left,
     new_cache,
+    own_states,
+    take_out,
 )
 from moe_runtime.inference.steps import ANSWERS_MORE
 
 MOST_ROWS = 16
 """Of a pass; experts on a CPU compute as many in one call."""
+MOST_STATES = 8
+"""Rows of a pass where states are kept, of each row until it is known which drafts are right."""
 DRAFTED_ELSEWHERE = "is_drafted_elsewhere"
 """Attribute of a cache whose owner drafts by itself, as an engine does."""
 _TRIED = (2, 3, 8)
@@ -84,7 +93,8 @@ class DraftedSteps:
         control: chooses how many tokens are drafted, and counts.
         source: makes what drafts for a text.
         turn: the lock of the model's passes.
-        has_failed: whether a draft ended with an error: then there are no more.
+        has_ended: whether there are no more drafts: one ended with an error, or they were too dear.
+        handle: of the model, where drafts take memory that experts may lack.
         adds_mask: as for `BatchCache`.
     """
 
@@ -102,25 +112,28 @@ class DraftedSteps:
         Raises:
             UnsupportedModelError: no two of them have.
         """
-        self._config = model.config
+        config = model.config
+        self._text_config = config.get_text_config(decoder=True)
+        self._is_of_text = config.get_text_config() is config
+        self._keeps_states = keeps_states(config)
         self._names = [*inspect.signature(model.forward).parameters]
         self._cache_name = cache_name(model.forward)
         self.adds_mask = attention_names(model) == {EAGER_ATTENTION}
-        self.source, self.clock = source, clock
+        self.source: Source = source
+        self.clock = clock
         self._most_tokens = most_tokens
         self._texts: weakref.WeakKeyDictionary[Any, _Text] = weakref.WeakKeyDictionary()
-        self.turn, self.has_failed = model._steps.turn, False
+        self.turn, self.has_ended = model._steps.turn, False
+        self.handle: RuntimeHandle | None = None
         most_rows = exact_rows(model, MOST_ROWS)
         if most_rows < 2:
-            raise UnsupportedModelError(
-                f"draft has no effect for {type(model).__name__} here: several tokens of a text do "
-                "not have the bits of one at a time in a pass, or it keeps states that no token "
-                "can be taken out of; leave draft out"
-            )
+            raise without_effect(model)
         self.control = control or DraftControl(most_rows)
 
     def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The model's answer; ``run`` computes a pass."""
+        if self.has_ended:
+            return run(*args, **kwargs)
         with self.turn:
             given = {**kwargs, **dict(zip(self._names, args, strict=False))}
             cache: Any = given.get(self._cache_name)
@@ -136,17 +149,34 @@ class DraftedSteps:
             if text.expected and not is_right:
                 self.control.judged(text.draft.grade, 0, has_failed=True)
             self._forget(text)
+            if self._keeps_states:
+                own_states(cache)
             most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
             (offer,) = offers = [text.drafter.offer(max(most, 0))]  # the cache has room for so many
             (tokens,), drafting_s = self.propose([text.drafter], offers)
             if tokens:
                 draft = Draft(tokens, offer.grade)
                 return self._verify(run, given, text, draft, token, drafting_s)
-            began = self.clock()
-            out = run(*args, **kwargs)
-            self.source.passed([text.drafter], [text.num_tokens - 1], [1])
-            self.control.measured(1, 1, self.clock() - began)
+            with self.timed(1, 1):
+                out = run(*args, **kwargs)
+                self.source.passed([text.drafter], [text.num_tokens - 1], [1])
             return out
+
+    @contextlib.contextmanager
+    def timed(self, num_base: int, num_rows: int, drafting_s: float = 0.0) -> Iterator[None]:
+        """A pass as `DraftControl.measured` describes it. Drafts that are too dear end with it."""
+        began, before = self.clock(), self._waits()
+        yield
+        seconds, after = self.clock() - began, self._waits()
+        waited_s, misses, spared = (max(b - a, 0) for a, b in zip(before, after, strict=True))
+        spared_s = waited_s * spared / misses if misses else 0.0
+        self.control.measured(num_base, num_rows, seconds, drafting_s, spared_s)
+        if self.control.is_too_dear and self.handle is not None and not self.has_ended:
+            self.has_ended, self.source = True, Lookups()
+            give_up_drafts(self.handle)
+
+    def _waits(self) -> tuple[float, int, int]:
+        return (0.0, 0, 0) if self.handle is None else self.handle.waits()
 
     def _single_token(self, given: Mapping[str, Any]) -> int | None:
         """The token of a step that drafts may go with."""
@@ -165,7 +195,7 @@ class DraftedSteps:
         if not isinstance(given.get("logits_to_keep", 0), int) or self._answers_more():
             return None
         places, mask = given.get("position_ids"), given.get("attention_mask")
-        if places is None and self._config.get_text_config() is not self._config:
+        if places is None and not self._is_of_text:
             return None  # images before it may have moved its place
         if places is not None and places.shape[-2:] != (1, 1):
             return None
@@ -174,8 +204,7 @@ class DraftedSteps:
         return int(ids)
 
     def _answers_more(self) -> bool:
-        config = self._config.get_text_config(decoder=True)
-        return any(getattr(config, name, False) for name in ANSWERS_MORE)
+        return any(getattr(self._text_config, name, False) for name in ANSWERS_MORE)
 
     def _other(
         self,
@@ -216,7 +245,7 @@ class DraftedSteps:
         """What the next pass verifies of each text, and seconds that drafting took. ``has_room``
         says of a text, by its index, whether there is room for so many drafted tokens."""
         none: list[list[int]] = [[] for _ in offers]
-        counts = [0] * len(offers) if self.has_failed else self.control.choose(offers)
+        counts = [0] * len(offers) if self.has_ended else self.control.choose(offers)
         counts = [
             count if count and has_room(index, count) else 0 for index, count in enumerate(counts)
         ]
@@ -230,7 +259,7 @@ class DraftedSteps:
                 began = now
             return self.source.draft(drafters, counts), self.clock() - began
         except _OF_DRAFTS as error:
-            self.has_failed = True
+            self.has_ended = True
             self.control.failed()
             found = " ".join(str(error).split()) or type(error).__name__
             message = f"the model goes on without drafts, since one failed: {found}"
@@ -257,13 +286,11 @@ class DraftedSteps:
             "position_ids": (first if text.places is None else text.places) + later,
             self._cache_name: rows,
         }
-        began = self.clock()
-        with RowsAlone(num_rows):
-            out = run(**inputs, **{name: given[name] for name in _KEPT if name in given})
-        self.source.passed([text.drafter], [text.num_tokens - 1], [num_rows])
-        self.control.measured(1, num_rows, self.clock() - began, drafting_s)
-        for layer in cache.layers:
-            layer.give_back(len(draft.tokens))
+        with self.timed(1, num_rows, drafting_s):
+            with RowsAlone(num_rows):
+                out = run(**inputs, **{name: given[name] for name in _KEPT if name in given})
+            self.source.passed([text.drafter], [text.num_tokens - 1], [num_rows])
+        take_out(cache, len(draft.tokens))
 
         def make(logits: torch.Tensor) -> Any:
             return type(out)(**{"logits": logits, self._cache_name: cache})
@@ -274,8 +301,7 @@ class DraftedSteps:
         return make(answer)
 
     def _answer_kept(self, text: _Text, cache: Any) -> Any:
-        for layer in cache.layers:
-            assert layer.take_place() is not None, "the pass had room for all of its tokens"
+        bring_back(cache)
         del text.expected[0]
         self.control.judged(text.draft.grade, 1, has_failed=False)
         assert text.make is not None
@@ -290,11 +316,19 @@ def _is_kept(text: _Text, cache: Any, places: torch.Tensor | None) -> bool:
     """Whether the next expected token has the cache and place that its row was computed for."""
     if text.is_inference != torch.is_inference_mode_enabled():
         return False
-    if not all(layer.is_as_left for layer in cache.layers):
+    if not is_as_left(cache):
         return False
     if places is None or text.places is None:
         return places is text.places
     return torch.equal(places, text.places + 1 + len(text.draft.tokens) - len(text.expected))
+
+
+def without_effect(model: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"draft has no effect for {type(model).__name__} here: several tokens of a text do not "
+        "have the bits of one at a time in a pass, or it keeps states that no token can be taken "
+        "out of; leave draft out"
+    )
 
 
 _OF_UNKNOWN_CODE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -303,13 +337,25 @@ _OF_DRAFTS = (*_OF_UNKNOWN_CODE, AssertionError, MemoryError, MoERuntimeError, O
 
 def exact_rows(model: Any, most: int) -> int:
     """Tokens of a text that have, in one pass, the bits of a pass for each; 1 where no two do."""
-    if model.device.type != "cpu" or not can_join(model) or keeps_states(model.config):
+    if model.device.type != "cpu" or not can_join(model):
         return 1
+    if keeps_states(model.config):
+        most = min(most, MOST_STATES)
     with model._steps.muted(), torch.inference_mode():
         try:
             return _tried_rows(model, min(most, rows_with_own_bits(model)))
         except _OF_UNKNOWN_CODE:  # a model may take a cache for something else than keys
             return 1
+
+
+def _are_as_alone(cache: Any, count: int, alone: Sequence[Any]) -> bool:
+    """Whether a cache with so many rows is as that many steps leave it, also without the last."""
+    for left in range(count, 0, -1):
+        if not (have_same_tokens(cache, alone[left]) and have_same_states(cache, alone[left])):
+            return False
+        if left > 1:
+            take_out(cache, 1)
+    return True
 
 
 def _tried_rows(model: Any, limit: int) -> int:
@@ -343,8 +389,7 @@ def _tried_rows(model: Any, limit: int) -> int:
                 BatchCache(joined, adds_mask=adds_mask, rows=rows),
             )
         is_same = torch.equal(together.logits, torch.cat([alone[index] for index in which]))
-        pairs = zip(joined, rows, strict=True)
-        if not is_same or not all(have_same_tokens(each, caches[count]) for each, count in pairs):
+        if not is_same or not all(map(_are_as_alone, joined, rows, [caches] * len(rows))):
             break
         found = num_rows
     layers = [each for each in model.modules() if isinstance(each, OffloadedExperts)][-1:]

@@ -47,6 +47,8 @@ class Source(Protocol):
         """The model computed so many tokens of each text, from that one on, in this order."""
 
 
+MOST_DRAFTED = 8
+"""Tokens of a draft that a model writes."""
 PLACES = (4, 2)
 """Latest tokens that are looked up, the longer ones first."""
 LONGEST = 16
@@ -127,6 +129,9 @@ _BASE_AGE, _AGE = 64, 512
 _NEW_SHARE = 0.2
 _MOST_GAINED = 4
 """Steps whose time, once gained, may be lost again at once."""
+MOST_DEAR = 8
+"""Steps whose time a drafter may cost, with the reads that its memory would spare, before it is
+given up."""
 
 
 COUNTS = ("draft_steps", "drafted_tokens", "accepted_drafts", "draft_failures")
@@ -151,6 +156,7 @@ class DraftControl:
 
     Attributes:
         most_rows: of a pass.
+        is_too_dear: whether answers come sooner without the drafter, whose memory experts lack.
     """
 
     def __init__(self, most_rows: int) -> None:
@@ -160,7 +166,9 @@ class DraftControl:
         self._times: dict[int, _Time] = {}
         self._of_token = _Time()  # to draft one
         self._right = [[0.0, 0.0] for _ in PRIOR_RIGHT]  # of each grade: right, judged
-        self._total_s = self._lost_s = self._debt_s = 0.0
+        self._total_s = self._lost_s = self._debt_s = self._dear_s = 0.0
+        self._spared_share = _Time()  # of a step without drafts
+        self.is_too_dear = False
 
     def reset_counts(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -172,6 +180,8 @@ class DraftControl:
     def choose(self, offers: Sequence[Offer]) -> list[int]:
         """Drafted tokens to verify of each sequence, which has a row without drafts too."""
         num_base, none = len(offers), [0] * len(offers)
+        if not any(offer.most for offer in offers):
+            return none
         base = self._times.get(num_base)
         self._forget_old()
         for grade in {offer.grade for offer in offers if offer.most}:
@@ -199,10 +209,16 @@ class DraftControl:
         return chosen
 
     def measured(
-        self, num_base: int, num_rows: int, seconds: float, drafting_s: float = 0.0
+        self,
+        num_base: int,
+        num_rows: int,
+        seconds: float,
+        drafting_s: float = 0.0,
+        spared_s: float = 0.0,
     ) -> None:
         """A pass for so many sequences had so many rows, those of drafted tokens included, which
-        took so long to draft before."""
+        took so long to draft before. With the drafter's memory for experts it would have taken
+        ``spared_s`` less."""
         self._num_passes += 1
         self._counts["draft_steps"] += num_base
         self._counts["drafted_tokens"] += num_rows - num_base
@@ -211,6 +227,9 @@ class DraftControl:
         if num_rows > num_base:
             self._of_token.add(drafting_s / (num_rows - num_base), self._num_passes)
             self._lose(seconds + drafting_s, num_base, num_base)
+        else:
+            self._spared_share.add(spared_s / seconds if seconds else 0.0, self._num_passes)
+            self._lose(self._times[num_base].seconds, num_base, num_base)
 
     def judged(self, grade: int, num_right: int, *, has_failed: bool, num_base: int = 1) -> None:
         """So many tokens of a draft were right, and maybe the one after them was not."""
@@ -249,6 +268,10 @@ class DraftControl:
         most_s = _MOST_GAINED * base.seconds
         self._lost_s = max(self._lost_s + change_s, -most_s)
         self._debt_s = max(self._debt_s + change_s, -most_s)
+        change_s += num_tokens / num_base * base.seconds * self._spared_share.seconds
+        self._dear_s = max(self._dear_s + change_s, -most_s)
+        lacks_room = self._spared_share.seconds > 0
+        self.is_too_dear |= lacks_room and self._dear_s > MOST_DEAR * base.seconds
 
     def _gains(self, offer: Offer) -> list[float]:
         right, judged = self._right[offer.grade]

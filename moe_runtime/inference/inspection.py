@@ -226,9 +226,8 @@ def _summary_of(
 
         verify_weights(checkpoint, experts, progress)
     stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
-    drafter = plan_draft(draft, checkpoint, model, progress)
-    draft_bytes = 0 if drafter is None else drafter.bytes_for(max_tokens)
-    draft_step_bytes = 0 if drafter is None else drafter.context_step_bytes
+    drafting = plan_draft(draft, checkpoint, model, progress)
+    draft_bytes = drafting.bytes_for(max_tokens)
     layouts = experts.layouts.values()
     dense_bytes = experts.dense_bytes(checkpoint.dtype)
     signature = signature_of(checkpoint, experts)
@@ -263,7 +262,8 @@ def _summary_of(
         reserve_bytes=landing_bytes + stand_in_bytes + draft_bytes + reserve_bytes,
         max_tokens=max_tokens,
         known_tokens=known,
-        context_step_bytes=context_step_bytes(*per_token, in_pass=in_pass) + draft_step_bytes,
+        context_step_bytes=context_step_bytes(*per_token, in_pass=in_pass)
+        + drafting.context_step_bytes,
         token_bytes=reserve_per_token(*per_token, in_pass=beyond),
         signature=signature,
     )

@@ -335,9 +335,12 @@ def _formula(address: int) -> str | None:
     return None if spec is None else " ".join([spec.function, *map(repr, spec.numbers())])
 
 
+KEEPS_NOTHING = "DummyLayer"
+"""A class of layers of caches that transformers 5.17 has not yet."""
+
 _KNOWN_LAYERS = {
     *("DynamicLayer", "DynamicSlidingWindowLayer"),
-    "DummyLayer",  # keeps nothing; transformers 5.17 has none yet
+    KEEPS_NOTHING,
     *("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }

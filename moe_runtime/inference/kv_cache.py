@@ -22,6 +22,7 @@ from moe_runtime.checkpoints.transformers_private import (
     window_of_mask,
 )
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
+from moe_runtime.inference.known_classes import KEEPS_NOTHING
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
 from moe_runtime.kernels.native import native_library
@@ -157,10 +158,15 @@ def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
 
 def can_give_back(cache: Any) -> bool:
     """Whether tokens that are added to a cache can be taken out and brought back."""
+    from transformers.cache_utils import LinearAttentionLayer
+
     layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
     return bool(layers) and all(
-        isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
+        any(layer.has_previous_state.values())
+        if type(layer) is LinearAttentionLayer
+        else isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
         for layer in layers
+        if type(layer).__name__ != KEEPS_NOTHING
     )
 
 

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -63,6 +63,7 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
     RuntimeHandle,
     as_loaded_model,
+    regret_drafts,
 )
 from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundable
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
@@ -105,7 +106,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def load(
-    path_or_id: str | Path,
+    path_or_id: str | Path | Checkpoint,
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
@@ -142,6 +143,7 @@ def load(
 
     Args:
         path_or_id: the folder of a checkpoint, a GGUF file, or the name of a repository on the hub.
+            One that was opened before is not opened again.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
         host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache and
@@ -208,7 +210,8 @@ def load(
         ValueError: an option is none that exists, or an output would replace an input or another.
         TypeError: an option has another type than it may have.
     """
-    require_types(TYPES, locals())
+    opened = path_or_id if isinstance(path_or_id, Checkpoint) else None
+    require_types(TYPES, {**locals(), "path_or_id": opened.folder if opened else path_or_id})
     start = time.perf_counter()
     budgets = {
         "host": parse_budget(host_memory, name="host_memory"),
@@ -235,7 +238,7 @@ def load(
         from moe_runtime.parallel.dispatching import as_transport
 
         transport = as_transport(group)
-    checkpoint = open_checkpoint(path_or_id, dtype, progress=progress)
+    checkpoint = opened or open_checkpoint(cast(Any, path_or_id), dtype, progress=progress)
     if trace is not None or timeline is not None:
         inputs = [*files_of(checkpoint.folder), predictor, placement]
         check_records(trace, timeline, inputs)
@@ -258,7 +261,7 @@ def load(
 
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
-    drafter = plan_draft(draft, checkpoint, model, progress)
+    drafting = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
@@ -284,7 +287,7 @@ def load(
     asked = max_tokens if partition is None else planned_tokens
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafter, kept
+        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafting, kept
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -346,7 +349,7 @@ def load(
         choice=choice,
         context=context,
         kv_cache=kv_cache,
-        draft_bytes=0 if drafter is None else drafter.bytes_for(max_tokens),
+        draft_bytes=drafting.bytes_for(max_tokens),
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -400,8 +403,11 @@ def load(
             copy_experts(model, modules, progress)
         if warm_up:
             warm(model, modules, max_tokens, progress)
-    if drafter is not None and drafts is not None:
-        drafts.source = _load_draft(model, drafter, max_tokens, progress)
+    if drafting.drafter is not None and drafts is not None:
+        drafts.source = _load_draft(model, drafting.drafter, max_tokens, progress)
+        handle = cast(Any, model).moe
+        drafts.handle = handle
+        regret_drafts(handle, len(experts.layouts) - plans["host"].num_slots)
     if drafts is not None:
         cast(Any, model)._drafts = drafts
         cast(Any, model).moe.reset_stats()
@@ -473,19 +479,45 @@ def check_place(
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What drafts need: a model or the model's own head, and states after each drafted token."""
+
+    drafter: DraftPlan | None = None
+    states_bytes: int = 0
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes to set aside for texts of so many tokens together."""
+        of_model = 0 if self.drafter is None else self.drafter.bytes_for(num_tokens)
+        return self.states_bytes + of_model
+
+    @property
+    def context_step_bytes(self) -> int:
+        """By which that grows with each `CONTEXT_STEP` more."""
+        return 0 if self.drafter is None else self.drafter.context_step_bytes
+
+
 def plan_draft(
     draft: str | Path, checkpoint: Checkpoint, model: PreTrainedModel, progress: Progress | None
-) -> DraftPlan | None:
-    """What a model, or the model's own head, needs to draft; None where none does."""
-    if draft in ("none", "lookup"):
-        return None
+) -> DraftMemory:
+    """What drafts need for a model on the meta device."""
+    if draft == "none":
+        return DraftMemory()
+    from moe_runtime.inference.drafted_steps import MOST_STATES, without_effect
+    from moe_runtime.inference.sequence_cache import bytes_of_states
+
+    if (of_text := bytes_of_states(model)) is None:
+        raise without_effect(model)
+    states_bytes = (MOST_STATES + 1) * of_text  # with those that the text goes on from
+    if draft == "lookup":
+        return DraftMemory(None, states_bytes)
     if draft == "mtp":
         from moe_runtime.inference.mtp_heads import HeadPlan
 
-        return HeadPlan(checkpoint, model)
+        return DraftMemory(HeadPlan(checkpoint, model), states_bytes)
     from moe_runtime.inference.draft_models import DraftPlan
 
-    return DraftPlan(draft, checkpoint, progress)
+    return DraftMemory(DraftPlan(draft, checkpoint, progress), states_bytes)
 
 
 def _load_draft(
@@ -566,7 +598,7 @@ def _plan(
     dense_bytes: int,
     max_tokens: int | None,
     extra_bytes: int,
-    drafter: DraftPlan | None,
+    drafting: DraftMemory,
     kept: dict[str, Any],
 ) -> tuple[dict[str, MemoryPlan], Context]:
     """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
@@ -575,9 +607,8 @@ def _plan(
 
     def reserve(num_tokens: int) -> int:
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
-        drafter_bytes = 0 if drafter is None else drafter.bytes_for(num_tokens)
         reserved = reserve_for(checkpoint, experts, signature, **sizes, **kept)
-        return extra_bytes + drafter_bytes + reserved
+        return extra_bytes + drafting.bytes_for(num_tokens) + reserved
 
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
@@ -594,7 +625,7 @@ def _plan(
             num_experts=len(experts.layouts),
             embedding_bytes=embedding_bytes,
             step_bytes=context_step_bytes(config, dtype, signature.top_k, **kept)
-            + (0 if drafter is None else drafter.context_step_bytes),
+            + drafting.context_step_bytes,
         )
     plans = {
         place: plan_memory(

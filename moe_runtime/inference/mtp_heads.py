@@ -19,7 +19,10 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import map_experts
-from moe_runtime.checkpoints.transformers_private import head_of_further_tokens
+from moe_runtime.checkpoints.transformers_private import (
+    HEADS_WITHOUT_SETTINGS,
+    head_of_further_tokens,
+)
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.budget import CONTEXT_STEP, MemoryPlan
 from moe_runtime.inference.draft_models import CPU, IN_PASS, CachedDrafts, DraftPlan, ModelText
@@ -50,7 +53,8 @@ class HeadPlan(DraftPlan):
     def __init__(self, target: Checkpoint, model: PreTrainedModel) -> None:
         """Raises UnsupportedModelError: the checkpoint has none, or not one that is known."""
         self._name, text = "mtp", target.config.get_text_config(decoder=True)
-        num_heads = getattr(text, "num_mtp_layers", None) or 0
+        known = getattr(text, "num_mtp_layers", None)
+        num_heads = int(text.model_type in HEADS_WITHOUT_SETTINGS) if known is None else known
         own = re.compile(rf"^(model\.)?(mtp\.|layers\.{text.num_hidden_layers}\.)")
         entries = {name: entry for name, entry in target.entries.items() if own.search(name)}
         if not num_heads or not entries:
@@ -176,6 +180,7 @@ class HeadDrafts(CachedDrafts):
         self._hook.remove()
         if self._store is not None:
             self._store.close()
+        super().close()
 
     def new(self) -> HeadText:
         return HeadText()

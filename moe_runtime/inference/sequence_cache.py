@@ -6,6 +6,7 @@ value width.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -20,7 +21,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from moe_runtime.checkpoints.transformers_private import cache_name, is_experts_module
 from moe_runtime.inference.device.static_caches import RowCache, RowLayer
+from moe_runtime.inference.known_classes import keeps_states
 from moe_runtime.inference.kv_cache import SeenKeys, can_take_place, give_room
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, attention_steps
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
@@ -63,6 +66,106 @@ def _join(states: Sequence[_States]) -> _States:
     return joined
 
 
+_STATES = ("conv_states", "recurrent_states")
+
+
+class RowsOfStates(LinearAttentionLayer):
+    """States of one layer after each of the next tokens of several caches.
+
+    A step function that `each_row` leads through the rows begins a row with what the one before it
+    left. A cache has the last of its rows; `take_out` and `bring_back` give it others.
+    """
+
+    def __init__(self, layers: Sequence[LinearAttentionLayer], rows: Sequence[int]) -> None:
+        first = layers[0]
+        super().__init__(number_of_states=first.number_of_states)
+        self.dtype, self.device = first.dtype, first.device
+        for name in OF_EACH_STATE:
+            setattr(self, name, dict(getattr(first, name)))
+        for name in _STATES:
+            setattr(self, name, {i: _in_rows(layers, name, i, rows) for i in getattr(first, name)})
+
+
+def _in_rows(
+    layers: Sequence[LinearAttentionLayer], name: str, index: int, rows: Sequence[int]
+) -> torch.Tensor | None:
+    """A tensor of all rows, the first one of each cache filled."""
+    like = getattr(layers[0], name)[index]
+    if like is None:
+        return None
+    whole, first = like.new_empty((sum(rows), *like.shape[1:])), 0
+    for layer, count in zip(layers, rows, strict=True):
+        own = whole[first : first + count].split(1)
+        own[0].copy_(getattr(layer, name)[index])
+        getattr(layer, name)[index] = own[-1]
+        vars(layer).setdefault(_ROWS, {})[name, index] = [*own]
+        first += count
+    setattr(whole, _ROWS, [*rows])
+    return whole
+
+
+_ROWS = "rows_of_texts"
+"""Attribute of a tensor with states of rows: how many each text has; and of a cache's layer, whose
+rows they are."""
+
+
+def each_row(states: torch.Tensor) -> Iterator[torch.Tensor] | None:
+    """The state that each row of a step begins with and leaves its own in, one after another; None
+    where rows are of different texts."""
+    rows = getattr(states, _ROWS, None)
+    return None if rows is None else _one_by_one(states, rows)
+
+
+def _one_by_one(states: torch.Tensor, rows: Sequence[int]) -> Iterator[torch.Tensor]:
+    for own in states.split([*rows]):
+        before = own[:1]
+        for row in own.split(1):
+            if row.data_ptr() != before.data_ptr():
+                row.copy_(before)
+            yield row
+            before = row
+
+
+def take_out(cache: DynamicCache, num_tokens: int) -> None:
+    """Takes the last tokens out, which were rows of the last pass."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            _go_by(layer, -num_tokens)
+        elif isinstance(layer, DynamicLayer):  # others keep nothing
+            cast(Any, layer).give_back(num_tokens)
+
+
+def bring_back(cache: DynamicCache) -> None:
+    """Brings the first of the tokens back that were taken out."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            _go_by(layer, 1)
+        elif isinstance(layer, DynamicLayer):
+            assert cast(Any, layer).take_place() is not None, "the pass had room for its tokens"
+
+
+def is_as_left(cache: DynamicCache) -> bool:
+    """Whether nothing but these functions changed a cache since its rows were computed."""
+    return all(
+        all(_place_of(layer, *key) is not None for key in vars(layer).get(_ROWS, {}))
+        if isinstance(layer, LinearAttentionLayer)
+        else not isinstance(layer, DynamicLayer) or cast(Any, layer).is_as_left
+        for layer in cache.layers
+    )
+
+
+def _place_of(layer: LinearAttentionLayer, name: str, index: int) -> int | None:
+    rows, own = vars(layer)[_ROWS][name, index], getattr(layer, name)[index]
+    return next((place for place, row in enumerate(rows) if row is own), None)
+
+
+def _go_by(layer: LinearAttentionLayer, num_tokens: int) -> None:
+    for (name, index), rows in vars(layer)[_ROWS].items():
+        place = _place_of(layer, name, index)
+        assert place is not None, "the cache is as its rows were left"
+        getattr(layer, name)[index] = rows[place + num_tokens]
+
+
 def _whole(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensor that has just these rows in this order, if there is one."""
     first = rows[0]
@@ -78,6 +181,8 @@ def _whole(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def own_states(cache: DynamicCache) -> None:
     """Gives a sequence that goes on alone tensors of its own, so that no batch's stays for it."""
+    for layer in cache.layers:
+        vars(layer).pop(_ROWS, None)
     for own in _states_of(cache):
         for index, row in own.items():
             if row is not None and row.untyped_storage().nbytes() > row.nbytes:
@@ -91,6 +196,29 @@ def have_close_states(cache: DynamicCache, other: DynamicCache, tolerance: float
         torch.dist(state.float(), given.float()) <= tolerance * given.float().norm()
         for state, given in pairs
     )
+
+
+def have_same_states(cache: DynamicCache, other: DynamicCache) -> bool:
+    """Whether the states of two caches have the same bits."""
+    return all(map(torch.equal, _tensors_of(cache), _tensors_of(other)))
+
+
+def bytes_of_states(model: Any) -> int | None:
+    """Bytes of the states of a sequence, by a pass of a model on the meta device; 0 where it keeps
+    none, None where it takes no such pass."""
+    if not keeps_states(model.config):
+        return 0
+    cache, own = DynamicCache(config=model.config), cache_name(model.forward)
+    experts = [module for module in model.modules() if is_experts_module(module)]
+    with contextlib.ExitStack() as stack, torch.inference_mode():
+        for module in experts:  # whose code may look at the ids of a token's experts
+            vars(module)["forward"] = lambda hidden, *_, **__: hidden
+            stack.callback(vars(module).pop, "forward")
+        try:
+            model(torch.zeros((1, 3), dtype=torch.int64, device="meta"), **{own: cache})
+        except (RuntimeError, TypeError, ValueError):
+            return None
+    return sum(state.nbytes for state in _tensors_of(cache))
 
 
 def tokens_of_states(cache: DynamicCache, reserved: int) -> int:
@@ -325,7 +453,9 @@ def _joined(
 ) -> Any:
     if not isinstance(layers[0], LinearAttentionLayer):
         return _BatchLayer(layers, num_new, adds_mask, rows)
-    assert (num_new, rows) == (None, None), "running states take one token of each sequence"
+    assert num_new is None, "running states take one token of each sequence"
+    if rows is not None:
+        return RowsOfStates(layers, rows)
     if isinstance(layers[0], DynamicLayer):
         return _BatchKeysAndStates(layers, adds_mask)
     return BatchStates(layers)

@@ -143,6 +143,7 @@ class Lease(Generic[W]):
                     self._keep = frozenset(missing)
                     self._missing.extend(missing)
                 store._counters.misses += len(missing)
+                store._regrets += sum(key in store.gone for key in missing)
                 self._demand_missing()
         return self
 
@@ -331,6 +332,7 @@ class ExpertStore(Generic[W]):
     Attributes:
         listener: called for every read and lease.
         is_closed: whether its memory was given up, so that leases are refused.
+        gone: evicted last, as many as are watched: slots more of that number would have kept them.
     """
 
     def __init__(
@@ -368,6 +370,8 @@ class ExpertStore(Generic[W]):
         self._counters = StoreStats()
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
+        self.gone: deque[ExpertKey] = deque(maxlen=0)
+        self._regrets = 0  # misses of them
 
     @property
     def num_slots(self) -> int:
@@ -522,9 +526,13 @@ class ExpertStore(Generic[W]):
                 self._counters, expert_slots=self.num_slots, slot_bytes=self._slab.slot_bytes
             )
 
+    def waits(self) -> tuple[float, int, int]:
+        """Seconds that leases waited, misses, and those of what had just ``gone``."""
+        return self._counters.stall_s, self._counters.misses, self._regrets
+
     def reset_stats(self) -> None:
         with self._monitor:
-            self._counters = StoreStats()
+            self._counters, self._regrets = StoreStats(), 0
             self._guesses_before = self._num_open_guesses()
 
     def check(self) -> None:
@@ -709,6 +717,7 @@ class ExpertStore(Generic[W]):
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
         self._unadmitted.remove(key) if key in self._unadmitted else self._policy.remove(key)
+        self.gone.append(key)
         self._free.append(self._entries.pop(key).slot)
 
     def _keep_or_decline(self, key: ExpertKey) -> None:

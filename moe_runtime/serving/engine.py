@@ -21,7 +21,7 @@ from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
 from moe_runtime.inference.routing_replay import RoutingOfPass
-from moe_runtime.inference.sequence_cache import set_room
+from moe_runtime.inference.sequence_cache import bring_back, own_states, set_room, take_out
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses
@@ -472,7 +472,7 @@ class Engine:
     def _decode(self, group: list[Sequence]) -> None:
         """One token more of each, and those drafted tokens that are right."""
         drafts = self._drafts
-        if drafts is None or drafts.has_failed or any(one.drafter is None for one in group):
+        if drafts is None or drafts.has_ended or any(one.drafter is None for one in group):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
         with drafts.turn:  # other threads may call the model too
@@ -487,25 +487,24 @@ class Engine:
 
         drafters = [sequence.drafter for sequence in group]
         drafted, drafting_s = drafts.propose(drafters, offers, has_room)
-        began = drafts.clock()
-        if not any(drafted):
-            self._pass(_one_each(group), lambda: self._passes.decode(group))
-            drafts.control.measured(len(group), len(group), drafts.clock() - began)
+        num_base, num_rows = len(group), len(group) + sum(map(len, drafted))
+        if num_rows == num_base:
+            with drafts.timed(num_base, num_rows):
+                self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
         logits_RV = None
         with Failure() as failure:
             for sequence in group:
                 self._fit(sequence)
-            logits_RV = self._shown(
-                [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)],
-                lambda: self._passes.verify(group, drafted),
-            )
+            with drafts.timed(num_base, num_rows, drafting_s):
+                logits_RV = self._shown(
+                    [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)],
+                    lambda: self._passes.verify(group, drafted),
+                )
         self._counts["steps"] += 1
         if logits_RV is None:
             self._fail(group, failure)
             return
-        num_base, num_rows = len(group), len(logits_RV)
-        drafts.control.measured(num_base, num_rows, drafts.clock() - began, drafting_s)
         parts = logits_RV.split([1 + len(draft) for draft in drafted])
         for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
             num_right = self._advance_over(sequence, draft, own_RV)
@@ -552,16 +551,18 @@ class Engine:
 
     def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
         """Goes on by one token, and by drafted ones while the sampler chooses them too."""
-        layers: list[Any] = [] if sequence.cache is None else [*sequence.cache.layers]
-        for layer in layers if draft else ():
-            layer.give_back(len(draft))
-        for num_right, logits_V in enumerate(logits_RV):
-            self._advance(sequence, 1, logits_V)
-            if sequence.is_finished or sequence.tokens[-1:] != draft[num_right : num_right + 1]:
-                return num_right
-            for layer in layers:
-                layer.take_place()
-        return len(draft)
+        cache, num_right = sequence.cache, 0
+        assert cache is not None
+        take_out(cache, len(draft))
+        self._advance(sequence, 1, logits_RV[0])
+        for token in draft:
+            if sequence.is_finished or sequence.tokens[-1] != token:
+                break
+            num_right += 1
+            bring_back(cache)
+            self._advance(sequence, 1, logits_RV[num_right])
+        own_states(cache)
+        return num_right
 
     def _prompt_sizes(self, is_beside: bool) -> tuple[int, int]:
         """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""

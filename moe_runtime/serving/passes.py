@@ -136,6 +136,7 @@ class ModelPasses:
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
         self.vocab_size = int(config.get_text_config().vocab_size)
+        self._next = [9 % self.vocab_size]  # of trials
         self._borrowed = attention_name(model) if _keeps_attention(model) else None
         if self._borrowed == "sdpa":
             use_single_query_attention(model)  # which knows keys of several caches
@@ -359,8 +360,8 @@ class ModelPasses:
             rows = self.new_rows(caches[0], len(caches), 2 * PIECE)
             for index, (cache, place) in enumerate(zip(caches, places, strict=True)):
                 rows.write(index, cache, place)
-            together = self._row_logits(*rows.step(0, [9, 9], places))
-            alone = [self._step([9], cache) for cache in caches]
+            together = self._row_logits(*rows.step(0, self._next * 2, places))
+            alone = [self._step(self._next, cache) for cache in caches]
             self.can_have_rows = _are_close(together, torch.cat(alone))
         self.can_have_rows &= not failure.has_failed
 
@@ -368,10 +369,10 @@ class ModelPasses:
         """Joins two sequences only if that gives what each gives alone."""
         caches, places = self._tried()
         own = copy.deepcopy(caches)
-        alone = torch.cat([self._step([9], cache) for cache in own])
+        alone = torch.cat([self._step(self._next, cache) for cache in own])
         with Failure() as failure:  # an unknown model's code may fail in any way
             joined = copy.deepcopy(caches)
-            together = self._step([9, 9], self._joined(joined), torch.tensor(places))
+            together = self._step(self._next * 2, self._joined(joined), torch.tensor(places))
             self.can_join = _are_close(together, alone) and all(
                 have_close_states(one, other, TOLERANCE)
                 for one, other in zip(joined, own, strict=True)
@@ -395,7 +396,7 @@ class ModelPasses:
             rows = [row % len(caches) for row in range(size)]
             joined = [copy.deepcopy(caches[row]) for row in rows]
             positions = torch.tensor([places[row] for row in rows])
-            logits = self._step([9] * size, self._joined(joined), positions)
+            logits = self._step(self._next * size, self._joined(joined), positions)
             if not torch.equal(logits, alone[rows]):
                 break
             if not all(map(have_same_tokens, joined, [own[row] for row in rows])):

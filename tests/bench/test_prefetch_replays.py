@@ -9,8 +9,9 @@ from synthetic_routes import make_routes
 from traces import trace_of
 
 from moe_runtime.benchmarks import looking_ahead, prefetch_matrix
-from moe_runtime.benchmarks.looking_ahead import MOST_DRAFTED, Ahead, draft, expected
+from moe_runtime.benchmarks.looking_ahead import Ahead, draft, expected
 from moe_runtime.benchmarks.prefetch_matrix import compare, machine_of, optimum
+from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares

@@ -6,7 +6,7 @@ import mmap
 import random
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,20 @@ def test_the_least_recently_used_expert_of_the_layer_goes_first():
     use(store, keys(0, 0, 2, 3))
     assert tier.fetched == []
     assert store.stats().evictions == 1
+
+
+def test_misses_are_regretted_that_more_slots_would_spare():
+    draw = random.Random(2)
+    uses = [ExpertKey(0, draw.randrange(NUM_EXPERTS)) for _ in range(200)]
+    misses, regrets = {}, {}
+    for slots, regretted in ((2, 1), (3, 0)):
+        store = make_store(FakeTier(), slots)
+        store.gone = deque(maxlen=regretted)
+        for key in uses:
+            use(store, [key])
+        _, misses[slots], regrets[slots] = store.waits()
+    assert regrets == {2: misses[2] - misses[3], 3: 0}
+    assert regrets[2] > 20
 
 
 def test_a_leased_expert_is_not_evicted():

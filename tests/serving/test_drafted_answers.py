@@ -6,7 +6,7 @@ import moe_families
 import pytest
 import torch
 from engine_events import Answer, ask_all, drained, request_of
-from scripted_drafts import EveryDraft, Scripted, Told
+from scripted_drafts import EveryDraft, Scripted, Told, models_of_few_tokens
 from tiny_checkpoints import save, tiny_model
 
 import moe_runtime
@@ -64,9 +64,15 @@ def pair() -> Any:
     [
         ({}, False),
         ({"temperature": 0.9, "top_p": 0.9, "seed": 3}, True),
-        ({"temperature": 0.9, "seed": 3, "presence_penalty": 0.7}, False),
+        (
+            {
+                **{"temperature": 0.9, "seed": 3, "presence_penalty": 0.7, "min_p": 0.01},
+                **{"repetition_penalty": 1.1, "top_k": 40, "logit_bias": {9: 1.5}},
+            },
+            False,
+        ),
     ],
-    ids=["greedy", "sampled", "penalty"],
+    ids=["greedy", "sampled", "everything"],
 )
 def test_answers_are_those_without_drafts(pair, exact, sampling):
     plain, drafted = pair
@@ -91,6 +97,80 @@ def test_answers_are_those_without_drafts(pair, exact, sampling):
     drafted.moe.check()
 
 
+class WithoutThree:
+    """A grammar in which token 3 cannot come second."""
+
+    is_exhausted = False
+
+    def allowed(self, generated_ids: Any) -> torch.Tensor | None:
+        return torch.arange(5) != 3 if len(generated_ids) == 1 else None
+
+
+def chances(logits_V: torch.Tensor, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Probabilities of the next token with all that a request may ask for, by their definitions."""
+    scores = logits_V.double().clone()
+    scores[2] += 0.7
+    for token in {*prompt, *answer}:
+        scores[token] *= 1 / 1.2 if scores[token] > 0 else 1.2
+    for token in {*answer}:
+        scores[token] -= 0.2 + 0.3 * answer.count(token)
+    if len(answer) == 1:
+        scores[3] = -torch.inf
+    found = (scores / 1.4).softmax(-1)
+    order = found.argsort(descending=True).tolist()
+    kept = found[order[:4]] / found[order[:4]].sum()
+    most = 1 + int((kept.cumsum(-1) < 0.97).sum())
+    likely = [token for token in order[:4][:most] if found[token] >= 0.05 * found[order[0]]]
+    chosen = torch.zeros_like(found)
+    chosen[likely] = found[likely] / found[likely].sum()
+    return chosen
+
+
+@torch.no_grad()
+def test_samples_of_several_requests_have_the_probabilities_of_each(tmp_path):
+    """Chi-square of answers whose drafts are verified in common steps."""
+    whole, prompt, num_texts = models_of_few_tokens(tmp_path, 5), [1, 4, 2], 200
+    exact, texts = torch.zeros(3, 5, dtype=torch.float64), [([], 1.0)]
+    for place in range(3):
+        after = []
+        for answer, chance in texts:
+            logits = whole(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+            of_next = chance * chances(logits, prompt, answer)
+            exact[place] += of_next
+            after += [([*answer, token], float(of_next[token])) for token in range(5)]
+        texts = [(answer, chance) for answer, chance in after if chance]
+    options = {"temperature": 1.4, "top_k": 4, "top_p": 0.97, "min_p": 0.05}
+    options |= {"repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.3}
+    asked = [
+        request_of(
+            tuple(prompt),
+            3,
+            sampling=SamplingOptions(**options, logit_bias={2: 0.7}, seed=seed),
+            constraint=WithoutThree(),
+        )
+        for seed in range(num_texts)
+    ]
+    counts = torch.zeros(3, 5, dtype=torch.float64)
+    drafted: Any = moe_runtime.load(tmp_path / "model", draft=tmp_path / "draft", **SETTINGS)
+    with drafted.moe:
+        control = drafted._drafts.control = EveryDraft(drafted._drafts.control.most_rows)
+        with Engine(drafted) as engine:
+            for first in range(0, num_texts, 5):
+                for answer in ask_all(engine, asked[first : first + 5]):
+                    for place, token in enumerate(answer.ids):
+                        counts[place, token] += 1
+        found = control.counts()
+    assert num_texts // 8 < found["accepted_drafts"] < found["drafted_tokens"] - num_texts // 8
+    may_come = exact > 0
+    assert not counts[~may_come].any()
+    expected = num_texts * exact
+    assert float(expected[may_come].min()) > 1
+    terms = torch.where(may_come, (counts - expected) ** 2 / expected, 0.0)
+    # one in a thousand, by degrees of freedom
+    most = torch.tensor([10.8, 13.8, 16.3, 18.5])[may_come.sum(1) - 2]
+    assert bool((terms.sum(1) < most).all())
+
+
 def test_an_answer_ends_within_a_draft_where_it_ends_without(pair):
     plain, drafted = pair
     with Engine(plain) as engine:
@@ -111,8 +191,11 @@ def test_an_answer_ends_within_a_draft_where_it_ends_without(pair):
             drained(engine)
 
 
-@pytest.mark.parametrize("name", ["GptOssForCausalLM", "DeepseekV3ForCausalLM"])
-def test_windows_and_latents_go_back_where_drafts_were_wrong(name, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    ["GptOssForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "NemotronHForCausalLM"],
+)
+def test_windows_latents_and_states_go_back_where_drafts_were_wrong(name, tmp_path):
     (family,) = [each for each in moe_families.FAMILIES if str(each) == name]
     folder = save(tiny_model(family), tmp_path, sharded=False)
     settings = {**SETTINGS, "dtype": "float32"}

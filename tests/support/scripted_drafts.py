@@ -1,7 +1,14 @@
 """Drafts for tests: told beforehand, verified whatever they cost."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+import moe_families
+import torch
+from tiny_checkpoints import randomise, save, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_runtime.inference.drafts import DraftControl, Lookups, Offer
 
@@ -47,3 +54,24 @@ class Scripted(Lookups):
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.new = make
+
+
+def models_of_few_tokens(folder: Path, size: int) -> Any:
+    """Writes a mixture that knows so many tokens to ``model``, and a dense model for its drafts to
+    ``draft``; gives the mixture."""
+    small: dict[str, Any] = {"vocab_size": size, "num_hidden_layers": 1}
+    (family,) = [each for each in moe_families.FAMILIES if str(each) == "OlmoeForCausalLM"]
+    model = tiny_model(dataclasses.replace(family, config={**family.config, **small}))
+    save(model, folder / "model", sharded=False)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        **small,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=96,
+    )
+    randomise(drafter := LlamaForCausalLM(config))
+    drafter.save_pretrained(folder / "draft")
+    return model

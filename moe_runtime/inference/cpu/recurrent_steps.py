@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_runtime.inference.known_classes import RECURRENT_LAYERS, class_name, is_theirs
+from moe_runtime.inference.sequence_cache import each_row
 from moe_runtime.kernels.decode_step.recurrent_step import conv_step, delta_rule_step
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 
@@ -117,6 +118,17 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' function of this rule, whose last state is written over the first one."""
+    rows = None if initial_state is None else each_row(initial_state)
+    if rows is not None:
+        mixed = []
+        for own, row in zip(zip(query, key, value, g, beta, strict=True), rows, strict=True):
+            q, k, v, decay, b = (part[None] for part in own)
+            found, last = _delta_rule(
+                theirs, q, k, v, decay, b, row, True, use_qk_l2norm_in_kernel, **options
+            )
+            row.copy_(cast(Tensor, last))
+            mixed.append(found)
+        return torch.cat(mixed), initial_state
     if (
         initial_state is None
         or not output_final_state
@@ -167,6 +179,28 @@ def _mamba2(
     **options: Any,
 ) -> Tensor:
     """transformers' function of this step, which changes the state in place."""
+    if (rows := each_row(state)) is not None:
+        parts = (hidden_states, dt, B, C) if z is None else (hidden_states, dt, B, C, z)
+        found = []
+        for row, own in zip(rows, zip(*parts, strict=True), strict=True):
+            x, dt_1, B_1, C_1, *gate = (part[None] for part in own)
+            gates = {"z": gate[0] if gate else None, "dt_bias": dt_bias}
+            found.append(
+                _mamba2(
+                    theirs,
+                    row,
+                    x,
+                    dt_1,
+                    A,
+                    B_1,
+                    C_1,
+                    D,
+                    dt_softplus=dt_softplus,
+                    **gates,
+                    **options,
+                )
+            )
+        return torch.cat(found)
     is_one_a_head = dt.stride(2) == 0 and A.stride()[1:] == (0, 0)
     if (
         not is_one_a_head
@@ -194,6 +228,11 @@ def _causal_conv(
     activation: str | None = None,
 ) -> Tensor:
     """transformers' function of this step, which changes the remembered inputs in place."""
+    if (rows := each_row(conv_state)) is not None:
+        pairs = zip(hidden_states.split(1), rows, strict=True)
+        return torch.cat(
+            [_causal_conv(theirs, x, row, weight, bias, activation) for x, row in pairs]
+        )
     own = (conv_state, hidden_states, weight, *(() if bias is None else (bias,)))
     if (
         hidden_states.shape[-1] != 1

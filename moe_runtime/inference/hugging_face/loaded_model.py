@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import Tensor
 
+from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.checkpoints.absent import AbsentTensor, convert_as_a_whole, refuse_copy
 from moe_runtime.checkpoints.transformers_private import (
     attention_name,
@@ -434,6 +435,10 @@ class RuntimeHandle:
             predict_s=0.0 if self.prefetcher is None else self.prefetcher.stats().predict_s,
         )
 
+    def waits(self) -> tuple[float, int, int]:
+        """As of `ExpertStore`."""
+        return self._store.waits()
+
     def reset_stats(self) -> None:
         """Sets the counters to zero, as after a warm-up."""
         self._store.reset_stats()
@@ -505,3 +510,25 @@ def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     taken = plan.dense_bytes + plan.reserve_bytes + found * plan.slot_bytes
     handle.facts = replace(facts, host_plan=replace(plan, num_slots=found, budget_bytes=taken))
     return found
+
+
+def regret_drafts(handle: RuntimeHandle, num_lacking: int) -> None:
+    """Has misses counted that the memory of drafts would spare, were it for experts, of which so
+    many have no slot."""
+    if is_resizable(handle):
+        more = handle.facts.draft_bytes // handle.facts.host_plan.slot_bytes
+        handle._store.gone = deque(maxlen=min(num_lacking, more))
+
+
+def give_up_drafts(handle: RuntimeHandle) -> None:
+    """Frees what drafts, and has experts take that memory."""
+    facts, more = handle.facts, handle._store.gone.maxlen or 0
+    handle._store.gone = deque(maxlen=0)
+    assert handle.draft_model is not None
+    handle.draft_model.close()
+    handle.draft_model = None
+    give_back_free_pages()
+    plan = facts.host_plan
+    plan = replace(plan, reserve_bytes=plan.reserve_bytes - facts.draft_bytes)
+    handle.facts = replace(facts, draft_bytes=0, host_plan=plan)
+    resize_cache(handle, plan.num_slots + more)

@@ -1,22 +1,21 @@
 """A model drafts for another one: what it drafts, what the text becomes, what is refused."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import moe_families
 import pytest
 import torch
-from scripted_drafts import EveryDraft
-from tiny_checkpoints import PROMPT, randomise, save, tiny_model
+from scripted_drafts import EveryDraft, models_of_few_tokens
+from tiny_checkpoints import PROMPT, randomise
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import open_checkpoint
 from moe_runtime.errors import CapacityError, UnsupportedModelError
-from moe_runtime.inference.draft_models import MOST_DRAFTED, DraftPlan, ModelDrafts
+from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
+from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.models.pocket import pocket_path
@@ -200,14 +199,7 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
     """Chi-square of tokens that are sampled with drafts: a draft without a chance of its own is
     taken with the model's, by the rule of Leviathan et al., or another token is."""
     size, num_texts, prompt = 5, 150, [1, 4, 2]
-    small = {"vocab_size": size, "num_hidden_layers": 1}
-    (family,) = [each for each in moe_families.FAMILIES if str(each) == "OlmoeForCausalLM"]
-    family = dataclasses.replace(family, config={**family.config, **small})
-    whole = tiny_model(family)
-    save(whole, tmp_path / "model", sharded=False)
-    torch.manual_seed(3)
-    randomise(drafter := LlamaForCausalLM(LlamaConfig(**{**SIZES, **small})))
-    drafter.save_pretrained(tmp_path / "draft")
+    whole = models_of_few_tokens(tmp_path, size)
     exact, chances = [], torch.ones(1, dtype=torch.float64)
     texts = torch.tensor([prompt])
     for _ in range(3):  # of every text that may come
@@ -234,6 +226,27 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
     statistic = ((counts - expected_counts) ** 2 / expected_counts).sum(1)
     assert float(expected_counts.min()) > 4
     assert float(statistic.max()) < 18.5  # one in a thousand, with four degrees of freedom
+
+
+def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
+    smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
+    settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
+    with (model := moe_runtime.load(pocket_path(), draft=folder, **settings)).moe:
+        model._drafts.control = EveryDraft(model._drafts.control.most_rows)
+        options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+        before = model.moe.stats()
+        assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
+        waited_s, misses, spared = model.moe.waits()
+        assert waited_s > 0
+        assert 0 < spared < misses
+        model._drafts.control.is_too_dear = True
+        assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
+        after = model.moe.stats()
+        num_more = before.draft_bytes // before.slot_bytes
+        assert after.expert_slots == min(before.expert_slots + num_more, smallest.total_experts)
+        assert (after.draft_bytes, after.budget_bytes <= before.budget_bytes) == (0, True)
+        assert model._drafts.source.new().offer(4).most == 0
+        model.moe.check()
 
 
 def test_inspection_says_what_a_draft_model_takes(folder):

@@ -22,19 +22,20 @@ QUICK = {
     ("GptOssForCausalLM", "bfloat16"),  # windows and sinks
     ("Cohere2MoeForCausalLM", "float32"),  # windows
     ("OlmoeForCausalLM", "bfloat16"),
-    ("Qwen3NextForCausalLM", "float32"),  # states
+    ("Qwen3NextForCausalLM", "float32"),  # states of a delta rule
+    ("NemotronHForCausalLM", "bfloat16"),  # states of Mamba 2
+    ("Lfm2MoeForCausalLM", "float32"),  # inputs of convolutions
+    ("JambaForCausalLM", "float32"),  # states of Mamba 1
     ("DeepseekV32ForCausalLM", "float32"),  # indices
 }
 
 REFUSED = {
-    *("AXK2", "BailingHybrid", "DeepseekV32", "DeepseekV4", "Dots3Note"),
-    *("Gemma4", "Glm5Next", "GlmMoeDsa", "GraniteMoeHybrid", "HYV4"),
-    *("Inkling", "Inkling2", "Jamba", "JetMoe", "KimiLinear"),
-    *("Lfm2Moe", "Llama4", "MiniMax", "MiniMaxM3Sparse", "MiniMaxM3VL"),
-    *("MistralLarge4", "NemotronH", "Qwen3Next", "Qwen3_5Moe", "Qwen4Exp"),
-    *("UnlimitedOcr", "Zaya"),
+    *("AXK2", "DeepseekV32", "DeepseekV4", "Dots3Note", "Gemma4"),
+    *("Glm5Next", "GlmMoeDsa", "HYV4", "Inkling", "Inkling2"),
+    *("Jamba", "JetMoe", "Llama4", "MiniMax", "MiniMaxM3Sparse", "MiniMaxM3VL"),
+    *("MistralLarge4", "Qwen4Exp", "UnlimitedOcr", "Zaya"),
 }
-"""Families with states, indices, chunks, or an attention of their own, with all that they are part
+"""Families with indices, chunks, an attention or states of their own, with all that they are part
 of."""
 GENERATES_FROM_IMAGES = {"Qwen3OmniMoeThinkerForConditionalGeneration"}
 

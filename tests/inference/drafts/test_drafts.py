@@ -166,3 +166,25 @@ def test_a_text_is_caught_up_with_as_far_as_drafts_pay(share, most):
             control.judged(0, right, has_failed=right < chosen)
             place += 1 + right
     assert spent <= 20 * 200 * most + 4
+
+
+@pytest.mark.parametrize(
+    ("spared_s", "share", "is_given_up"),
+    [(0.4, 0.1, True), (0.4, 0.95, False), (0.0, 0.0, False), (0.05, 0.0, True)],
+)
+def test_a_drafter_is_given_up_where_experts_need_its_memory_more(spared_s, share, is_given_up):
+    """Steps of a second, of which ``spared_s`` are reads that its memory would spare."""
+    control, draw, lost_s = DraftControl(MOST), random.Random(6), 0.0
+    for _ in range(600):
+        (chosen,) = control.choose([Offer(4, 0)])
+        seconds = 1 + 0.1 * chosen
+        control.measured(1, 1 + chosen, seconds, spared_s=spared_s)
+        right = 0
+        while right < chosen and draw.random() < share:
+            right += 1
+        control.judged(0, right, has_failed=right < chosen)
+        lost_s += seconds - (1 + right) * (1 - spared_s)
+        if control.is_too_dear:
+            break
+    assert control.is_too_dear is is_given_up
+    assert lost_s < 12

@@ -26,18 +26,31 @@ NEW = 24
 SETTINGS = {"device": "cpu", "dtype": "float32", "host_memory": "64MiB", "max_tokens": 256}
 
 
+QWEN_WITH_PICTURES = "Qwen3_5MoeForConditionalGeneration"
+QWEN_NAMES = {
+    **{"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"},
+    "post_norm": "norm",
+}
+
+
 def with_head(name: str, folder: Path) -> tuple[Any, Any, Path]:
     """A tiny model of transformers, its head, and the checkpoint of both."""
     (family,) = [each for each in moe_families.FAMILIES if str(each) == name]
     model = tiny_model(family)
     save(model, folder, sharded=False)
     torch.manual_seed(6)
+    text = model.config.get_text_config()
+    place, renamed = f"model.layers.{text.num_hidden_layers}.", {"post_norm": "shared_head.norm"}
+    if is_qwen := name.startswith("Qwen"):
+        text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
+        place, renamed = "mtp.", QWEN_NAMES
     head = modeling_layers.MtpModel(model, 1).float().eval()
     randomise(head.layers)
-    place = f"model.layers.{model.config.num_hidden_layers}."
     tensors = load_file(folder / "model.safetensors")
     for key, value in head.layers[0].state_dict().items():
-        name = key.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        name = key.replace("mtp_block.", "layers.0." if is_qwen else "")
+        first, _, rest = name.partition(".")
+        name = f"{renamed.get(first, first)}.{rest}"
         stem = place + name.rpartition(".")[0]
         if name.endswith("experts.gate_up_proj"):
             for expert, pair in enumerate(value):
@@ -85,7 +98,10 @@ class Noted(EveryDraft):
         source.draft = noted
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", QWEN_WITH_PICTURES],
+)
 def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
     reference, head, folder = with_head(name, tmp_path)
     plain: Any = moe_runtime.load(folder, **SETTINGS)
