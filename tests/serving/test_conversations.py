@@ -331,8 +331,10 @@ CROWD = [tuple(3 + (11 * row + 7 * place) % 83 for place in range(21 + row)) for
 """Prompts of which no two begin alike."""
 
 
-@pytest.mark.parametrize("damage", [None, "truncated", "absent"])
-@pytest.mark.parametrize("mode", ["default", "exact"])
+@pytest.mark.parametrize(
+    ("mode", "damage"),
+    [("default", None), ("exact", None), ("default", "truncated"), ("exact", "absent")],
+)
 def test_what_loses_its_room_comes_back_as_it_was(
     model: Any, mode: str, damage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
