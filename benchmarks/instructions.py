@@ -108,7 +108,7 @@ def main() -> int:
     parser = results_parser(__doc__)
     parser.add_argument("--picture", type=Path, help="draw the losses here")
     text = "steps (default: %(default)s)"
-    parser.add_argument("--steps", type=positive, default=240, help=text)
+    parser.add_argument("--steps", type=positive, default=160, help=text)
     options: argparse.Namespace = parser.parse_args()
     results = ScriptResults("instructions", options, {"steps": options.steps}, METRICS)
     with tempfile.TemporaryDirectory() as folder:

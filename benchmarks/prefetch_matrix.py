@@ -10,7 +10,7 @@ import argparse
 import copy
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,9 @@ LATENCY_S, PREDICT_S = 1e-4, 8e-5
 LAYER_S, EXPERT_S = {"CPU": 1.5e-3, "device": 1e-4}, {"CPU": 6.5e-4, "device": 3e-5}
 """Attention and one expert: of gpt-oss-20b on two cores, and on a device. Disks of up to 4 GB/s
 serve the CPU, links the device."""
+BF16_BYTES = 49_766_400
+CODES = {"bf16": (1.0, 1.0), "lossless code": (0.698, 0.72)}
+"""Bytes that are read, and those of a slot, of bf16."""
 METRICS = facts("s", "off_s", "enforce_s", "auto_s", "bound_s", "optimum_bound_s") | facts(
     "share", "auto_of_best", "hits", "useful", better="more"
 )
@@ -143,9 +146,34 @@ def compare(
     return found
 
 
+def compare_codes(
+    served: Workload,
+    policies: Mapping[str, Callable[[], Maker]],
+    estimators: Mapping[str, Estimator],
+    milliseconds: Sequence[float],
+    results: scripting.ScriptResults,
+) -> None:
+    """Experts in bf16 and in the lossless code, in the memory that a quarter of the former need."""
+    signature = served.trace.signature
+    disk = machine_of(BF16_BYTES, LINKS_GB_S[0])
+    for name, (share, of_slot), ms in zip(CODES, CODES.values(), milliseconds, strict=True):
+        num_slots = round(signature.num_layers * signature.num_experts / 4 / of_slot)
+        machine = replace(disk, expert_bytes=round(BF16_BYTES * share), expert_s=ms / 1e3)
+        for policy in ("lru", "reuse, taught"):
+            found = compare(served, policies[policy], machine, num_slots, estimators)
+            results.add(f"{name}; {policy}", [found["combined"]])
+
+
 def main() -> int:
     parser = traces_parser(__doc__, steps=100)
     parser.add_argument("--expert-bytes", type=scripting.positive, default=13_300_000)
+    parser.add_argument(
+        "--bf16",
+        type=float,
+        nargs=2,
+        metavar="MS",
+        help="instead: experts in bf16 and in the lossless code, which take so long to compute",
+    )
     options = parser.parse_args()
     served, learned = served_and_learned(options)
     signature, shape = served.trace.signature, learned.shape
@@ -160,6 +188,10 @@ def main() -> int:
     }
     settings = {"trace": options.trace.name, "train": options.train.name, "steps": options.steps}
     results = scripting.ScriptResults("prefetch-matrix", options, settings, METRICS)
+    if options.bf16 is not None:
+        settings["milliseconds"] = options.bf16
+        compare_codes(served, policies, {"combined": estimators["combined"]}, options.bf16, results)
+        return results.finish()
     for link, share, policy in itertools.product(LINKS_GB_S, SHARES, policies):
         num_slots = round(share * signature.num_layers * signature.num_experts)
         machine = machine_of(options.expert_bytes, link)

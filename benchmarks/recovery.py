@@ -1,9 +1,9 @@
 """What a killed process costs, and what checkpoints cost a step: `python benchmarks/recovery.py`.
 
-Two processes train a small model under `torchrun --max-restarts`. One is killed with SIGKILL just
-before a checkpoint, and the clock runs until the step that was under way is done again: once from
-the last checkpoint on the disk, once from a snapshot in memory. Then runs of one process take the
-same steps with and without checkpoints between them.
+Two processes train a small model under `torchrun --max-restarts`. One is killed with SIGKILL some
+steps after a checkpoint, and the clock runs until the step that was under way is done: once from
+the checkpoint on the disk, once from a snapshot in memory. Then runs of one process take the same
+steps with and without checkpoints between them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite.results import facts
+from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import MoERuntimeError
 
-METRICS = facts("recover_s", "lost_steps", "step_s", "of_a_step")
+METRICS = (
+    facts("s", "recover_s", "step_s") | facts("count", "lost_steps") | facts("share", "of_a_step")
+)
 _CONFIG = """
 [run]
 output = "out"
@@ -39,16 +41,16 @@ evaluate_every = 0
 checkpoint_every = {every}
 snapshot_every = {snapshot}
 [model]
-hidden_size = 256
+hidden_size = 128
 num_layers = 4
 num_heads = 4
 num_kv_heads = 2
-head_dim = 64
+head_dim = 32
 max_positions = 128
 [model.moe]
 num_experts = 16
 top_k = 2
-intermediate_size = 256
+intermediate_size = 128
 [data]
 context = 128
 tokens_per_step = 2048
@@ -60,7 +62,7 @@ vocab_size = 1024
 [optimizer]
 peak_rate = 1e-3
 """
-_PATIENCE_S, _FIRST = 600, 4
+_PATIENCE_S, _FIRST, _SOON = 600, 4, 10
 
 
 def write_config(folder: Path, *, steps: int, every: int, snapshot: int) -> Path:
@@ -70,10 +72,10 @@ def write_config(folder: Path, *, steps: int, every: int, snapshot: int) -> Path
     return path
 
 
-def started(words: list[str], path: Path) -> subprocess.Popen[bytes]:
+def started(words: list[str], path: Path, *options: str) -> subprocess.Popen[bytes]:
     program = str(Path(sys.executable).with_name("moe-runtime"))
     return subprocess.Popen(
-        [*words, program, "train", str(path), "--resume"],
+        [*words, program, "train", str(path), "--resume", "--reschedule", *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -106,10 +108,12 @@ def recovery(every: int, snapshot: int) -> dict[str, float]:
     words += ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = write_config(folder, steps=2 * every + 2, every=every, snapshot=snapshot)
+        path = write_config(folder, steps=every + 3, every=0, snapshot=snapshot)
+        if started([], path, "--set", "run.steps=1").wait(_PATIENCE_S):
+            raise MoERuntimeError("the first step failed")
         process = started(words, path)
         try:
-            wait_for(folder, 2 * every - 1, process)
+            wait_for(folder, every, process)
             last = len(taken(folder))
             # the one with the higher rank
             workers = sorted(psutil.Process(process.pid).children(), key=lambda one: one.pid)
@@ -142,27 +146,39 @@ def step_seconds(every: int, steps: int) -> float:
 
 def main() -> int:
     parser = results_parser(__doc__)
-    parser.add_argument("--every", type=positive, default=40, help="steps between checkpoints")
+    parser.add_argument("--every", type=positive, default=100, help="steps since a checkpoint")
     parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--part", choices=("recovery", "saves"), default="recovery")
     options = parser.parse_args()
     settings = {"every": options.every, "processes": 2, "tokens_per_step": 2048}
-    results = ScriptResults("recovery", options, settings, METRICS)
+    results = ScriptResults(options.part, options, settings, METRICS)
+    if options.part == "recovery":
+        measure_recovery(options.every, options.repeats, results)
+    else:
+        measure_saves(options.every, options.repeats, results)
+    return results.finish()
+
+
+def measure_recovery(every: int, repeats: int, results: ScriptResults) -> None:
     disk: list[dict[str, float]] = []
     memory: list[dict[str, float]] = []
-    for _ in range(options.repeats):
-        disk.append(recovery(options.every, 0))
-        memory.append(recovery(options.every, 1))
+    for _ in range(repeats):
+        disk.append(recovery(every, 0))
+        memory.append(recovery(_SOON, 1))  # what came before the last step is not done again
         results.add("from the disk", disk)
         results.add("from a snapshot in memory", memory)
+
+
+def measure_saves(every: int, repeats: int, results: ScriptResults) -> None:
+    between = max(1, every // 5)
     without: list[dict[str, float]] = []
     saving: list[dict[str, float]] = []
-    for _ in range(options.repeats):
-        plain, saved = (step_seconds(every, options.every) for every in (0, options.every // 4))
+    for _ in range(repeats):
+        plain, saved = (step_seconds(one, every) for one in (0, between))
         without.append({"step_s": plain})
         saving.append({"step_s": saved, "of_a_step": saved / plain - 1})
         results.add("no checkpoints", without)
-        results.add(f"a checkpoint every {options.every // 4} steps", saving)
-    return results.finish()
+        results.add(f"a checkpoint every {between} steps", saving)
 
 
 if __name__ == "__main__":

@@ -144,7 +144,11 @@ class DraftedSteps:
             text.drafter.extend([token])
             text.num_tokens += 1
             is_right = text.expected[:1] == [token]
-            if is_right and _is_kept(text, cache, given.get("position_ids")):
+            if (
+                is_right
+                and can_give_back(cache)
+                and _is_kept(text, cache, given.get("position_ids"))
+            ):
                 return self._answer_kept(text, cache)
             if text.expected and not is_right:
                 self.control.judged(text.draft.grade, 0, has_failed=True)
@@ -153,7 +157,9 @@ class DraftedSteps:
                 own_states(cache)
             most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
             (offer,) = offers = [text.drafter.offer(max(most, 0))]  # the cache has room for so many
-            (tokens,), drafting_s = self.propose([text.drafter], offers)
+            tokens, drafting_s = list[int](), 0.0
+            if offer.most and can_give_back(cache):
+                (tokens,), drafting_s = self.propose([text.drafter], offers)
             if tokens:
                 draft = Draft(tokens, offer.grade)
                 return self._verify(run, given, text, draft, token, drafting_s)
@@ -165,18 +171,18 @@ class DraftedSteps:
     @contextlib.contextmanager
     def timed(self, num_base: int, num_rows: int, drafting_s: float = 0.0) -> Iterator[None]:
         """A pass as `DraftControl.measured` describes it. Drafts that are too dear end with it."""
-        began, before = self.clock(), self._waits()
+        began, handle = self.clock(), self.handle
+        before = None if handle is None else handle.waits()
         yield
-        seconds, after = self.clock() - began, self._waits()
-        waited_s, misses, spared = (max(b - a, 0) for a, b in zip(before, after, strict=True))
-        spared_s = waited_s * spared / misses if misses else 0.0
+        seconds, spared_s = self.clock() - began, 0.0
+        if handle is not None and before is not None:
+            pairs = zip(before, handle.waits(), strict=True)
+            waited_s, misses, spared = (max(last - first, 0) for first, last in pairs)
+            spared_s = waited_s * spared / misses if misses else 0.0
         self.control.measured(num_base, num_rows, seconds, drafting_s, spared_s)
-        if self.control.is_too_dear and self.handle is not None and not self.has_ended:
+        if self.control.is_too_dear and handle is not None and not self.has_ended:
             self.has_ended, self.source = True, Lookups()
-            give_up_drafts(self.handle)
-
-    def _waits(self) -> tuple[float, int, int]:
-        return (0.0, 0, 0) if self.handle is None else self.handle.waits()
+            give_up_drafts(handle)
 
     def _single_token(self, given: Mapping[str, Any]) -> int | None:
         """The token of a step that drafts may go with."""
@@ -187,7 +193,7 @@ class DraftedSteps:
         text = self._texts.get(cache)
         if text is None or ids.shape != (1, 1) or torch.is_grad_enabled():
             return None
-        if not can_give_back(cache) or cache.get_seq_length() != text.num_tokens:
+        if cache.get_seq_length() != text.num_tokens:
             return None
         others = given.keys() - {self._cache_name, *_TAKEN, *_KEPT, *_UNUSED}
         if any(given[name] is not None and given[name] is not False for name in others):

@@ -227,7 +227,7 @@ class DraftControl:
         if num_rows > num_base:
             self._of_token.add(drafting_s / (num_rows - num_base), self._num_passes)
             self._lose(seconds + drafting_s, num_base, num_base)
-        else:
+        elif spared_s or self._spared_share.seconds:
             self._spared_share.add(spared_s / seconds if seconds else 0.0, self._num_passes)
             self._lose(self._times[num_base].seconds, num_base, num_base)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
-from moe_runtime.errors import CheckpointError
 from moe_runtime.files import make_folders, write_atomically
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
@@ -156,29 +155,32 @@ class Trainer:
         self._saved_step = -1
 
     def resume(
-        self, last: Path, state: RunProgress, shards: ShardedCheckpoints | None = None
+        self,
+        last: Path,
+        state: RunProgress,
+        shards: ShardedCheckpoints | None = None,
+        *,
+        take: Callable[[], None] | None = None,
     ) -> None:
         """Goes on from the last checkpoint of a run; one that does not fit ends the sinks.
 
         Args:
             shards: this process's parts, which a checkpoint of other processes may be read into.
+            take: takes up the weights and moments of a checkpoint of another form.
         """
         with contextlib.ExitStack() as refused, named_checkpoint(last):
             for sink in self.sinks:
                 refused.callback(sink.close)
-            if isinstance(state, TrainingState) and (self._ranks.size == 1 or shards is None):
+            if take is not None:
+                take()
+            elif isinstance(state, TrainingState) and (self._ranks.size == 1 or shards is None):
                 self._restore(state)
-            elif shards is None:
-                raise CheckpointError(
-                    "the checkpoint is of a run whose experts were in memory; go on without "
-                    "run.host_memory"
-                )
-            elif not isinstance(state, TrainingState):
-                shards.load(last)
-            elif "experts" in state.optimizer:
-                raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
             else:
-                shards.take(state)
+                assert shards is not None, "several processes and their parts have shards"
+                if isinstance(state, TrainingState):
+                    shards.take(state)
+                else:
+                    shards.load(last)
             self._go_on(state)
             if last.parent != self._run.checkpoints:
                 self._saved_step = -1  # a snapshot, which is not on the disk

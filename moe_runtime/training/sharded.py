@@ -40,7 +40,7 @@ from moe_runtime.training.ranks import OneRank
 _PROGRESS_FILE = "progress.pt"
 _TOKEN = "00000000"
 """In the name of the folder that all processes write to before it is whole."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedCheckpoints:
@@ -102,9 +102,8 @@ class ShardedCheckpoints:
     def load(self, path: Path) -> None:
         """Reads this process's part of a checkpoint of any number of processes; a collective
         call."""
-        steps = load_content(path / _PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
         read_tensors(path, self.tensors(), self._ranks)
-        self._finish(steps)
+        self._finish(steps_of(path))
 
     def _finish(self, steps: float) -> None:
         """After the tensors that have names were filled."""
@@ -114,7 +113,7 @@ class ShardedCheckpoints:
         for path, module in _experts_in(self._model).items():
             if isinstance(module, ParallelExperts) and module.has_copies:
                 named = {f"{path}.{name}": p for name, p in module.named_parameters()}
-                kept = [moments[name][kind] for name in named for kind in _MOMENTS]
+                kept = [moments[name][kind] for name in named for kind in MOMENTS]
                 module.fill_copies([*named.values(), *kept])
 
     def take(self, state: TrainingState) -> None:
@@ -203,6 +202,11 @@ def _together(ranks: OneRank) -> Iterator[None]:
         raise OSError(f"the checkpoint cannot be written: {reason}")
 
 
+def steps_of(path: Path) -> float:
+    """Steps of the optimizer that a checkpoint has the moments after."""
+    return load_content(path / _PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
+
+
 def read_progress(path: Path) -> RunProgress:
     content = load_content(path / _PROGRESS_FILE, RunProgress)
     return RunProgress(**{field.name: content[field.name] for field in fields(RunProgress)})
@@ -232,10 +236,7 @@ def logical_tensors(
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None:
-    """Reads tensors of a checkpoint in place; a collective call."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
+    """Reads tensors of a checkpoint in place, once all its files are sound; a collective call."""
     damage = ""
     try:
         check_digests(path, part=ranks.rank, num_parts=ranks.size)
@@ -243,8 +244,18 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
         damage = str(error)
     if damage := ranks.first_text(damage):
         raise CheckpointError(damage)
+    with ranks.watched(f"reading {path.name}"):
+        read_parts(path, tensors, ranks)
+
+
+def read_parts(path: Path, tensors: dict[str, Tensor], ranks: OneRank | None = None) -> None:
+    """Reads tensors of a checkpoint in place, by processes together or by this one alone."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    ranks = ranks or OneRank()
     try:
-        with _one_process(), ranks.watched(f"reading {path.name}"):
+        with _one_process():
             dcp.load(  # pyright: ignore[reportPrivateImportUsage]
                 tensors, checkpoint_id=path, process_group=ranks.group, no_dist=ranks.size == 1
             )
@@ -287,6 +298,6 @@ def _by_kind(
     state: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
     kinds = {"model": dict(state)}
-    for kind in _MOMENTS if moments else ():
+    for kind in MOMENTS if moments else ():
         kinds[kind] = {name: states[kind] for name, states in moments.items()}
     return kinds

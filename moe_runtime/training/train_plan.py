@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -170,12 +170,13 @@ def offloaded_optimizer(
     )
 
 
-def export_of_all(
-    config: TrainConfig, state: TrainingState, folder: Path, write: Callable[[LanguageModel], None]
-) -> None:
-    """Gives a checkpoint's whole model to a function, where several processes have its experts.
+@contextlib.contextmanager
+def all_experts(
+    config: TrainConfig, state: TrainingState, folder: Path
+) -> Iterator[tuple[LanguageModel, OffloadedTraining]]:
+    """A checkpoint's whole model in this process, whichever processes have its experts.
 
-    They are brought together in files of this process, which are removed at the end.
+    Experts of several processes are brought together in files that are removed at the end.
     """
     model, first = build_model(config, is_offloaded=True)
     sites = find_sites(model)
@@ -195,10 +196,12 @@ def export_of_all(
     try:
         model.load_state_dict(dict(state.model))
         training.load_state_dict(dict(state.optimizer))
-        write(model)
+        yield model, training
     finally:
         training.close()
-        remove_own_files(folder)
+        rows = state.optimizer["experts"]["experts"].values()
+        if all(row[5:] and row[5] for row in rows):  # what one process wrote lies there itself
+            remove_own_files(folder)
 
 
 def optimizer_settings(config: LoopConfig) -> AdamW:

@@ -20,7 +20,13 @@ from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
 from moe_runtime.models.lm.export import export_hugging_face, import_hugging_face
 from moe_runtime.models.lm.model import LanguageModel
-from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
+from moe_runtime.training.checkpoint import (
+    RunProgress,
+    TrainingState,
+    checkpoints_in,
+    load_checkpoint,
+    named_checkpoint,
+)
 from moe_runtime.training.data import (
     check_groups,
     data_files,
@@ -29,6 +35,12 @@ from moe_runtime.training.data import (
     read_corpora,
     save_tokenizer,
     windows_of,
+)
+from moe_runtime.training.forms import (
+    in_memory,
+    is_off_memory,
+    saved_in_memory,
+    take_off_memory,
 )
 from moe_runtime.training.loop import Trainer
 from moe_runtime.training.offload.entry import find_sites
@@ -49,8 +61,8 @@ from moe_runtime.training.snapshots import Snapshots
 from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config
 from moe_runtime.training.train_plan import (
     StreamedInit,
+    all_experts,
     build_model,
-    export_of_all,
     offloaded_optimizer,
 )
 
@@ -163,11 +175,12 @@ def start(
         ranks.require_shared(preparation.output)
     trained = {name: p for name, p in preparation.model.named_parameters() if p.requires_grad}
     run = preparation.config.run
-    shards = snapshots = newest = None
+    shards = snapshots = newest = saved = take = None
+    names = state_order(trained)
     if run.host_memory is None:
         ranks.spread(preparation.model)
         optimizer = Optimizer(preparation.model, preparation.config.optimizer, ranks)
-        shards = ShardedCheckpoints(preparation.model, optimizer, ranks, state_order(trained))
+        shards = ShardedCheckpoints(preparation.model, optimizer, ranks, names)
         if run.snapshot_every:
             snapshots = Snapshots(preparation.output, shards, ranks)
             if resume:
@@ -175,8 +188,14 @@ def start(
             else:
                 snapshots.clear()
         last, state = preparation.find_state(resume=resume, reschedule=reschedule, snapshot=newest)
+        if last is not None and state is not None and is_off_memory(state):
+            whole = _into_memory(preparation, last, state, names, ranks)
+            take = partial(shards.take, whole)
     else:
         last, state = preparation.find_state(resume=resume, reschedule=reschedule)
+        if last is not None and state is not None and not is_off_memory(state):
+            with named_checkpoint(last):
+                saved = saved_in_memory(last, state, preparation.model, names)
         optimizer = _offloaded_optimizer(preparation, ranks, resumes=state is not None)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
@@ -190,8 +209,26 @@ def start(
         trace=_open_trace(preparation, ranks, first_step),
     )
     if last is not None and state is not None:
-        trainer.resume(last, state, shards)
+        if saved is not None:
+            assert isinstance(optimizer, OffloadedTraining), "its experts are off memory"
+            take = partial(take_off_memory, optimizer, preparation.model, saved)
+        trainer.resume(last, state, shards, take=take)
     return trainer
+
+
+def _into_memory(
+    preparation: Preparation, last: Path, state: RunProgress, names: list[str], ranks: OneRank
+) -> TrainingState:
+    """A checkpoint that names versions of experts as one that has them; by one process after
+    another, as each brings them together in files."""
+    assert isinstance(state, TrainingState), "only files of one process name versions"
+    found = state
+    for rank in range(ranks.size):
+        if rank == ranks.rank:
+            with named_checkpoint(last):
+                found = in_memory(preparation.config, state, preparation.storage, names)
+        ranks.barrier()
+    return found
 
 
 def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
@@ -227,7 +264,8 @@ def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], N
     if config.run.host_memory is None:
         use(whole_model(config.model, last))
     else:
-        export_of_all(config, load_checkpoint(last), preparation.storage, use)
+        with all_experts(config, load_checkpoint(last), preparation.storage) as (whole, _):
+            use(whole)
 
 
 def _offloaded_optimizer(

@@ -1,18 +1,14 @@
 """`run` and `train` under `torchrun`: what one process gives, printed once; deaths named once."""
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from launched import Launch
 from torch.distributed import TCPStore
@@ -165,72 +161,6 @@ def test_every_dimension_at_once_under_torchrun_itself(tmp_path):
         check=True,
     )
     assert json.loads(done.stdout)["complete"]
-    assert_trained_alike(path.parent / "out", alone.parent / "out")
-
-
-class Launcher:
-    """`torchrun` on a machine of its own, of several that come and go."""
-
-    def __init__(self, port: int, path: Path, *settings: str) -> None:
-        words = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
-        words += ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-        words += ["--rdzv-conf", "last_call_timeout=3", "--local-addr", "localhost"]
-        program = str(Path(sys.executable).with_name("moe-runtime"))
-        options = [word for setting in settings for word in ("--set", setting)]
-        self.process = subprocess.Popen(
-            [*words, program, "train", str(path), "--resume", *options],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def worker(self) -> psutil.Process:
-        (found,) = psutil.Process(self.process.pid).children()
-        return found
-
-    def kill(self) -> None:
-        """The launcher and its worker at once, as a machine that is lost."""
-        for process in (*psutil.Process(self.process.pid).children(), self.process):
-            process.kill()
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            self.kill()
-        self.process.wait()
-
-
-@pytest.mark.long
-def test_launchers_go_on_after_a_killed_process_and_without_a_lost_machine(tmp_path):
-    """Two launchers of one process; a process is killed, and later one launcher with its own."""
-    settings = ("run.steps=60", "run.evaluate_every=0", "run.threads=0", "data.short_share=0.0")
-    settings += ("run.snapshot_every=1", "run.checkpoint_every=0", "parallel.timeout_s=20")
-    alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "two")
-    options = [word for setting in settings for word in ("--set", setting)]
-    assert train(alone, *options) == 0
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    launchers = [Launcher(port, path, *settings) for _ in range(2)]
-    metrics = tmp_path / "two" / "out" / "metrics.jsonl"
-
-    def wait_for(step: int) -> None:
-        deadline = time.monotonic() + 240
-        while len(metrics.read_text().splitlines() if metrics.exists() else []) < step:
-            assert time.monotonic() < deadline, "the processes stand still"
-            assert launchers[0].process.poll() is None, "the first launcher has ended"
-            time.sleep(0.05)
-
-    try:
-        wait_for(5)
-        launchers[1].worker().kill()
-        wait_for(20)
-        launchers[1].kill()
-        assert launchers[0].process.wait(240) == 0
-    finally:
-        for launcher in launchers:
-            launcher.close()
     assert_trained_alike(path.parent / "out", alone.parent / "out")
 
 
