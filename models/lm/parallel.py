@@ -326,9 +326,13 @@ def check_stages(config: LanguageModelConfig, num_processes: int, *, per_process
     num_blocks = config.num_layers // 2 if pairs else config.num_layers
     if num_processes * per_process > num_blocks:
         blocks = "pairs of layers that model.moe.shortcut makes" if pairs else "model.num_layers"
-        twice = "" if per_process == 1 else f", with {per_process} stages for each process"
+        if per_process > 1:
+            raise ValueError(
+                f"parallel.pp ({num_processes}) with {per_process} stages for each process needs "
+                f"{num_processes * per_process} {blocks} at least, got {num_blocks}"
+            )
         raise ValueError(
-            f"parallel.pp ({num_processes}) must be at most the {blocks} ({num_blocks}){twice}"
+            f"parallel.pp ({num_processes}) must be at most the {blocks} ({num_blocks})"
         )
 
 

@@ -51,6 +51,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that change what an adapter computes, and the values with which they do not."""
 
+ADAPTERS_FILE = "adapter_model.safetensors"
 _MAX_BYTES = 1 << 22
 _MAX_SCALE = 2.0**127
 """Products are in fp32."""
@@ -251,7 +252,7 @@ class AdapterFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         config = folder / "adapter_config.json"
-        self._file = folder / "adapter_model.safetensors"
+        self._file = folder / ADAPTERS_FILE
         for file in (config, self._file):
             if not file.is_file():
                 raise CheckpointError(

@@ -50,6 +50,10 @@ def decode_routing(text: str) -> np.ndarray:
     Raises:
         ValueError: it is something else.
     """
+    if not isinstance(text, str):
+        raise ValueError(
+            f"routed_experts must be text, a NumPy file in base64, got {type(text).__name__}"
+        )
     try:
         found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, binascii.Error) as error:
@@ -60,6 +64,31 @@ def decode_routing(text: str) -> np.ndarray:
             f"{getattr(found, 'dtype', type(found).__name__)} {getattr(found, 'shape', '')}"
         )
     return found
+
+
+def require_routing(ids_NLK: Tensor, num_experts: int) -> None:
+    """Refuses choices that cannot be replayed.
+
+    A row, the choices of one token in one layer, has each expert once, or is left to the router
+    whole: the router would not know the experts of the other places, and could double one.
+
+    Raises:
+        ValueError: a row is otherwise, or names an expert that the layers have not.
+    """
+    if ids_NLK.numel() and int(ids_NLK.max()) >= num_experts:
+        raise ValueError(
+            f"routed_experts names expert {int(ids_NLK.max())}, the layers have {num_experts}"
+        )
+    ranked_NLK, is_left_NLK = ids_NLK.sort(dim=-1).values, ids_NLK < 0
+    is_twice_NLK = (ranked_NLK[..., 1:] == ranked_NLK[..., :-1]) & (ranked_NLK[..., 1:] >= 0)
+    is_mixed_NL = is_left_NLK.any(-1) & ~is_left_NLK.all(-1)
+    for is_wrong_NL, what in (
+        (is_twice_NLK.any(-1), "an expert twice"),
+        (is_mixed_NL, "some of its experts; give all of them, or -1 for all"),
+    ):
+        for token, layer in is_wrong_NL.nonzero()[:1].tolist():
+            row = ids_NLK[token, layer].tolist()
+            raise ValueError(f"routed_experts of token {token}, layer {layer} names {what}: {row}")
 
 
 class RoutingOfPass(Listener):
@@ -94,12 +123,13 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
     Args:
         model: of transformers, from `load`, of `MoELayer`s, or after `offload_training`.
         routed_experts: `[B, N, L, K]`, or `[Ni, L, K]` of each sequence, the first tokens of which
-            it has; -1, and tokens that are not recorded, leave the choice to the router.
+            it has; rows of -1, and tokens that are not recorded, leave the choice to the router.
 
     Raises:
-        ValueError: it is of other layers, experts or numbers of tokens or choices.
-        UnsupportedUseError: blocks are computed again in the backward pass, or the model's gates do
-            not choose by `topk`.
+        ValueError: it is of other layers, experts or numbers of tokens or choices, or a row is
+            neither whole nor left whole.
+        UnsupportedUseError: blocks are computed again in the backward pass, the model's gates do
+            not choose by `topk`, or one has no weight of an expert outside of its groups.
     """
     names = experts_of(model)
     num_experts = min(int(cast(Any, model.get_submodule(name)).num_experts) for name in names)
@@ -110,10 +140,7 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
                 f"routed_experts must be [tokens, {len(names)} layers, choices] of each sequence, "
                 f"got {list(ids_NLK.shape)}"
             )
-        if ids_NLK.numel() and int(ids_NLK.max()) >= num_experts:
-            raise ValueError(
-                f"routed_experts names expert {int(ids_NLK.max())}, the layers have {num_experts}"
-            )
+        require_routing(ids_NLK, num_experts)
     checkpoints = getattr(model, "is_activation_checkpointing", None)  # its name from 5.20 on
     if checkpoints is None:
         checkpoints = getattr(model, "is_gradient_checkpointing", False)
@@ -147,6 +174,7 @@ class _LayerReplay:
     layer: int
     num_experts: int
     sequences: Sequence[Tensor]
+    is_outside: bool = False
     _modes: list[_Choices] = field(default_factory=list)
 
     @property
@@ -165,7 +193,12 @@ class _LayerReplay:
     def compare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_mine:
             return
-        ids_TK = (*args, *kwargs.values())[1]
+        _, ids_TK, weights_TK, *_ = (*args, *kwargs.values())
+        if self.is_outside and bool(weights_TK.isnan().any()):
+            raise UnsupportedUseError(
+                f"layer {self.layer} with experts has no weights of recorded experts outside of "
+                "the groups that its gate chose: replay a routing of the same weights"
+            )
         recorded_TK = self.ids(ids_TK)
         if not bool(((ids_TK == recorded_TK) | (recorded_TK < 0)).all()):
             raise UnsupportedUseError(
@@ -195,7 +228,8 @@ class _Choices(TorchFunctionMode):
 
     def __init__(self, replay: _LayerReplay) -> None:
         super().__init__()
-        self._replay = replay
+        self._replay, self._chose_groups = replay, False
+        replay.is_outside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -204,10 +238,17 @@ class _Choices(TorchFunctionMode):
         scores = args[0] if args else (kwargs or {})["input"]
         top_k = self._replay.sequences[0].shape[2]
         if scores.shape[-1] != self._replay.num_experts or found.indices.shape[-1] != top_k:
-            return found  # of groups
+            self._chose_groups = True
+            return found
         recorded = self._replay.ids(found.indices.reshape(-1, top_k)).view_as(found.indices)
         ids = found.indices.where(recorded < 0, recorded)
-        return torch.return_types.topk((scores.gather(-1, ids), ids))  # type: ignore[attr-defined]
+        values = scores.gather(-1, ids)
+        if self._chose_groups:
+            # most gates take weights of other scores; `compare` finds those that take these
+            is_masked = (recorded >= 0) & ((values == 0) | values.isinf())
+            values = values.masked_fill(is_masked, torch.nan)
+            self._replay.is_outside = bool(is_masked.any())
+        return torch.return_types.topk((values, ids))  # type: ignore[attr-defined]
 
 
 def _signed(ids: Any) -> Any:

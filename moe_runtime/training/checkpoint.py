@@ -170,6 +170,12 @@ class BackgroundSave:
         self.wait()
         self._under_way = self._thread.submit(job)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise, as far as is known without waiting."""
+        job = self._under_way
+        return job is not None and job.done() and job.exception() is not None
+
     def wait(self) -> None:
         """Returns when no checkpoint is under way; raises the error of the last one."""
         under_way, self._under_way = self._under_way, None

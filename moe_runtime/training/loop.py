@@ -130,6 +130,9 @@ class Trainer:
         shards: checkpoints that all processes write together; None writes a file.
         trace: where the gates send the tokens; None records nothing.
         snapshots: of every few steps in memory; None takes none.
+
+    Attributes:
+        origin: checkpoint or snapshot that it went on from; None where the run begins.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class Trainer:
         self.skipped = SkippedSteps()
         self._first_step = 1
         self._saved_step = -1
+        self.origin: Path | None = None
 
     def resume(
         self,
@@ -184,6 +188,7 @@ class Trainer:
             self._go_on(state)
             if last.parent != self._run.checkpoints:
                 self._saved_step = -1  # a snapshot, which is not on the disk
+            self.origin = last
             refused.pop_all()
 
     def _restore(self, state: TrainingState) -> None:
@@ -230,8 +235,8 @@ class Trainer:
                 self.save()
             if _is_due(self.step, run.snapshot_every) and self._snapshots is not None:
                 self._snapshots.save(self._progress())
-            if self._ranks.any(should_stop()):
-                break
+            if self._ranks.any(should_stop() or self._has_failed_save()):
+                break  # and the failure is raised below
         self.save()
         self.optimizer.wait()
         if self._shards is not None:
@@ -239,6 +244,10 @@ class Trainer:
         if self._snapshots is not None:
             self._snapshots.clear()
         return self.step >= run.steps or stalled
+
+    def _has_failed_save(self) -> bool:
+        owner = self.optimizer if self._shards is None else self._shards
+        return owner.has_failed_save
 
     def _measured_before(self) -> list[float]:
         """The mean held-out losses before this run went on, in rank 0, which alone decides."""

@@ -88,6 +88,11 @@ class StepOptimizer(abc.ABC):
         """Returns when the last checkpoint is durable; raises if it could not be written."""
         return
 
+    @property
+    def has_failed_save(self) -> bool:
+        """Whether `wait` would raise, as far as is known without waiting."""
+        return False
+
     def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name; empty where nothing is moved."""
         return {}
@@ -266,6 +271,10 @@ class Optimizer(StepOptimizer):
 
     def wait(self) -> None:
         self._saves.wait()
+
+    @property
+    def has_failed_save(self) -> bool:
+        return self._saves.has_failed
 
     def close(self) -> None:
         self._saves.close()

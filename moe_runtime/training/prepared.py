@@ -216,8 +216,8 @@ def _end_of(path: Path) -> Path:
 def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
     """Locks the folders of a run, until the block or the process ends.
 
-    A new folder is removed if the run fails before its first checkpoint. The records of its steps
-    stay if the run diverged: they say how.
+    A new folder is removed if the run fails before its first step. After it, what the run wrote
+    stays, but for the experts' states, which no checkpoint names.
 
     Args:
         output: the run's folder, which is made. An existing one is not removed.
@@ -231,10 +231,9 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]
-    has_diverged = False
     check_output_folder(output, "run's output")
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: _remove_unbegun(made, keeps_records=has_diverged))
+        stack.callback(lambda: _remove_unbegun(made))
         make_folders(output)
         with contextlib.ExitStack() as lock:
             for folder in {os.path.realpath(one): one for one in (output, storage) if one}.values():
@@ -251,9 +250,6 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
                     ) from None
             try:
                 yield
-            except ValueError:
-                has_diverged = True
-                raise
             except OSError:
                 _tell_of_last(output)
                 raise
@@ -261,24 +257,26 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
 
 
 def _tell_of_last(output: Path) -> None:
-    for last in checkpoints_in(output / CHECKPOINTS)[-1:]:
-        warnings.warn(
-            f"{last}: is kept; once there is room, the same command with --resume goes on from it",
-            MoERuntimeWarning,
-            stacklevel=2,
+    last = checkpoints_in(output / CHECKPOINTS)[-1:]
+    way_on = f"{output}: no checkpoint is whole; free space, and give the same command again"
+    if last:
+        way_on = (
+            f"{last[0]}: is kept; free space, and the same command with --resume goes on from it"
         )
+    warnings.warn(way_on, MoERuntimeWarning, stacklevel=2)
 
 
-def _remove_unbegun(made: list[Path], *, keeps_records: bool) -> None:
+def _remove_unbegun(made: list[Path]) -> None:
     if not made or checkpoints_in(made[0] / CHECKPOINTS):
         return
-    for name in (DATA, TOKENIZER, EXPERTS):
-        remove_or_warn(made[0] / name, "no run has begun with it")
     metrics = made[0] / METRICS_FILE
+    has_begun = metrics.is_file() and metrics.stat().st_size > 0
+    for name in (EXPERTS,) if has_begun else (DATA, TOKENIZER, EXPERTS):
+        remove_or_warn(made[0] / name, "no checkpoint goes on with it")
     # What is left is no harm, and an error has been reported already.
     with contextlib.suppress(OSError):
-        if metrics.is_file() and not (keeps_records and metrics.stat().st_size):
-            metrics.unlink()
+        if not has_begun:
+            metrics.unlink(missing_ok=True)
         for folder in (made[0] / CHECKPOINTS, *made):
             if folder.is_dir():
                 folder.rmdir()

@@ -399,14 +399,20 @@ class Processes(OneRank):
     def first_alone(self) -> Iterator[None]:
         store, key = self._group.get_group_store(), "moe/first/done"
         if self.rank == 0:
-            yield
-            store.set(key, "1")
+            outcome = "failed"
+            try:
+                yield
+                outcome = "done"
+            finally:
+                store.set(key, outcome)
             return
         # However long the first one takes; its end is noticed.
         while not store.check([key]):
             if 0 in self._watch.ended_ranks():
                 raise RankFailureError(f"rank 0 of {self.size} has ended", ranks=(0,))
             time.sleep(_POLL_S)
+        if store.get(key) == b"failed":
+            raise RankFailureError(f"rank 0 of {self.size} has failed", ranks=(0,))
         yield
 
 

@@ -312,6 +312,9 @@ class LoopConfig(Protocol):
     def optimizer(self) -> OptimizerConfig: ...
 
 
+_REBALANCE_EVERY = 100
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """How the processes that `torchrun` starts divide the model; one process has all of it.
@@ -368,7 +371,7 @@ class ParallelConfig:
     placement: Path | None = None
     experts: ExpertPlaces = "static"
     copies: int = 0
-    rebalance_every: int = 100
+    rebalance_every: int = _REBALANCE_EVERY
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -379,6 +382,18 @@ class ParallelConfig:
         self._refuse_exchanges()
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    def refuse_alone(self) -> None:
+        """Refuses what one process cannot do: divide a model."""
+        given = ("ep", "etp", "tp", "cp", "pp")
+        divided = [f"{n} ({getattr(self, n)})" for n in given if getattr(self, n) > 1]
+        if self.placement is not None:
+            divided.append(f"placement ({self.placement})")
+        if divided:
+            raise ValueError(
+                f"parallel.{divided[0]} divides a model between processes, and this is one: start "
+                "it with torchrun, or leave it out"
+            )
 
     def _refuse_exchanges(self) -> None:
         kind = self.experts
@@ -406,6 +421,8 @@ class ParallelConfig:
             )
         if self.copies and kind not in ("rebalanced", "sparse"):
             raise ValueError(f"copies are for experts that are rebalanced or sparse, not {kind}")
+        if self.rebalance_every != _REBALANCE_EVERY and kind != "rebalanced":
+            raise ValueError(f"rebalance_every is for experts that are rebalanced, not {kind}")
         if kind == "sparse" and not self.copies:
             raise ValueError("experts that are sparse get copies: give copies, such as 2")
 

@@ -72,6 +72,10 @@ class ShardedCheckpoints:
         """Returns when the last checkpoint is on the disk; raises if it could not be written."""
         self._saves.wait()
 
+    @property
+    def has_failed_save(self) -> bool:
+        return self._saves.has_failed
+
     def close(self) -> None:
         self._saves.close()
 

@@ -11,6 +11,7 @@ Checkpoints" (2023).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError
 from moe_runtime.files import remove_or_warn, write_atomically, write_text
-from moe_runtime.training.checkpoint import RunProgress, name_of_step, step_of
+from moe_runtime.training.checkpoint import RunProgress, checkpoints_in, name_of_step
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.sharded import ShardedCheckpoints
 
@@ -57,21 +58,30 @@ class Snapshots:
         name = digest(os.fsencode(os.path.realpath(output)))
         self.folder = memory / f"moe-runtime-{os.getuid()}-{name}"
         self._shards, self._ranks = shards, ranks
+        self._make_folder()
+        self._machines = ranks.texts(f"{socket.gethostname()} {self.folder}")
+        here = self._machines[ranks.rank]
+        self._is_first_here = self._machines.index(here) == ranks.rank
+        if self._is_first_here:
+            self._remove_empty()
+        steps = range(1, ranks.size)
+        # to the nearest process that is on another machine, for every process
+        self._shift = next((n for n in steps if self._leaves_machine(n)), 0)
+
+    def _make_folder(self) -> None:
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{memory}: run.snapshot_every needs a file system in memory there, and it cannot "
-                f"be used ({error.strerror}); leave it out"
+                f"{self.folder.parent}: run.snapshot_every needs a file system in memory there, "
+                f"and it cannot be used ({error.strerror}); leave it out"
             ) from None
         if self.folder.stat().st_uid != os.getuid():
             raise CheckpointError(f"{self.folder}: is another user's; remove it")
-        self._machines = ranks.texts(f"{socket.gethostname()} {self.folder}")
-        here = self._machines[ranks.rank]
-        self._is_first_here = self._machines.index(here) == ranks.rank
-        steps = range(1, ranks.size)
-        # to the nearest process that is on another machine, for every process
-        self._shift = next((n for n in steps if self._leaves_machine(n)), 0)
+
+    def _remove_empty(self) -> None:
+        with contextlib.suppress(OSError):  # it has a snapshot
+            self.folder.rmdir()
 
     def _leaves_machine(self, shift: int) -> bool:
         size = len(self._machines)
@@ -84,6 +94,7 @@ class Snapshots:
         """Takes a snapshot; the one before goes once it is whole."""
         path = self.folder / name_of_step(progress.step)
         if self._is_first_here:
+            self._make_folder()
             remove_or_warn(path, "a process that was killed left it")
             path.mkdir()
         self._ranks.barrier()
@@ -119,10 +130,11 @@ class Snapshots:
         self._ranks.barrier()
         if self._is_first_here:
             self._remove(keep=None)
+            self._remove_empty()
         self._ranks.barrier()
 
     def _snapshots(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if step_of(path) is not None]
+        return checkpoints_in(self.folder)
 
     def _remove(self, *, keep: Path | None) -> None:
         for path in self._snapshots():
@@ -163,6 +175,7 @@ class Snapshots:
             with self._ranks.watched(f"bringing {path.name} to all machines"):
                 dist.broadcast(content, source, group=self._ranks.group)
             if self._is_first_here and name not in holders[self._ranks.rank]:
+                self._make_folder()
                 path.mkdir(exist_ok=True)
                 _write(path / name, content)
         if self._is_first_here:

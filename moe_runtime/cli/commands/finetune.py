@@ -159,6 +159,8 @@ def finetune(
         tree["run"]["storage_dir"] = storage_dir
     if trace is not None:
         tree["run"]["trace"] = trace
+    if lora_alpha is not None and not (lora_alpha > 0 and math.isfinite(lora_alpha)):
+        raise ValueError(f"--lora-alpha must be positive, got {lora_alpha}")
     if lora is not None:
         places = [place.strip() for place in lora_on.split(",")]
         tree["lora"] = {
@@ -209,9 +211,9 @@ def finetune(
             _show_plan(preparation, as_json=as_json)
             return
         summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
-        if as_json:
+        if as_json and summary:
             console.print_json(summary)
-        else:
+        elif summary:
             console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
     if exit_code:
         raise typer.Exit(exit_code)

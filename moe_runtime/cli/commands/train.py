@@ -86,6 +86,7 @@ def train(
 
             is_alone = group is None or group.size() == 1
             if is_alone:
+                config.parallel.refuse_alone()
                 ranks = OneRank()
             else:
                 ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
@@ -158,6 +159,8 @@ def _train(
 
 def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
     """Trains until the run is complete or a signal comes; returns the exit code."""
+    if trainer.origin is not None:
+        console.say_line(f"goes on after step {trainer.step}, from {trainer.origin}")
     message = "stopping after this step, with a checkpoint; once more stops at once"
     with (
         stop_on_signals(message) as stop,

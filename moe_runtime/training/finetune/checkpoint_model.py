@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from moe_runtime.checkpoints.adapter_files import ADAPTERS_FILE
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
@@ -321,11 +322,11 @@ def write_adapters(
     with replace_folder(folder) as new:
         named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         try:
-            save_file(named, new / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(named, new / ADAPTERS_FILE, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
         write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-        write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
+        write_digests(new, ["adapter_config.json", ADAPTERS_FILE])
 
 
 def take_adapters(
@@ -340,7 +341,7 @@ def take_adapters(
     check_digests(folder)
     with blamed_on(f"{folder}: is no adapter of PEFT"):
         found = parse_object(read_bounded(folder / "adapter_config.json", max_bytes=_MOST_BYTES))
-        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors = load_file(folder / ADAPTERS_FILE)
     asked = {
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "use_dora": lora.dora,
     }  # fmt: skip
@@ -359,8 +360,11 @@ def take_adapters(
         odd = next(n for n in sorted(shapes | others) if shapes.get(n) != others.get(n))
         raise ValueError(
             f"{folder}: {odd} is {others.get(odd, 'missing')}, expected "
-            f"{shapes.get(odd, 'no such adapter')}; train adapters of the same places"
+            f"{shapes.get(odd, 'no such adapter')}; give --lora-on the modules that it adapts"
         )
+    for name, tensor in read.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{folder}: {name} has values that are no finite numbers")
     with torch.no_grad():
         for name, parameter in _of_layers(model).items():
             parameter.copy_(read[name])

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.adapter_files import ADAPTERS_FILE
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
-from moe_runtime.digests import digest
+from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders, open_regular
 from moe_runtime.inference.budget import (
@@ -92,6 +93,7 @@ from moe_runtime.training.offload.memory import (
     smallest_budget,
 )
 from moe_runtime.training.offload.offloaded_training import ExpertTraining
+from moe_runtime.training.offload.records import Sections
 from moe_runtime.training.offload.site import ExpertsSite
 from moe_runtime.training.prepared import (
     BASE_FILES,
@@ -150,10 +152,11 @@ def divide_budget(
             model, sites, host_memory, activations + trace,
             has_disk=True, state=method.state_format, sharing=sharing, place=place,
         )  # fmt: skip
-    largest = max(layout.record_bytes for layout in layouts_of(sites).values())
+    kept = Sections.STATE if place.type == "cpu" else Sections.ALL
+    largest = max(layout.bytes_of(kept) for layout in layouts_of(sites).values())
     trained = _adapter_bytes(config, model, sites)
-    # the expert in use: its weights in fp32 and in another type, and their gradients; and a
-    # quantised matrix of it on the way to fp32
+    # the expert in use: its weights in fp32 and in another type, and on a device their gradients;
+    # and a quantised matrix of it on the way to fp32
     on_the_way = 4 if place.type == "cpu" else _WRITTEN_ON_DEVICE
     in_use = largest + on_the_way * experts.largest_quantised
     dense = experts.dense_bytes(checkpoint.dtype)
@@ -320,6 +323,7 @@ class FinetunePreparation(PreparedRun):
         exporter: writes checkpoints like it; None where adapters alone are written.
         ranks: the processes that train together.
         tokenizer: of the checkpoint.
+        first_adapters: digest of the adapters that the run begins with; empty without any.
     """
 
     config: FinetuneConfig
@@ -331,10 +335,14 @@ class FinetunePreparation(PreparedRun):
     sites: list[ExpertsSite]
     memory: TrainingMemory | FrozenMemory
     ranks: OneRank
+    first_adapters: str
 
     @property
     def settings(self) -> dict[str, Any]:
-        return super().settings | {BASE_FILES: _fingerprint(self.checkpoint)}
+        own = {BASE_FILES: _fingerprint(self.checkpoint)}
+        if self.first_adapters:
+            own["lora_from"] = self.first_adapters
+        return super().settings | own
 
 
 def prepare(
@@ -371,6 +379,12 @@ def prepare(
     most = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and (context := config.data.context) > most:
         raise ValueError(f"context must be at most {most}, the model's positions, got {context}")
+    widest = checkpoint.config.get_text_config().hidden_size
+    if config.lora is not None and config.lora.rank > widest:
+        raise ValueError(
+            f"the rank of adapters must be at most {widest}, the model's width, beyond which it "
+            f"adds nothing, got {config.lora.rank}"
+        )
     # copied in the end; faults are found now
     generation = read_generation_config(checkpoint.folder)
     tokenizer = load_tokenizer(checkpoint.folder)
@@ -388,7 +402,7 @@ def prepare(
         routed = signature_of(checkpoint, experts)
         renderer = Renderer(
             tokenizer, stops, checkpoint.config.get_text_config().vocab_size,
-            (routed.num_layers, routed.top_k),
+            (routed.num_layers, routed.top_k, routed.num_experts),
         )  # fmt: skip
         cached = {"cache": output / DATA, "keeps": keeps_text}
         streams = _records(config, files, renderer, shares_rows=shares_rows(model), **cached)
@@ -424,6 +438,7 @@ def prepare(
         sites=sites,
         memory=memory,
         ranks=ranks or OneRank(),
+        first_adapters=_digest_of_adapters(config),
         device=device,
         num_parameters=total,
         num_active_parameters=total - round(in_experts * idle),
@@ -640,6 +655,15 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
                 file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
                 found = digest(file.read(_SAMPLE_BYTES), found)
     return found
+
+
+def _digest_of_adapters(config: FinetuneConfig) -> str:
+    if config.lora is None or config.lora.start is None:
+        return ""
+    path = config.lora.start / ADAPTERS_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing; give --lora-from a folder of PEFT's adapters")
+    return digest_of_file(path)
 
 
 def _records(

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeWarning, blamed_on
 from moe_runtime.files import make_folders, open_regular
-from moe_runtime.inference.routing_replay import decode_routing
+from moe_runtime.inference.routing_replay import decode_routing, require_routing
 from moe_runtime.training.data import (
     TokenStreams,
     added_tokens,
@@ -106,7 +107,7 @@ class Renderer:
     Args:
         stops: tokens that end an answer.
         vocabulary: how many tokens the model has.
-        routed_shape: layers with experts and choices of a token, of routings.
+        routed_shape: layers with experts, choices of a token and experts of a layer.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Renderer:
         tokenizer: Any,
         stops: Iterable[int],
         vocabulary: int,
-        routed_shape: tuple[int, int] = (0, 0),
+        routed_shape: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         self.routed_shape = routed_shape
         self._tokenizer, self._stops = tokenizer, frozenset((*stops, tokenizer.eos_token_id))
@@ -269,17 +270,21 @@ def _given(place: str, record: Mapping[str, Any], vocabulary: int) -> Document:
 
 
 def _routing(
-    place: str, record: Mapping[str, Any], num_ids: int, expected: tuple[int, int]
+    place: str, record: Mapping[str, Any], num_ids: int, expected: tuple[int, int, int]
 ) -> npt.NDArray[np.int16] | None:
     """`[N, layers * choices]` of the first tokens, which `replay_routing` takes."""
     if (given := record.get("routed_experts")) is None:
         return None
     if "input_ids" not in record:
         raise ValueError(f"{place}: routed_experts are of input_ids, which the record has not")
-    with blamed_on(f"{place}: routed_experts cannot be read", ValueError):
-        found = decode_routing(given)
+    try:
+        with blamed_on("routed_experts cannot be read", ValueError):
+            found = decode_routing(given)
+        require_routing(torch.from_numpy(found.astype(np.int64)), expected[2])
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
     num_tokens, *shape = found.shape
-    if num_tokens > len(record["input_ids"]) or tuple(shape) != expected:
+    if num_tokens > len(record["input_ids"]) or tuple(shape) != expected[:2]:
         raise ValueError(
             f"{place}: expected routed_experts of {len(record['input_ids'])} tokens at most, "
             f"{expected[0]} layers and {expected[1]} choices, got {list(found.shape)}"

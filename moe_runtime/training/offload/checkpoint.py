@@ -322,6 +322,10 @@ class ExpertCheckpoints:
         """Returns when no checkpoint is under way; raises the error of the last one."""
         self._saves.wait()
 
+    @property
+    def has_failed_save(self) -> bool:
+        return self._saves.has_failed
+
     def close(self) -> None:
         self._saves.close()
 

@@ -39,6 +39,11 @@ def attach(training: OffloadedTraining, loop: T) -> T:
     if hasattr(found, "accelerator"):
         _attach_trainer(training, found)
         found = found.accelerator
+    if not hasattr(found, "unscale_gradients"):
+        raise UnsupportedUseError(
+            "attach takes a Trainer, an Accelerator or a GradScaler of torch, got "
+            f"{type(loop).__name__}"
+        )
 
     def clip_grad_norm(parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
         del parameters  # of which some processes and files have a part

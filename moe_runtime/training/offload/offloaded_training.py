@@ -145,6 +145,10 @@ class ExpertTraining(StepOptimizer, abc.ABC):
     def wait(self) -> None:
         self._checkpoints.wait()
 
+    @property
+    def has_failed_save(self) -> bool:
+        return self._checkpoints.has_failed_save
+
     def transfers(self) -> dict[str, Any]:
         return self.records.traffic.by_route()
 
@@ -265,7 +269,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         self.activations = activations
         self._processes, self._settings = processes, settings
         self._final_rate: float | None = None
-        self._is_closed = self._is_reduced = False
+        self._is_closed = self._is_reduced = self._is_scaled = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
@@ -324,6 +328,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         rate = self._rate if rate is None else rate
         self._executor.begin(rate if is_last else None)
         self._final_rate = rate if is_last else None
+        self._is_scaled = True
         work = [partial(self._part, part) for part in parts]
         losses: list[Tensor] = []
         try:
@@ -362,6 +367,11 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         has_gradient = self._executor.visits.went_back or bool(self.dense.gradients())
         if self._final_rate is None and not has_gradient:
             raise RuntimeError("step needs a backward pass before it: there are no gradients")
+        if self._settings.loss_scale != 1 and not self._is_scaled:
+            raise UnsupportedUseError(
+                "loss_scale is of losses that `backward` of this optimizer computes, and these "
+                "gradients are of another: leave it out, or attach a GradScaler"
+            )
         require_no_new_parameters(self.model, self.dense.parameters())
         self._require_fixed()
         for group in self.param_groups if rate is not None else ():
@@ -387,7 +397,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             self._executor.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
-        self._final_rate, self._is_reduced = None, False
+        self._final_rate, self._is_reduced, self._is_scaled = None, False, False
         self._executor.begin()
         self._executor.expect_first_layer()
         return StepOutcome(norm, bad)
@@ -487,7 +497,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         self._executor.copies.forget()  # first: no copy may reach into a record that is given back
         self.optimizer.discard()
         self.dense.forget()
-        self._final_rate, self._is_reduced = None, False
+        self._final_rate, self._is_reduced, self._is_scaled = None, False, False
         self._executor.begin()
 
     def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
