@@ -104,7 +104,7 @@ class TrainedElsewhere(AbsentTensor):
                     "gradients of the experts are with the optimizer that offload_training "
                     "returned: take the step with its `step`, clip with AdamW(clip_norm=...), "
                     "and drop gradients with its `discard`; `training.attach(trainer)` has a "
-                    "Trainer or an Accelerator do so; for training from a command there is "
+                    "Trainer, an Accelerator or a GradScaler do so; from a command there is "
                     "`moe-runtime finetune`"
                 )
             if func in (_REQUIRES_GRAD.__set__, Tensor.requires_grad_):

@@ -62,7 +62,7 @@ def batch() -> dict[str, torch.Tensor]:
 def routed_answer() -> dict[str, Any]:
     model, ids = trained_model(), batch()["input_ids"][:1]
     shape = (ids.numel() - 1, len(experts_of(model)), model.config.num_experts_per_tok)
-    routed = encode_routing(np.zeros(shape, np.uint8))
+    routed = encode_routing(np.broadcast_to(np.arange(shape[-1], dtype=np.uint8), shape))
     answer = {"choices": [{"routed_experts": routed}]}
     return {"model": model, "ids": ids, "labels": ids, "answer": answer}
 

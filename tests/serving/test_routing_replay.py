@@ -1,6 +1,7 @@
 """Experts that an engine's requests went to, and passes that go to the same ones."""
 
 import base64
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,6 +136,33 @@ def test_passes_go_to_recorded_experts_in_any_family(family):
     check_family(family)
 
 
+def test_experts_outside_of_the_groups_of_a_gate_have_true_weights_or_are_refused():
+    """DeepSeek-V3 weighs by scores before it chooses groups; DeepSeek-V2 has no others."""
+    groups = {"n_group": 3, "topk_group": 1, "topk_method": "group_limited_greedy"}
+
+    def replayed(folder: str) -> Any:
+        family = family_of(folder)
+        changed = dataclasses.replace(family, config=family.config | groups)
+        model: Any = tiny_model(changed)
+        gates = [m for name, m in model.named_modules() if name.endswith(".gate")]
+        found: list[tuple[torch.Tensor, ...]] = []
+        for gate in gates:
+            gate.register_forward_hook(lambda _, args, out: found.append(out))
+        ids = torch.tensor([0, 5]).expand(*PROMPT.shape, len(gates), 2)
+        with torch.no_grad(), moe_runtime.replay_routing(model, ids):
+            model(PROMPT)
+        return found, model.config
+
+    found, config = replayed("deepseek_v3")
+    for logits, weights, ids in found:
+        assert torch.equal(ids, torch.tensor([0, 5]).expand_as(ids))
+        scores = logits.float().sigmoid()[:, [0, 5]]
+        expected = scores / (scores.sum(-1, keepdim=True) if config.norm_topk_prob else 1)
+        torch.testing.assert_close(weights, expected * config.routed_scaling_factor)
+    with pytest.raises(UnsupportedUseError, match="no weights of recorded experts outside of the"):
+        replayed("deepseek_v2")
+
+
 def test_micro_batches_replay_their_own_routing(tmp_path):
     """Side by side in a window with experts on the disk: as one after another in memory."""
     expected, model = stack(), stack()
@@ -167,7 +195,8 @@ def test_a_routing_that_does_not_fit_is_refused():
     layers, top_k = len(experts_modules(model)), model.config.num_experts_per_tok
 
     def replay(*shape: int, value: int = 0) -> None:
-        with torch.no_grad(), moe_runtime.replay_routing(model, np.full(shape, value)):
+        routed = np.broadcast_to(np.arange(shape[-1]) + value, shape)
+        with torch.no_grad(), moe_runtime.replay_routing(model, routed):
             model(PROMPT)
 
     sequences, tokens = PROMPT.shape
@@ -176,15 +205,20 @@ def test_a_routing_that_does_not_fit_is_refused():
             replay(*shape)
     with pytest.raises(ValueError, match=rf"{layers} layers, choices\] of each sequence"):
         replay(sequences, tokens, layers + 1, top_k)
-    with pytest.raises(ValueError, match="names expert 99, the layers have"):
+    with pytest.raises(ValueError, match="names expert 100, the layers have"):
         replay(sequences, tokens, layers, top_k, value=99)
+    for row, what in (([1, 1], "an expert twice"), ([-1, 1], "some of its experts; give all")):
+        found = np.broadcast_to(np.arange(2), (sequences, tokens, layers, 2)).copy()
+        found[0, 2, 0] = row
+        with pytest.raises(ValueError, match=f"of token 2, layer 0 names {what}"):
+            moe_runtime.replay_routing(model, found).__enter__()
     model.train().gradient_checkpointing_enable()
     with pytest.raises(UnsupportedUseError, match="chooses experts again"):
         replay(sequences, tokens, layers, top_k)
     own: Any = stack(gate="noisy_topk", num_layers=1)
     with (
         pytest.raises(UnsupportedUseError, match="does not choose by topk"),
-        moe_runtime.replay_routing(own, np.zeros((1, 7, 1, 2), int)),
+        moe_runtime.replay_routing(own, np.arange(2).reshape(1, 1, 1, 2)),
     ):
         own(batches(1)[0])
     assert moe_runtime.decode_routing(encode_routing(np.ones((2, 1, 3), np.uint8))).shape == (
@@ -192,6 +226,6 @@ def test_a_routing_that_does_not_fit_is_refused():
         1,
         3,
     )
-    for wrong in ("bm8=", "no base64", encode_routing(np.ones((2, 1)))):
+    for wrong in ("bm8=", "no base64", [[[1]]], encode_routing(np.ones((2, 1)))):
         with pytest.raises(ValueError, match="routed_experts"):
             moe_runtime.decode_routing(wrong)

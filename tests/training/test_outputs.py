@@ -4,7 +4,7 @@ import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,17 @@ import pytest
 import torch
 from finetuning_runs import MIXTRAL, checkpoint_of, write_text
 from torch import nn
-from training_runs import error_of, train, write_run
+from training_runs import error_of, train, training_records, write_run
 
 from moe_runtime.cli.main import main
-from moe_runtime.errors import CheckpointError, MoERuntimeWarning
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning, RankFailureError
 from moe_runtime.files import OutputFile
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.training.checkpoint import checkpoints_in, remove_oldest
+from moe_runtime.training.checkpoint import BackgroundSave, checkpoints_in, remove_oldest
 from moe_runtime.training.data import load_tokenizer
 from moe_runtime.training.finetune.checkpoint_model import write_adapters
 from moe_runtime.training.finetune.settings import LoraConfig
-from moe_runtime.training.prepared import check_inputs_stay, check_outputs
+from moe_runtime.training.prepared import check_inputs_stay, check_outputs, run_folder
 
 FEW = ("--set", "run.steps=1", "--set", "run.checkpoint_every=1")
 MORE = ("--set", "run.steps=2", "--set", "run.checkpoint_every=1", "--resume", "--reschedule")
@@ -145,7 +145,6 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
         "2",
         "--merge",
     ]
-    before = sorted(tmp_path.rglob("*"))
     assert main(words) == 0
     checkpoint, exported = output / "checkpoints" / "step-00000001.pt", output / "model"
     sizes = [path.stat().st_size for path in (checkpoint, *exported.glob("*.safetensors"))]
@@ -157,18 +156,50 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
         assert main(words) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"moe-runtime: error: {checkpoint}: File too large"
-    assert sorted(tmp_path.rglob("*")) == before
+    assert {"data", "metrics.jsonl"} <= set(os.listdir(output))  # of a run that took a step
 
     with files_of_at_most(sizes[0]):
         assert main(words) == 2
     *_, kept, last = capsys.readouterr().err.splitlines()
-    assert f"{checkpoint}: is kept; once there is room, the same command with --resume" in kept
+    assert f"{checkpoint}: is kept; free space, and the same command with --resume" in kept
     assert last.startswith(f"moe-runtime: error: {exported}")
     assert last.endswith(": File too large")
     assert not exported.exists()
     assert partials(output) == []
     assert main([*words, "--resume"]) == 0
     assert exported.is_dir()
+
+
+def test_a_save_that_fails_is_noticed_before_the_next(tmp_path, capsys, monkeypatch):
+    """And what says how far the run came stays."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def start_and_wait(self: BackgroundSave, job: Callable[[], object]) -> None:
+        start(self, job)
+        self._thread.submit(int).result()  # behind the job
+
+    start = BackgroundSave.start
+    monkeypatch.setattr("moe_runtime.training.loop.save_checkpoint", full)
+    monkeypatch.setattr(BackgroundSave, "start", start_and_wait)
+    path, steps = write_run(tmp_path), ("run.steps=6", "run.checkpoint_every=2")
+    assert train(path, *(word for step in steps for word in ("--set", step))) == 2
+    assert "free space, and give the same command again" in capsys.readouterr().err
+    assert [record["step"] for record in training_records(tmp_path / "out")] == [1, 2]
+
+
+def test_what_a_run_wrote_stays_when_another_process_ends(tmp_path):
+    output = tmp_path / "new" / "out"
+    ended = RankFailureError("rank 1 of 2 has ended", ranks=(1,))
+    with contextlib.suppress(RankFailureError), run_folder(output, is_used=True):
+        for name in ("data", "experts"):
+            (output / name).mkdir()
+        (output / "metrics.jsonl").write_text("{}\n")
+        raise ended
+    left = set(os.listdir(output))
+    assert {"data", "metrics.jsonl"} <= left
+    assert "experts" not in left
 
 
 def test_adapters_that_cannot_be_written_are_named(tmp_path):

@@ -353,6 +353,10 @@ def test_records_replay_the_experts_that_a_server_chose(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=r"line 1: expected routed_experts of 9 tokens at most, 2"):
         prepare(config)
+    lines[0]["routed_experts"] = encode_routing(np.zeros((2, 2, 2), np.uint8))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"line 1: routed_experts of token 0, layer 0 names an"):
+        prepare(config)
 
 
 def test_a_run_that_gets_no_better_ends(tmp_path, monkeypatch):

@@ -280,15 +280,15 @@ def _routing(
     try:
         with blamed_on("routed_experts cannot be read", ValueError):
             found = decode_routing(given)
+        num_tokens, *shape = found.shape
+        if num_tokens > len(record["input_ids"]) or tuple(shape) != expected[:2]:
+            raise ValueError(
+                f"expected routed_experts of {len(record['input_ids'])} tokens at most, "
+                f"{expected[0]} layers and {expected[1]} choices, got {list(found.shape)}"
+            )
         require_routing(torch.from_numpy(found.astype(np.int64)), expected[2])
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    num_tokens, *shape = found.shape
-    if num_tokens > len(record["input_ids"]) or tuple(shape) != expected[:2]:
-        raise ValueError(
-            f"{place}: expected routed_experts of {len(record['input_ids'])} tokens at most, "
-            f"{expected[0]} layers and {expected[1]} choices, got {list(found.shape)}"
-        )
     return found[:num_ids].reshape(min(len(found), num_ids), -1).astype(np.int16)
 
 
