@@ -329,7 +329,7 @@ def check_stages(config: LanguageModelConfig, num_processes: int, *, per_process
         if per_process > 1:
             raise ValueError(
                 f"parallel.pp ({num_processes}) with {per_process} stages for each process needs "
-                f"{num_processes * per_process} {blocks} at least, got {num_blocks}"
+                f"{num_processes * per_process} of {blocks}, got {num_blocks}"
             )
         raise ValueError(
             f"parallel.pp ({num_processes}) must be at most the {blocks} ({num_blocks})"

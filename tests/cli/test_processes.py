@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finetuning_runs import MIXTRAL, checkpoint_of, write_text
 from launched import Launch
 from torch.distributed import TCPStore
 from training_runs import train, training_records, write_run
@@ -139,6 +140,24 @@ def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path):
     finally:
         launch.close()
     assert_trained_alike(path.parent / "out", alone.parent / "out")
+
+
+@pytest.mark.parametrize("more", [(), ("--steps", "0")], ids=["trained", "refused"])
+def test_adapters_by_two_processes_are_told_of_once(more, tmp_path):
+    model, text = checkpoint_of(MIXTRAL, tmp_path / "model"), write_text(tmp_path)
+    words = ["finetune", str(model), str(text), "-o", str(tmp_path / "out"), "--lora", "2"]
+    words += ["--context", "16", "--sequences", "2", "--micro-batches", "2", "--steps", "1", *more]
+    launch = Launch(words, 2, tmp_path)
+    try:
+        for process in launch.processes:
+            process.join()
+        expected = 2 if more else 0
+        assert [process.exitcode for process in launch.processes] == [expected] * 2, launch.errors()
+        assert launch.stdout(1) == ""
+        shown = [(tmp_path / f"err-{rank}").read_text() for rank in range(2)]
+        assert ["what was trained" in text for text in shown] == [not more, False]
+    finally:
+        launch.close()
 
 
 @pytest.mark.long

@@ -226,6 +226,7 @@ def test_a_routing_that_does_not_fit_is_refused():
         1,
         3,
     )
-    for wrong in ("bm8=", "no base64", [[[1]]], encode_routing(np.ones((2, 1)))):
+    odd: list[Any] = [[[1]]]
+    for wrong in ("bm8=", "no base64", odd, encode_routing(np.ones((2, 1)))):
         with pytest.raises(ValueError, match="routed_experts"):
             moe_runtime.decode_routing(wrong)
