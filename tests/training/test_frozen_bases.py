@@ -323,7 +323,8 @@ def test_the_command_says_where_adapters_are(
 
 
 def test_adapters_of_experts_have_no_magnitudes() -> None:
-    for option in ({"dora": True}, {"dropout": 0.5}):
+    options: list[dict[str, Any]] = [{"dora": True}, {"dropout": 0.5}]
+    for option in options:
         with pytest.raises(ValueError, match=f"{next(iter(option))} is for adapters on attention"):
             LoraConfig(rank=2, **option)
 
