@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -231,7 +232,7 @@ def test_responses_on_the_disk_are_found_by_every_server(tmp_path, monkeypatch):
         for age, file in enumerate(sorted(files(), key=os.path.getmtime)):
             os.utime(file, (age, age))  # no clock tells two from one another
         assert sum(-(-file.stat().st_size // 4096) * 4096 for file in files()) <= 40960
-    assert both[0].messages("a key", "8") == messages
+    assert both[0].conversation("a key", "8")[1] == messages
     assert both[1].response("a key", "7")["id"] == "7"
     for owner, name in (("", "8"), ("a key", "0")):
         with pytest.raises(ApiError, match="others take their place"):
@@ -327,8 +328,12 @@ def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: 
         assert [call.namespace for call in called] == [None, "oslo"]
         assert [call.name for call in called] == ["weather", "weather"]
         assert [tool.model_dump(exclude_none=True) for tool in found.tools] == given
+        results: Any = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
+            for call in called
+        ]
         again = client.responses.create(
-            model="pocket", input="And?", tools=given, previous_response_id=found.id
+            model="pocket", input=results, tools=given, previous_response_id=found.id
         )
     assert again.status == "completed"
 
@@ -367,9 +372,21 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
         ) as stream:
             events: list[Any] = [event for event in stream if "custom" in event.type]
             (call,) = stream.get_final_response().output
-        again = client.responses.create(
-            model="pocket", input="Hi", previous_response_id=stream.get_final_response().id
-        )
+        given: Any = {"model": "pocket", "previous_response_id": stream.get_final_response().id}
+        result: Any = {"call_id": call.call_id, "output": "Done"}
+        for items, said in (
+            ([{**result, "type": "custom_tool_call_output"}], None),
+            ("Hi", f"No tool output found for custom tool call {call.call_id}."),
+            (
+                [{**result, "type": "function_call_output"}],
+                f"No tool call found for function call output with call_id {call.call_id}.",
+            ),
+        ):
+            if said is None:
+                again = client.responses.create(input=items, **given)
+                continue
+            with pytest.raises(openai.BadRequestError, match=re.escape(said)):
+                client.responses.create(input=items, **given)
     assert [event.type.rpartition(".")[2] for event in events] == ["delta", "done"]
     assert call.type == "custom_tool_call"
     assert call.input == events[-1].input == 'a\n"b'
@@ -383,6 +400,9 @@ def tool_of(**form: str) -> dict[str, Any]:
     return {"type": "custom", "name": "weather", "format": form}
 
 
+CALLED = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}
+UNREADABLE = tool_of(type="grammar", syntax="regex", definition="a(")
 RECURSIVE = tool_of(type="grammar", syntax="lark", definition='start: "a" start?')
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
@@ -402,7 +422,16 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": "Hi", "tools": [tool_of(type="grammar")]}, "tools.format.syntax"),
         ({"input": "Hi", "tools": [tool_of(type="grammar", syntax="lark")]}, "tools.format.def"),
         ({"input": "Hi", "tools": [tool_of(type="text", definition="x")]}, "tools.format.def"),
-        ({"input": "Hi", "tools": [RECURSIVE]}, "tools.format.definition"),
+        ({"input": "Hi", "tools": [TOOL, RECURSIVE]}, "tools.1.format.definition"),
+        ({"input": "Hi", "tools": [UNREADABLE]}, "tools.0.format.definition"),
+        (
+            {"input": "Hi", "tools": [UNREADABLE], "tool_choice": "required"},
+            "tools.0.format.definition",
+        ),
+        ({"input": "Hi", "tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice.tools"),
+        ({"input": "Hi", "tools": [TOOL], "tool_choice": ALLOWED | {"tools": []}}, "tool_choice"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
+        ({"input": [CALLED]}, "input"),
         ({"input": "Hi", "background": True}, "background"),
         ({"input": "Hi", "include": ["file_search_call.results"]}, "include"),
         ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),
@@ -414,7 +443,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
 def test_what_is_refused(stage, body, param):
     error = stage.refused(PATH, body)
     assert error["param"].startswith(param)
-    assert error["message"].startswith(param)
+    assert error["message"].startswith(param) or error["message"].startswith("No tool ")
 
 
 def test_an_error_after_the_stream_has_begun_is_an_event(staged):
