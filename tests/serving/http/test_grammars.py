@@ -210,15 +210,38 @@ def test_formats_that_are_none_are_refused(grammars, asked):
         grammars.compile(of_response_format(asked) or "", "response_format")
 
 
-def test_calls_in_free_text_keep_to_the_schema(grammars, tokenizer):
-    grammar = of_tools([CITY], FORMATS["hermes"], {}, is_needed=False, may_repeat=True)
-    assert grammar is not None
-    call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
-    for text, is_right in (
-        ("only words, <tool_ and so on", True),
-        ("words " + call % 1 + "\n" + call % 2, True),
-        ("words " + call % 3, False),
-    ):
+MARKED = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
+BARE = '{"name": "city", "parameters": {"size": %s}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        (
+            "hermes",
+            [
+                ("only words, <tool_ and so on", True),
+                ("words " + MARKED % 1 + "\n" + MARKED % 2, True),
+                ("words " + MARKED % 3, False),
+            ],
+        ),
+        (
+            "llama-json",
+            [
+                ("only words {", True),
+                (" \n" + BARE % 1, True),
+                (BARE % 3, False),
+                ('{"size": 3}', False),
+                ("words <|python_tag|>" + BARE % 2, True),
+                ("words <|python_tag|>" + BARE % 3, False),
+            ],
+        ),
+        ("llama-pythonic", [("a[1]", True), ("[city(size=2)]", True), (" [city(size=3)]", False)]),
+    ],
+)
+def test_calls_in_free_text_keep_to_the_schema(grammars, tokenizer, name, written):
+    grammar = of_tools([CITY], FORMATS[name], {}, is_needed=False, may_repeat=True)
+    for text, is_right in written:
         constraint = grammars.constraint(grammars.compile(grammar, "it"))
         ids = tokenizer(text)["input_ids"]
         right = [bool(mask[ids[end]]) for end, mask in enumerate(masks_before(constraint, ids))]

@@ -342,6 +342,8 @@ GRAMMAR = 'start: WORD LF "\\"b"\n%import common.LF\n%import common.WORD'
 
 
 def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) -> None:
+    import openai
+
     form: Any = {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}
     patch: Any = {"type": "custom", "name": "patch", "description": "Changes files."}
     schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -391,6 +393,27 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
     assert call.type == "custom_tool_call"
     assert call.input == events[-1].input == 'a\n"b'
     assert again.status == "completed"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_alone_are_called_of_those_that_are_shown(asked, tokenizer, mode):
+    both = [TOOL, {**TOOL, "name": "time"}]
+    chosen = [{"type": "function", "function": {"name": "time"}}]
+    functions = [{"name": one["name"], "parameters": PARAMETERS, "strict": False} for one in both]
+    tools = [{"type": "function", "function": function} for function in functions]
+    within: Any = {"mode": mode, "tools": chosen}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    choice = {"type": "allowed_tools", "allowed_tools": within}
+    one = asked(CHAT, {**chat, "tool_choice": choice})
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time"}]}
+    other = asked(PATH, {"input": "Hi", "tools": both, "tool_choice": flat})
+    assert one.prompt_ids == other.prompt_ids == asked(CHAT, chat).prompt_ids
+    time_call = CALL.replace("weather", "time")
+    for found in (one, other):
+        for text, is_right in (("Hi", mode == "auto"), (time_call, True), (CALL, False)):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            masks = (found.constraint.allowed(ids[:end])[id] for end, id in enumerate(ids))
+            assert all(masks) == is_right
 
 
 CHOICE = {"type": "custom", "name": "weather"}
