@@ -538,7 +538,7 @@ def _up_to(
         before = f"BEFORE_{rule.upper()}"  # a grammar may have several such rules
         without = _without((mark, *others), begins)
         return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {without}"
-    without = f" & {_lacks(others, begins)}" if others else ""
+    without = f" & {_lacks(others, begins)}" if others or begins else ""
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/{without}"
 
 
@@ -560,8 +560,8 @@ def _without(marks: Sequence[str], begins: str = "") -> str:
 
 
 def _lacks(marks: Sequence[str], begins: str = "") -> str:
-    other = rf" & ~/\s*{_escaped(begins)}(.|\n)*/" if begins else ""
-    return rf"~/(.|\n)*({'|'.join(map(_escaped, marks))})(.|\n)*/{other}"
+    within = [rf"~/(.|\n)*({'|'.join(map(_escaped, marks))})(.|\n)*/"] if marks else []
+    return " & ".join([*within, *([rf"~/\s*{_escaped(begins)}(.|\n)*/"] if begins else [])])
 
 
 def _escaped(text: str) -> str:

@@ -365,14 +365,14 @@ def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
             found[name] = pending[name] = kind
         elif isinstance(item, FunctionOutputItem):
             if found.get(name, "?") not in ("", kind.removesuffix("_output")):
-                raise _unmatched(f"call found for {kind}", f"with call_id {clipped(name)}")
+                raise _unmatched(f"call found for {kind}", "with call_id ", name)
             pending.pop(name, None)
     for name, kind in pending.items():
-        raise _unmatched(f"output found for {kind}", clipped(name))
+        raise _unmatched(f"output found for {kind}", "", name)
 
 
-def _unmatched(what: str, which: str) -> ApiError:
-    message = f"No tool {what.replace('_', ' ')} {which}."
+def _unmatched(what: str, which: str, name: str) -> ApiError:
+    message = f"No tool {what.replace('_', ' ')} {which}{clipped(name)[1:-1]}."
     return ApiError(message, param="input")
 
 

@@ -442,10 +442,16 @@ _NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(Body))
 def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
     """What a client reads of a body that is not one of a kind."""
     problems = error.errors(include_url=False, include_context=False)
-    # Of a field with several types, the alternative that went farthest says most.
+    # Of a field with several types, the alternative that went farthest says most; of several, the
+    # one whose `type` was given.
+    others = {
+        one["loc"][:-1]
+        for one in problems
+        if one["loc"][-1:] == ("type",) and _names_a_type(one["loc"][-2:][0])
+    }
     problem = max(
         (one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]),
-        key=lambda one: len(one["loc"]),
+        key=lambda one: (len(one["loc"]), one["loc"][:-1] not in others),
     )
     # Alternatives of a type are named in the place too: `stop.str`.
     inner = [part for part in problem["loc"][1:] if not _names_a_type(part)]

@@ -354,24 +354,25 @@ def test_calls_are_enforced_as_templates_write_them(either, name):
         of_tools([WEATHER, CITY], how, tokens, is_needed=is_needed, may_repeat=may_repeat)
         for is_needed, may_repeat in ((True, True), (True, False), (False, True))
     )
-    assert needed is not None
-    assert one is not None
     assert writes(either, needed, once)
     assert writes(either, needed, twice) == (name != "llama-json")
     assert writes(either, one, once)
     assert not writes(either, one, twice)
     for wrong in (text.of([("Rome", "3")]), once.replace("weather", "rain"), "no call"):
         assert not writes(either, needed, wrong)
-    assert (free is None) == (how.bare is not None)
-    if free is not None:
-        assert writes(either, free, f"well {once}")
-        assert writes(either, free, "no call")
-        assert not writes(either, free, f"well {text.of([('Rome', '3')])}")
-        marks = REASONING_MARKS[0]
-        grammar = after_reasoning(free, marks, tokens, is_open=True, opens_calls=how.opens)
-        assert writes(either, grammar, f"I think so{marks.closes}well {twice}")
-        assert not writes(either, grammar, f"I think so{text.of([('Rome', '3')])}{marks.closes}")
-        assert not writes(either, grammar, f"well {once}")
+    before = "well " if how.bare is None else "\n"
+    assert writes(either, free, before + once)
+    assert writes(either, free, "no call")
+    wrong = text.of([("Rome", "3")])
+    assert not writes(either, free, before + wrong)
+    marks = REASONING_MARKS[0]
+    grammar = after_reasoning(free, marks, tokens, is_open=True, opens_calls=how.opens)
+    last = once if name == "llama-json" else twice
+    assert writes(either, grammar, f"I think so{marks.closes}{before}{last}")
+    assert not writes(either, grammar, f"I think so{marks.closes}{before}{wrong}")
+    if how.bare is None:
+        assert not writes(either, grammar, f"I think so{wrong}{marks.closes}")
+    assert not writes(either, grammar, f"well {once}")
 
 
 def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking):
