@@ -481,7 +481,7 @@ def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
 
 
 _LEAST = {
-    "tools": "at least one",
+    "tools": "at least one tool",
     "messages": 'at least one message: {"role": "user", "content": "TEXT"}',
 }
 
