@@ -40,8 +40,10 @@ CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_cl
 # What tests of llama.cpp's and vLLM's servers need, and which of vLLM's ask a server.
 PROTOCOL_PACKAGES ?= wget==3.2 requests filelock jsonschema==4.26.0 pybase64==1.5.1 \
   pytest-asyncio==1.5.0
-VLLM_TESTS ?= $(addprefix tests/entrypoints/,anthropic/test_messages.py openai/chat_completion \
-  openai/completion/test_completion.py openai/completion/test_prompt_validation.py openai/models \
+VLLM_TESTS ?= $(addprefix tests/entrypoints/,anthropic/test_messages.py \
+  $(addprefix openai/chat_completion/test_,chat.py chat_completion.py chat_echo.py \
+  chat_logit_bias_validation.py completion_with_function_calling.py enable_force_include_usage.py \
+  include_reasoning.py logprob_token_ids.py root_path.py) openai/completion/test_completion.py openai/completion/test_prompt_validation.py openai/models \
   openai/completion/test_token_in_token_out.py openai/responses/test_simple.py \
   $(addprefix openai/responses/test_,basic.py function_call.py stateful.py structured_output.py \
   namespace_tool_separator.py) $(addprefix openai/test_,chunked_prompt.py return_token_ids.py \

@@ -473,7 +473,7 @@ class Pieces:
     A piece's tokens attend to those before it through the cache, as those of a conversation do. A
     picture stays whole, and with it what comes before it. A call is one pass if gradients, a loss
     or hidden states are asked for, which are known to take more than was set aside. Any other that
-    cannot be cut is refused where it is longer than that.
+    cannot be cut is refused where it is longer than that. Router logits come without their loss.
     """
 
     def __init__(self, model: Any, most_tokens: int, max_tokens: int) -> None:
@@ -517,7 +517,7 @@ class Pieces:
             cache = DynamicCache(config=model.config)
             give_room(cache, model)
         given |= {"use_cache": True, self._cache_name: cache}
-        out, kept = None, []
+        out, kept, routed = None, [], []
         for begin, end in pairwise((0, *ends)):
             part = dict(self._part(given, begin, end, num_cached))
             num_kept = min(end - begin, keep - num_new + end)
@@ -526,9 +526,15 @@ class Pieces:
             out = run(**part)
             if num_kept > 0:
                 kept.append(out.logits[:, -num_kept:])
+            if out.get("router_logits") is not None:
+                routed.append(out["router_logits"])
         assert out is not None
         left_out = () if is_cached else (self._cache_name,)
         answer = {name: value for name, value in out.items() if name not in left_out}
+        if routed:
+            layers = zip(*routed, strict=True)
+            answer["router_logits"] = tuple(_joined(parts, num_sequences) for parts in layers)
+            answer.pop("aux_loss", None)  # of the last piece alone
         kept = kept or [out.logits[:, :0]]
         return type(out)(**(answer | {"logits": kept[0] if len(kept) == 1 else torch.cat(kept, 1)}))
 
@@ -545,8 +551,8 @@ class Pieces:
         is_served = hasattr(cache, "number_requests")  # whose owner cuts
         if is_served or has_gradients or "labels" in given or "output_hidden_states" in more:
             return ""
-        if more:
-            return more[0]
+        if "output_attentions" in more:
+            return "output_attentions"
         if cache is not None and type(cache) not in (DynamicCache, StaticCache):
             return f"a {type(cache).__name__}"
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
@@ -586,6 +592,13 @@ class Pieces:
                     yield name, value[..., begin:end]
             elif not (begin and name.startswith(_OF_PICTURES)):
                 yield name, value
+
+
+def _joined(parts: Sequence[torch.Tensor], num_sequences: int) -> torch.Tensor:
+    """Router logits of pieces: ``[B, T, E]``, or ``[B * T, E]`` as most families have them."""
+    if parts[0].ndim > 2:
+        return torch.cat([*parts], -2)
+    return torch.cat([part.unflatten(0, (num_sequences, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _has_positions(model: Any, given: dict[str, Any], num_cached: int) -> bool:

@@ -101,6 +101,13 @@ def test_logits_are_those_of_one_pass(family, tmp_path, monkeypatch):
                 error(torch.cat(logits, 1), torch.cat([one.logits, again], 1)) < MAX_RELATIVE_ERROR
             )
             assert sizes == [(1, 7), (1, 7), (1, 7), (1, 2), (1, 1)]
+            routed = [
+                model(ids, output_router_logits=True).get("router_logits") for model in (cut, whole)
+            ]
+            assert (routed[0] is None) == (routed[1] is None)
+            assert routed[1] or str(family) != "GptOssForCausalLM"
+            for pair in zip(*routed, strict=True) if routed[1] else ():
+                assert error(*pair) < MAX_RELATIVE_ERROR
             sizes.clear()
         found, expected = (model(ids, attention_mask=mask).logits[:, 9:] for model in (cut, whole))
         assert error(found, expected) < MAX_RELATIVE_ERROR
@@ -161,7 +168,7 @@ def test_what_asks_for_more_than_logits_is_one_pass(monkeypatch):
         assert sizes == [(1, LENGTH)] * 2
         other = type("OtherCache", (DynamicCache,), {})()
         for name, value, said in (
-            ("output_router_logits", True, "output_router_logits"),
+            ("output_attentions", True, "output_attentions"),
             ("past_key_values", other, "a OtherCache"),
             ("logits_to_keep", torch.arange(2), "logits_to_keep as a tensor"),
         ):

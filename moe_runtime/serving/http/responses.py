@@ -281,6 +281,7 @@ class ResponsesBody(TranslatedBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     client_metadata: Unused = None
     user: str | None = None
     prompt_cache_key: Unused = None
@@ -387,6 +388,7 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         tool_choice=choice if body.tools else None,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=body.response_format,
+        chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=effort if template.knows("reasoning_effort") else None,
         verbosity=body.text and body.text.verbosity,
     )

@@ -18,19 +18,19 @@ from moe_runtime.serving.http.server import Server
 
 _LOADING = {"device": "cpu", "dtype": "auto", "host_memory": "1GiB", "cache_code": "none"}
 _LOADING |= {"kv_cache": "exact", "misses": "device", "draft": "none"}
-_CONTEXT = 8192
-"""Positions that the bundled model says it has: their prompts are longer than its training's."""
+_POSITIONS = 16384
+"""That the bundled model says it has: their prompts are longer than its training's."""
 
 
 @contextlib.contextmanager
 def serving(
-    names: Sequence[str], template: str = TEMPLATE, max_tokens: int = _CONTEXT, **more: Any
+    names: Sequence[str], template: str = TEMPLATE, max_tokens: int = 8192, **more: Any
 ) -> Iterator[str]:
     """The address of a server that lasts as long as the block."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = shutil.copytree(pocket_path(), folder / "pocket")
-        _change(model / "config.json", {"max_position_embeddings": _CONTEXT})
+        _change(model / "config.json", {"max_position_embeddings": _POSITIONS})
         _change(model / "tokenizer_config.json", {"chat_template": template})
         loading = {**_LOADING, "max_tokens": max_tokens}
         models = [str(model)] * len(names)
@@ -53,7 +53,8 @@ def skip_foreign(items: Sequence[pytest.Item], reasons: Mapping[str, str]) -> No
     names = {name: why for why, text in reasons.items() for name in text.split()}
     for item in items:
         first = item.name.split()[0]
-        own = first, first.partition("[")[0], item.path.name
+        plain = first.partition("[")[0]
+        own = first, plain, item.path.name, f"{item.path.name}::{plain}"
         found = next((names[name] for name in own if name in names), None)
         if found is not None:
             item.add_marker(pytest.mark.skip(reason=found))

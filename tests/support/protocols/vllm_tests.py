@@ -37,7 +37,9 @@ _REASONS = {
         test_custom_role test_background test_background_error test_background_cancel
         test_comparison_with_prompt_logprobs_and_logprobs test_server_load test_show_version
         test_v2_endpoint_accepts_valid_api_token test_no_request_id_header
-        test_enable_request_id_header""",
+        test_enable_request_id_header test_more_than_one_prompt_logprobs_chat
+        test_completion_return_tokens_as_token_ids_completion
+        test_chat_return_tokens_as_token_ids_completion""",
     "the words, tokens or thoughts of a model that knows answers": """
         test_function_tool_use test_simple_input test_instructions
         test_chat test_previous_response_id test_two_responses_with_same_prev_id
@@ -47,15 +49,26 @@ _REASONS = {
         test_structured_output test_structured_output_with_parse test_single_completion
         test_single_chat_session test_chat_completion_with_tool_use
         test_chat_completion_with_emoji_and_token_ids test_simple_messages
-        test_anthropic_tool_call test_hermes_tool_parser.py""",
+        test_anthropic_tool_call test_hermes_tool_parser.py
+        test_system_message test_response_format_json_object test_response_format_json_schema
+        test_complex_message_content test_no_args_tool_call
+        test_completion_with_function_calling.py::test_named_tool_use
+        test_function_calling_with_streaming_expected_arguments
+        test_function_calling_with_streaming_types[True-auto-Qwen/Qwen3-1.7B]
+        test_function_calling_with_streaming_types[True-required-Qwen/Qwen3-1.7B]
+        test_function_calling_with_streaming_types[False-required-Qwen/Qwen3-1.7B]
+        test_function_calling_with_streaming_types[False-auto-Qwen/Qwen3-1.7B]
+        test_function_calling_with_streaming_forced_tool_choice[auto-Qwen/Qwen3-1.7B]""",
     "the wording of errors, or chunks that OpenAI and Anthropic cut in another way": """
         test_chat_logit_bias_multiple_non_integer_keys test_empty_prompt
         test_out_of_vocab_token_ids test_long_seed
         test_parallel_streaming test_chat_streaming test_chat_completion_stream_options
         test_basic_completion_with_emoji test_anthropic_streaming
-        test_anthropic_streaming_cache_usage""",
+        test_anthropic_streaming_cache_usage
+        test_chat_completion_stream_options_and_logprobs_with_long_prompts""",
     "functions of vLLM's own": """
-        test_load_prompt_embeds test_disable_prompt_embeds""",
+        test_load_prompt_embeds test_disable_prompt_embeds
+        test_chat_completion_request_n_parameter_exceeds_default_limit""",
     "adapters and pictures from the network": """
         test_check_models test_no_logprobs_chat[zephyr-lora] test_zero_logprobs_chat[zephyr-lora]
         test_some_logprobs_chat[zephyr-lora] test_too_many_chat_logprobs[zephyr-lora]
@@ -75,11 +88,12 @@ class RemoteOpenAIServer:
         given = dict(itertools.pairwise(words))
         self._name = given.get("--served-model-name", model)
         key = given.get("--api-key")
+        self._max_tokens = int(given.get("--max-model-len", 8192))
         self._access = Access(keys=(key,) if key else ())
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RemoteOpenAIServer:
-        made = serving([self._name], _TEMPLATE, access=self._access)
+        made = serving([self._name], _TEMPLATE, self._max_tokens, access=self._access)
         self._address = self._stack.enter_context(made)
         return self
 
@@ -144,10 +158,16 @@ def _of_vllm(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     if name == "get_tokenizer":
-        return lambda *_, **__: load_tokenizer(pocket_path())
+        return lambda *_, **__: _tokenizer()
     if name == "hf_api":  # adapters are not downloaded, and not used
         return lambda: types.SimpleNamespace(snapshot_download=lambda **_: "")
     return _Absent()
+
+
+def _tokenizer() -> Any:
+    found = load_tokenizer(pocket_path())
+    found.chat_template = _TEMPLATE
+    return found
 
 
 def pytest_load_initial_conftests() -> None:
