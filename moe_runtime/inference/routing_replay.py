@@ -48,10 +48,16 @@ def decode_routing(text: str) -> np.ndarray:
     """`[T, L, K]`: what `encode_routing` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, such as `sglext.routed_experts` of SGLang's form.
     """
     try:
-        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        file = base64.b64decode(text, validate=True)
+        if not file.startswith(np.lib.format.MAGIC_PREFIX):
+            raise ValueError(
+                "its bytes have no NumPy header. Ids of sglext have no shape: give routed_experts "
+                "of choices"
+            )
+        found = np.load(io.BytesIO(file), allow_pickle=False)
     except (ValueError, EOFError, binascii.Error) as error:
         raise ValueError(f"routed_experts is no NumPy file in base64: {error}") from None
     if not isinstance(found, np.ndarray) or found.ndim != 3 or found.dtype.kind not in "iu":
