@@ -97,6 +97,13 @@ def test_misses_are_regretted_that_more_slots_would_spare():
         _, misses[slots], regrets[slots] = store.waits()
     assert regrets == {2: misses[2] - misses[5], 5: 0}
     assert regrets[2] > 20
+    store = make_store(FakeTier(), 3)
+    store.num_watched = 3
+    use(store, keys(0, 0, 1, 2))
+    assert resize(store, 2) == 2  # what memory for other models evicted is not the draft's
+    use(store, keys(0, 0))
+    use(store, keys(0, 1))
+    assert store.waits()[1:] == (4, 0)
 
 
 def test_a_leased_expert_is_not_evicted():
