@@ -102,7 +102,6 @@ def test_misses_are_regretted_that_more_slots_would_spare():
     use(store, keys(0, 0, 1, 2))
     assert resize(store, 2) == 2  # what memory for other models evicted is not the draft's
     use(store, keys(0, 0))
-    use(store, keys(0, 1))
     assert store.waits()[1:] == (4, 0)
 
 
