@@ -58,10 +58,15 @@ def decode_routing(text: str) -> np.ndarray:
     """`[T, L, K]`: what `encode_routing` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, such as `sglext.routed_experts` of SGLang's form.
     """
     try:
         file = base64.b64decode(text, validate=True)
+        if not file.startswith(np.lib.format.MAGIC_PREFIX):
+            raise ValueError(
+                "its bytes have no NumPy header. Ids of sglext have no shape: give routed_experts "
+                "of choices"
+            )
     except ValueError as error:
         raise ValueError(f"routed_experts is no NumPy file in base64: {error}") from None
     if (head := _HEADER.match(file)) is None:  # not evaluated, as NumPy does: it is not trusted

@@ -28,6 +28,7 @@ from moe_runtime.serving.http.generating import (
 from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.lark import regex_of
 from moe_runtime.serving.http.schema import (
+    AllowedTools,
     Body,
     ChatBody,
     ChatMessages,
@@ -38,6 +39,7 @@ from moe_runtime.serving.http.schema import (
     NamedTool,
     TextMap,
     ToolCall,
+    ToolList,
     TopLogprobs,
     TranslatedBody,
     Unused,
@@ -145,6 +147,7 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     _enforced: dict[str, Any] | None = PrivateAttr(default=None)
+    _place: str = PrivateAttr(default="")
 
 
 class CustomFormat(Body):
@@ -170,18 +173,19 @@ class CustomTool(Body):
     description: str | None = None
     format: CustomFormat | None = None
 
-    def function(self) -> FunctionTool:
-        """A function whose one argument is the text."""
+    def function(self, place: str) -> FunctionTool:
+        """A function whose one argument is the text; ``place`` is the tool's in the request."""
         text, about = {"type": "string"}, self.description
         if self.format is not None and self.format.type == "grammar":
             grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
             about = joined(about, grammar, "\n\n")
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         found = FunctionTool(type="function", name=self.name, description=about, parameters=schema)
-        found._enforced = self._schema()
+        found._place = f"{place}.format.definition"
+        found._enforced = self._schema(found._place)
         return found
 
-    def _schema(self) -> dict[str, Any] | None:
+    def _schema(self, field: str) -> dict[str, Any] | None:
         """What calls of that function are held to; none where any text will do."""
         if self.format is None or self.format.definition is None:
             return None
@@ -190,7 +194,6 @@ class CustomTool(Body):
             try:
                 regex = regex_of(regex)
             except ValueError as error:
-                field = "tools.format.definition"
                 raise FieldError(field, f"of {clipped(self.name)}: {error}") from None
         text = {"type": "string", "pattern": f"^(?:{regex})$"}
         return {
@@ -231,6 +234,12 @@ _Tools = Annotated[list[_AnyTool], Field(fail_fast=True), BeforeValidator(_runna
 class FunctionChoice(Body):
     type: Literal["function", "custom"]
     name: str
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, fail_fast=True)]
 
 
 class TextFormat(Body):
@@ -275,7 +284,7 @@ class ResponsesBody(TranslatedBody):
     stream_options: Unused = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     tools: _Tools | None = None
     top_logprobs: TopLogprobs | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -334,9 +343,37 @@ def chat_of(
 
 def _all_messages(body: ResponsesBody, owner: str, kept: KeptResponses) -> list[Message]:
     before: list[Message] = []
+    items: list[Any] = []
     if body.previous_response_id is not None:
-        before = kept.messages(owner, body.previous_response_id)
+        response, before = kept.conversation(owner, body.previous_response_id)
+        items += [item for item in response["output"] if item["type"] in _CALLS]
+    _check_results([*items, *([] if isinstance(body.input, str) else body.input)], before)
     return [*before, *_conversation(body).end()]
+
+
+def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
+    """Refuses results without calls and calls without results, in the words of OpenAI."""
+    found = {call.id: "" for message in before for call in message.tool_calls or ()}
+    pending: dict[str, str] = {}
+    for item in items:
+        kind, name = (
+            (item["type"], item["call_id"])
+            if isinstance(item, dict)
+            else (item.type, getattr(item, "call_id", ""))
+        )
+        if kind in _CALLS:
+            found[name] = pending[name] = kind
+        elif isinstance(item, FunctionOutputItem):
+            if found.get(name, "?") not in ("", kind.removesuffix("_output")):
+                raise _unmatched(f"call found for {kind}", "with call_id ", name)
+            pending.pop(name, None)
+    for name, kind in pending.items():
+        raise _unmatched(f"output found for {kind}", "", name)
+
+
+def _unmatched(what: str, which: str, name: str) -> ApiError:
+    message = f"No tool {what.replace('_', ' ')} {which}{clipped(name)[1:-1]}."
+    return ApiError(message, param="input")
 
 
 def _keep(
@@ -370,13 +407,13 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
     if unknown := include - {"message.output_text.logprobs"}:
         raise unsupported("include", f"{clipped(sorted(unknown)[0])} is not known")
     effort = body.reasoning and body.reasoning.effort
-    choice = body.tool_choice
+    choice: Any = body.tool_choice
     if isinstance(choice, FunctionChoice):
-        kind = "custom_tool_call" if choice.type == "custom" else "function_call"
-        if all(tool.name != choice.name or item["type"] != kind for tool, item in _functions(body)):
-            problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
-            raise FieldError("tool_choice.name", problem)
-        choice = NamedTool(type="function", function=FunctionName(name=choice.name))
+        choice = _named(choice, body, "tool_choice.name")
+    elif isinstance(choice, AllowedChoice):
+        allowed = [_named(one, body, "tool_choice.tools") for one in choice.tools]
+        within = ToolList(mode=choice.mode, tools=allowed)
+        choice = AllowedTools(type="allowed_tools", allowed_tools=within)
     asked = ChatBody(
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
@@ -393,30 +430,40 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         verbosity=body.text and body.text.verbosity,
     )
     for own, (tool, _) in zip(asked.tools or (), _functions(body), strict=True):
-        if tool._enforced is not None:
-            own.function.enforce(tool._enforced)
+        own.function.enforce(tool._enforced, tool._place)
     return asked
+
+
+def _named(choice: FunctionChoice, body: ResponsesBody, field: str) -> NamedTool:
+    kind = "custom_tool_call" if choice.type == "custom" else "function_call"
+    if all(tool.name != choice.name or item["type"] != kind for tool, item in _functions(body)):
+        problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
+        raise FieldError(field, problem)
+    return NamedTool(type="function", function=FunctionName(name=choice.name))
 
 
 def _functions(body: ResponsesBody) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
     """Functions by the names that they have in a chat, and what items of their calls have here."""
-    for tool in body.tools or ():
+    for at, tool in enumerate(body.tools or ()):
         if not isinstance(tool, NamespaceTool):
-            yield _function_of(tool)
+            yield _function_of(tool, f"tools.{at}")
             continue
         about = tool.description
-        for each in tool.tools:
-            one, item = _function_of(each)
+        for number, each in enumerate(tool.tools):
+            one, item = _function_of(each, f"tools.{at}.tools.{number}")
             more = {"name": _flat(one.name, tool.name)}
             if about:
                 more["description"], about = joined(about, one.description or "", "\n\n"), None
             yield one.model_copy(update=more), {**item, "namespace": tool.name}
 
 
-def _function_of(tool: FunctionTool | CustomTool) -> tuple[FunctionTool, dict[str, str]]:
+def _function_of(
+    tool: FunctionTool | CustomTool, place: str
+) -> tuple[FunctionTool, dict[str, str]]:
     if isinstance(tool, FunctionTool):
+        tool._place = f"{place}.parameters"
         return tool, {"type": "function_call", "name": tool.name}
-    return tool.function(), {"type": "custom_tool_call", "name": tool.name}
+    return tool.function(place), {"type": "custom_tool_call", "name": tool.name}
 
 
 def _flat(name: str, namespace: str | None) -> str:
@@ -481,7 +528,7 @@ def _echoed(body: ResponsesBody, asked: ChatBody, model: ServedModel) -> dict[st
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     tools = [tool.model_dump() for tool in body.tools or ()]
     choice = body.tool_choice
-    plain = choice.model_dump() if isinstance(choice, FunctionChoice) else choice
+    plain = choice.model_dump() if isinstance(choice, Body) else choice
     return {
         "background": False,
         "instructions": body.instructions,

@@ -334,7 +334,10 @@ class FinetunePreparation(PreparedRun):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return super().settings | {BASE_FILES: _fingerprint(self.checkpoint)}
+        lora, own = self.config.lora, {BASE_FILES: _fingerprint(self.checkpoint)}
+        # where the first adapters lay is of no use later; the checkpoints have them
+        begun = {} if lora is None or lora.start is None else {"lora.start": "given"}
+        return super().settings | own | begun
 
 
 def prepare(
@@ -460,10 +463,11 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
-        if config.lora.start is not None:
+        if config.lora.start is not None and state is None:
             take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
         optimizer = _offloaded(preparation, resumes=state is not None)
+    ranks.draw_apart(0)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
         preparation,

@@ -151,6 +151,19 @@ def finetuned_together(model: str, folder: str, changes: dict[str, Any]) -> list
     return losses
 
 
+def draws_of_adapters(model: str, folder: str) -> tuple[list[float], list[float]]:
+    """First values of adapters, and what the first step's dropout would draw."""
+    lora = {"lora": {"rank": 2, "places": ["attention"], "dropout": 0.5}}
+    config = config_of(Path(model), Path(folder), **lora)
+    ranks = together(dist.group.WORLD) if dist.is_initialized() else None
+    with (ranks or OneRank()).first_alone():
+        preparation = prepare_finetuning(config, ranks=ranks)
+    with contextlib.closing(start_finetuning(preparation, resume=False)):
+        named = preparation.model.named_parameters()
+        first = next(p for name, p in named if ".lora_A" in name)
+        return first.flatten().tolist(), torch.rand(3).tolist()
+
+
 def smallest_budget(path: str) -> int:
     """Bytes that a run with its experts off memory says it needs at least."""
     with pytest.raises(CapacityError) as failure:
