@@ -239,7 +239,8 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
     smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
     settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
     with (model := moe_runtime.load(pocket_path(), draft=folder, **settings)).moe:
-        model._drafts.control = EveryDraft(model._drafts.control.most_rows)
+        control = EveryDraft(model._drafts.control.most_rows)
+        model.moe.drafts = model._drafts.control = control
         options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
         before = model.moe.stats()
         assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
