@@ -69,12 +69,9 @@ from moe_runtime.training.finetune.records import RECORD_FILES, is_of_records
 from moe_runtime.training.finetune.rendering import Renderer, encode_records
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.entry import (
-    expert_parameters,
     find_sites,
     layouts_of,
-    offload_training,
     plan_memory,
 )
 from moe_runtime.training.offload.frozen import (
@@ -87,9 +84,7 @@ from moe_runtime.training.offload.memory import (
     SPARE_BYTES,
     FrozenMemory,
     TrainingMemory,
-    dense_bytes,
     device_budget,
-    smallest_budget,
 )
 from moe_runtime.training.offload.offloaded_training import ExpertTraining
 from moe_runtime.training.offload.site import ExpertsSite
@@ -103,7 +98,7 @@ from moe_runtime.training.prepared import (
 )
 from moe_runtime.training.ranks import OneRank, Processes
 from moe_runtime.training.tracing import TrainingTrace, open_trace, trace_bytes
-from moe_runtime.training.train_plan import optimizer_settings, plan_of
+from moe_runtime.training.train_plan import all_experts, optimizer_settings, plan_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
@@ -510,35 +505,17 @@ def _with_all_experts(
     preparation: FinetunePreparation,
     use: Callable[[Mapping[str, Any], Callable[[ExpertKey], Mapping[str, Tensor]]], object],
 ) -> None:
-    """Gives the last checkpoint's model to a function, where several processes have its experts.
-
-    They are brought together in files of this process, which are removed at the end.
-    """
+    """Gives the last checkpoint's model to a function, where several processes have its experts."""
     config, checkpoint = preparation.config, preparation.checkpoint
     state = load_checkpoint(checkpoints_in(preparation.checkpoints)[-1])
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
     experts.tie(model)
     load_around_experts(model, checkpoint, experts, preparation.device, None)
-    sites, settings = find_sites(model), optimizer_settings(config)
-    layouts = layouts_of(sites, settings.state_format)
-    training = offload_training(
-        model,
-        host_memory=smallest_budget(layouts, dense_bytes(model, expert_parameters(sites))) + 1,
-        storage_dir=preparation.storage,
-        optimizer=settings,
-        # nothing is computed
-        activation_memory=1,
-        resumes=True,
-    )
-    try:
+    with all_experts(model, optimizer_settings(config), preparation.storage, state) as training:
         CheckpointModel(model).load_state_dict(dict(state.model))
-        training.load_state_dict(dict(state.optimizer))
         with MergedAdapters(model) as named:
             use(named, training.expert)
-    finally:
-        training.close()
-        remove_own_files(preparation.storage)
 
 
 def _refuse_together(config: FinetuneConfig, ranks: Processes) -> None:
