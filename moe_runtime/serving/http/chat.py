@@ -316,10 +316,7 @@ def _grammar(
     body: ChatBody, template: ChatTemplate, functions: list[Function], tokens: Mapping[str, int]
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
-    choice = body.tool_choice
-    is_bounded = isinstance(choice, AllowedTools)
-    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
-    needs_call = mode == "required" or isinstance(choice, NamedTool)
+    needs_call, is_bounded = _needs_call(body), isinstance(body.tool_choice, AllowedTools)
     asked = body.response_format
     param = "response_format"
     grammar = None if asked is None else grammars.of_response_format(asked)
@@ -340,9 +337,15 @@ def _grammar(
                 tokens,
                 is_needed=needs_call,
                 may_repeat=body.parallel_tool_calls is not False
-                and not isinstance(choice, NamedTool),
+                and not isinstance(body.tool_choice, NamedTool),
             )
     return None if grammar is None else (grammar, param)
+
+
+def _needs_call(body: ChatBody) -> bool:
+    choice = body.tool_choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    return mode == "required" or isinstance(choice, NamedTool)
 
 
 def _after_thoughts(
@@ -358,7 +361,9 @@ def _after_thoughts(
     is_own = (body.response_format or {}).get("type") == "grammar"
     if template.is_harmony:
         if HarmonySections(prompt=prompt).is_within_message:
-            return grammar if param in ("response_format", "tool_choice") else None
+            if param != "response_format" and not _needs_call(body):
+                raise unsupported(param, "cannot be enforced in a message that has begun")
+            return grammar
         if is_own:
             problem = "a grammar of one's own cannot follow this model's analysis"
             raise FieldError(param, problem)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import chat
@@ -26,7 +27,7 @@ from moe_runtime.serving.http.generating import (
     sampling_of,
 )
 from moe_runtime.serving.http.kept_responses import KeptResponses
-from moe_runtime.serving.http.lark import regex_of
+from moe_runtime.serving.http.lark import regex_of, whole
 from moe_runtime.serving.http.schema import (
     AllowedTools,
     Body,
@@ -146,8 +147,6 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    _enforced: dict[str, Any] | None = PrivateAttr(default=None)
-    _place: str = PrivateAttr(default="")
 
 
 class CustomFormat(Body):
@@ -163,6 +162,27 @@ class CustomFormat(Body):
                 raise FieldError(f"tools.format.{name}", f"{problem} a format of {self.type}")
         return self
 
+    def schema_of_call(self, place: str) -> dict[str, Any] | None:
+        """What calls are held to; None where any text will do. ``place`` is its definition's."""
+        if self.definition is None:
+            return None
+        try:
+            if self.syntax == "lark":
+                regex = regex_of(self.definition)
+            else:
+                regex = whole(_ANCHORS.sub(r"\1", self.definition))
+        except ValueError as error:
+            raise FieldError(place, str(error)) from None
+        text = {"type": "string", "pattern": f"^(?:{regex})$"}
+        return {
+            **{"type": "object", "properties": {"input": text}, "required": ["input"]},
+            "additionalProperties": False,
+        }
+
+
+_ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
+"""Of a whole text, which calls are held to anyway."""
+
 
 class CustomTool(Body):
     """A tool that takes a text. The model is told its grammar, and held to it."""
@@ -173,33 +193,14 @@ class CustomTool(Body):
     description: str | None = None
     format: CustomFormat | None = None
 
-    def function(self, place: str) -> FunctionTool:
-        """A function whose one argument is the text; ``place`` is the tool's in the request."""
+    def function(self) -> FunctionTool:
+        """A function whose one argument is the text."""
         text, about = {"type": "string"}, self.description
         if self.format is not None and self.format.type == "grammar":
             grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
             about = joined(about, grammar, "\n\n")
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        found = FunctionTool(type="function", name=self.name, description=about, parameters=schema)
-        found._place = f"{place}.format.definition"
-        found._enforced = self._schema(found._place)
-        return found
-
-    def _schema(self, field: str) -> dict[str, Any] | None:
-        """What calls of that function are held to; none where any text will do."""
-        if self.format is None or self.format.definition is None:
-            return None
-        regex = self.format.definition
-        if self.format.syntax == "lark":
-            try:
-                regex = regex_of(regex)
-            except ValueError as error:
-                raise FieldError(field, f"of {clipped(self.name)}: {error}") from None
-        text = {"type": "string", "pattern": f"^(?:{regex})$"}
-        return {
-            **{"type": "object", "properties": {"input": text}, "required": ["input"]},
-            "additionalProperties": False,
-        }
+        return FunctionTool(type="function", name=self.name, description=about, parameters=schema)
 
 
 _Callable = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
@@ -330,7 +331,7 @@ def prepare(
         sections=sections[0],
         echoed=_echoed(body, asked, model),
         has_logprobs=bool(asked.logprobs),
-        items={tool.name: item for tool, item in _functions(body)},
+        items={one.function.name: one.item for one in _functions(body)},
         keep=None if body.store is False else partial(_keep, kept, owner, messages),
     )
 
@@ -399,9 +400,13 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         messages = [lead, *messages]
     if not messages:
         raise FieldError("input", "is empty, send a text or at least one item")
+    offered = [*_functions(body)]
     tools: Any = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-        for tool, _ in _functions(body)
+        {
+            "type": "function",
+            "function": one.function.model_dump(exclude={"type"}, exclude_none=True),
+        }
+        for one in offered
     ] or None
     include = {*(body.include or ())} - {"reasoning.encrypted_content"}
     if unknown := include - {"message.output_text.logprobs"}:
@@ -409,9 +414,9 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
     effort = body.reasoning and body.reasoning.effort
     choice: Any = body.tool_choice
     if isinstance(choice, FunctionChoice):
-        choice = _named(choice, body, "tool_choice.name")
+        choice = _named(choice, offered, "tool_choice.name")
     elif isinstance(choice, AllowedChoice):
-        allowed = [_named(one, body, "tool_choice.tools") for one in choice.tools]
+        allowed = [_named(one, offered, "tool_choice.tools") for one in choice.tools]
         within = ToolList(mode=choice.mode, tools=allowed)
         choice = AllowedTools(type="allowed_tools", allowed_tools=within)
     asked = ChatBody(
@@ -429,41 +434,52 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         reasoning_effort=effort if template.knows("reasoning_effort") else None,
         verbosity=body.text and body.text.verbosity,
     )
-    for own, (tool, _) in zip(asked.tools or (), _functions(body), strict=True):
-        own.function.enforce(tool._enforced, tool._place)
+    for own, one in zip(asked.tools or (), offered, strict=True):
+        if choice != "none":
+            own.function.enforce(one.form and one.form.schema_of_call(one.place), one.place)
     return asked
 
 
-def _named(choice: FunctionChoice, body: ResponsesBody, field: str) -> NamedTool:
+class _Offered(NamedTuple):
+    """A function by the name that it has in a chat, what items of its calls have here, the format
+    of its text, and the place of what calls are held to."""
+
+    function: FunctionTool
+    item: dict[str, str]
+    form: CustomFormat | None
+    place: str
+
+
+def _named(choice: FunctionChoice, offered: Sequence[_Offered], field: str) -> NamedTool:
     kind = "custom_tool_call" if choice.type == "custom" else "function_call"
-    if all(tool.name != choice.name or item["type"] != kind for tool, item in _functions(body)):
+    if all(one.function.name != choice.name or one.item["type"] != kind for one in offered):
         problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
         raise FieldError(field, problem)
     return NamedTool(type="function", function=FunctionName(name=choice.name))
 
 
-def _functions(body: ResponsesBody) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
-    """Functions by the names that they have in a chat, and what items of their calls have here."""
+def _functions(body: ResponsesBody) -> Iterator[_Offered]:
     for at, tool in enumerate(body.tools or ()):
         if not isinstance(tool, NamespaceTool):
             yield _function_of(tool, f"tools.{at}")
             continue
         about = tool.description
         for number, each in enumerate(tool.tools):
-            one, item = _function_of(each, f"tools.{at}.tools.{number}")
-            more = {"name": _flat(one.name, tool.name)}
+            found = _function_of(each, f"tools.{at}.tools.{number}")
+            one, more = found.function, {"name": _flat(each.name, tool.name)}
             if about:
                 more["description"], about = joined(about, one.description or "", "\n\n"), None
-            yield one.model_copy(update=more), {**item, "namespace": tool.name}
+            yield found._replace(
+                function=one.model_copy(update=more), item={**found.item, "namespace": tool.name}
+            )
 
 
-def _function_of(
-    tool: FunctionTool | CustomTool, place: str
-) -> tuple[FunctionTool, dict[str, str]]:
+def _function_of(tool: FunctionTool | CustomTool, place: str) -> _Offered:
     if isinstance(tool, FunctionTool):
-        tool._place = f"{place}.parameters"
-        return tool, {"type": "function_call", "name": tool.name}
-    return tool.function(place), {"type": "custom_tool_call", "name": tool.name}
+        item = {"type": "function_call", "name": tool.name}
+        return _Offered(tool, item, None, f"{place}.parameters")
+    item = {"type": "custom_tool_call", "name": tool.name}
+    return _Offered(tool.function(), item, tool.format, f"{place}.format.definition")
 
 
 def _flat(name: str, namespace: str | None) -> str:

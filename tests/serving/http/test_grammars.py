@@ -156,6 +156,7 @@ def test_an_expression_has_the_texts_of_its_grammar(plain, text):
         assert writes(plain, f"start: %json {json.dumps(asked)}", json.dumps(text))
 
 
+LARGE = f'X: "{"x" * 60000}"\nstart: {" | ".join(["X"] * 9)}'
 DOUBLED = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(16)) + 'a16: "bb"'
 
 
@@ -174,6 +175,15 @@ DOUBLED = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(16
         (r'start: "\x"', "cannot be read"),
         ("start: " + "(" * 5000, "cannot be read"),
         (DOUBLED, "too large"),
+        (LARGE, "too large"),
+        ('start: "ab".."z"', "one character"),
+        ('start: "a".."z"i', "one character"),
+        ('start: A\nA: "x"\nA: "y"', "A is defined twice"),
+        ('start: INT\nINT: "q"\n%import common.INT', "INT is defined and imported"),
+        ("start: /a)|(b/", "brackets do not match"),
+        ("start: /[(]/ /a[)/", "brackets do not match"),
+        ("start: /a#)/x", "flag x"),
+        ("start: /(?i-x:a)/ /(?x)#/", "flag x"),
     ],
 )
 def test_what_is_no_regular_grammar_is_refused(grammar, said):

@@ -392,6 +392,21 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
     assert again.status == "completed"
 
 
+@pytest.mark.parametrize(
+    ("definition", "text", "is_right"),
+    [("^ab$", "ab", True), (r"[)(\]]\$", ")$", True), ("(a)|b", "b", True), ("^a|b$", "ax", False)],
+)
+def test_an_expression_is_of_a_whole_text(asked, tokenizer, definition, text, is_right):
+    form = {"type": "grammar", "syntax": "regex", "definition": definition}
+    tool = {"type": "custom", "name": "tool", "format": form}
+    found = asked(PATH, {"input": "Hi", "tools": [tool], "tool_choice": "required"})
+    arguments = json.dumps({"input": text})
+    call = f'<tool_call>\n{{"name": "tool", "arguments": {arguments}}}\n</tool_call>'
+    ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    masks = (found.constraint.allowed(ids[:end])[id] for end, id in enumerate(ids))
+    assert all(masks) == is_right
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_allowed_tools_alone_are_called_of_those_that_are_shown(asked, tokenizer, mode):
     both = [TOOL, {**TOOL, "name": "time"}]
@@ -422,7 +437,8 @@ def tool_of(**form: str) -> dict[str, Any]:
 
 CALLED = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}
-UNREADABLE = tool_of(type="grammar", syntax="regex", definition="a(")
+UNREADABLE = tool_of(type="grammar", syntax="regex", definition="a{9")
+LOOSE = tool_of(type="grammar", syntax="regex", definition="a)|(b")
 RECURSIVE = tool_of(type="grammar", syntax="lark", definition='start: "a" start?')
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
@@ -443,6 +459,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": "Hi", "tools": [tool_of(type="grammar", syntax="lark")]}, "tools.format.def"),
         ({"input": "Hi", "tools": [tool_of(type="text", definition="x")]}, "tools.format.def"),
         ({"input": "Hi", "tools": [TOOL, RECURSIVE]}, "tools.1.format.definition"),
+        ({"input": "Hi", "tools": [LOOSE]}, "tools.0.format.definition"),
         ({"input": "Hi", "tools": [UNREADABLE]}, "tools.0.format.definition"),
         (
             {"input": "Hi", "tools": [UNREADABLE], "tool_choice": "required"},
