@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -31,6 +31,7 @@ from moe_runtime.benchmarks.harness.scripting import (
 )
 from moe_runtime.benchmarks.suite import BenchSystem, Metric, Rules, facts, run_in_turn
 from moe_runtime.benchmarks.synthetic.texts import language_reference
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
@@ -57,6 +58,9 @@ def main() -> int:
         text = f"{words} (default: %(default)s)"
         parser.add_argument(name, type=positive, default=number, help=text)
     options = parser.parse_args()
+    needed = ("peft", *(("trl", "datasets") if options.what == "chats" else ()))
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise MoERuntimeError(f"{options.what} needs {' and '.join(lacking)}: pip install them")
     shape = shape_of("olmoe-1b-7b", options.layers, is_tiny=options.tiny)
     whole = shape_of("olmoe-1b-7b", 16, is_tiny=options.tiny)
     names = ("layers", "context", "rows")

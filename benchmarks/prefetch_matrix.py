@@ -164,6 +164,34 @@ def compare_codes(
             results.add(f"{name}; {policy}", [found["combined"]])
 
 
+def draw(results: scripting.ScriptResults, path: Path) -> None:
+    """Milliseconds of a step by share and link, with the bound of each predictor as a mark."""
+    from moe_runtime.lab.report.page import INK, SERIES, drawing
+
+    cases = dict.fromkeys(tuple(name.split("; ")[:2]) for name in results.systems)
+    columns = list(dict.fromkeys(name.split("; ", 2)[2] for name in results.systems))
+    with drawing() as new_figure:
+        rows = -(-len(cases) // len(SHARES))
+        figure = new_figure(figsize=(10, 2.6 * rows))
+        for number, case in enumerate(cases, 1):
+            axes = figure.add_subplot(rows, len(SHARES), number)
+            for place, kind in enumerate(("off_s", "enforce_s", "auto_s", "bound_s")):
+                values = [results.value("; ".join((*case, one)), kind) or 0.0 for one in columns]
+                heights = [1e3 * value for value in values]
+                if kind == "bound_s":
+                    axes.plot(range(len(columns)), heights, "_", color=INK, label="bound")
+                else:
+                    where = [at + 0.27 * (place - 1) for at in range(len(columns))]
+                    axes.bar(where, heights, 0.25, color=SERIES[place], label=kind[:-2])
+            axes.set_title(", ".join(case), fontsize=8)
+            axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=5)
+            axes.set_ylabel("ms", fontsize=7)
+        figure.legend(
+            *figure.axes[-1].get_legend_handles_labels(), loc="outside upper right", ncols=4
+        )
+        figure.savefig(path, dpi=100)
+
+
 def main() -> int:
     parser = traces_parser(__doc__, steps=100)
     parser.add_argument("--expert-bytes", type=scripting.positive, default=13_300_000)
@@ -174,6 +202,7 @@ def main() -> int:
         metavar="MS",
         help="instead: experts in bf16 and in the lossless code, which take so long to compute",
     )
+    parser.add_argument("--picture", type=Path, help="draw the steps here")
     options = parser.parse_args()
     served, learned = served_and_learned(options)
     signature, shape = served.trace.signature, learned.shape
@@ -198,6 +227,8 @@ def main() -> int:
         found = compare(served, policies[policy], machine, num_slots, estimators)
         for name, numbers in found.items():
             results.add(f"{link} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
+    if options.picture is not None:
+        draw(results, options.picture)
     return results.finish()
 
 

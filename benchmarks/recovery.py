@@ -139,9 +139,12 @@ def step_seconds(every: int, steps: int) -> float:
             wait_for(Path(name), _FIRST, process)
             began = time.monotonic()
             wait_for(Path(name), steps, process)
-            return (time.monotonic() - began) / (steps - _FIRST)
+            found = (time.monotonic() - began) / (steps - _FIRST)
+            process.wait(_PATIENCE_S)  # the last checkpoint
+            return found
         finally:
-            process.wait(_PATIENCE_S)
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
@@ -150,7 +153,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--part", choices=("recovery", "saves"), default="recovery")
     options = parser.parse_args()
-    settings = {"every": options.every, "processes": 2, "tokens_per_step": 2048}
+    if options.part == "saves" and options.every <= _FIRST:
+        raise MoERuntimeError(f"--every must be above {_FIRST}, got {options.every}")
+    settings = {"every": options.every, "tokens_per_step": 2048}
+    if options.part == "recovery":
+        settings |= {"processes": 2, "steps": options.every + 3, "steps_in_memory": _SOON + 3}
+    else:
+        settings |= {"processes": 1, "steps": options.every, "first_steps_left_out": _FIRST}
     results = ScriptResults(options.part, options, settings, METRICS)
     if options.part == "recovery":
         measure_recovery(options.every, options.repeats, results)

@@ -137,6 +137,7 @@ class RuntimeStats(ExpertCounters):
         drafted_tokens: tokens that were verified in them too.
         accepted_drafts: those of them that were chosen too.
         draft_failures: errors of drafts; after one there are no more drafts.
+        drafts_given_up: 1 where experts have a draft's memory, which cost more than it saved.
     """
 
     bytes_read: int
@@ -158,3 +159,4 @@ class RuntimeStats(ExpertCounters):
     drafted_tokens: int = 0
     accepted_drafts: int = 0
     draft_failures: int = 0
+    drafts_given_up: int = 0

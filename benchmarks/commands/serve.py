@@ -5,6 +5,7 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,11 +103,11 @@ def bench_serve(
     words = [] if start is None else _words_of(start)
     if routing is not None:
         require_not_read(run.output, "results", [routing])
-        is_ours = Path(words[0]).name == "moe-runtime" if words else False
-        if not is_ours or words[1:2] != ["serve"] or len(words) < 3 or words[2].startswith("-"):
+        models = [*takewhile(lambda word: not word.startswith("-"), words[2:])]
+        if words[:2] != ["moe-runtime", "serve"] or len(models) != 1:
             raise ValueError(
-                "--routing: expected --start 'moe-runtime serve MODEL ...', the server whose "
-                f"experts are routed, got {start!r}"
+                "--routing: expected --start 'moe-runtime serve MODEL OPTION...', of one model and "
+                f"of this installation: the server whose experts are routed, got {start!r}"
             )
         refuse_given(run.ctx, {"turns"}, "has no effect: --routing has one answer of each request")
     if prompts is not None:

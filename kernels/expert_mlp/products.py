@@ -224,6 +224,8 @@ class AdaptedProducts(Products):
         self, products: Products, adapters: Mapping[int, Adapter], *, is_turned: bool
     ) -> None:
         self._products, self._adapters, self._is_turned = products, adapters, is_turned
+        learning = [(own, own.gradients) for own in adapters.values() if own.gradients is not None]
+        self._learning = {first_LK.data_ptr(): own for own, (first_LK, _) in learning}
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._products.operand_dtype(dtype)
@@ -241,9 +243,9 @@ class AdaptedProducts(Products):
         out_nK.add_(inner_nL @ own.first_LK, alpha=own.scale)
 
     def outer(self, left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, is_first: bool) -> None:
-        """Adds to the gradients of the adapters of the matrix `out`, which stays as it is."""
-        own = self._adapters[out_AB.data_ptr()]
-        assert own.gradients is not None, "a backward pass has them"
+        """Adds to both gradients of the adapter whose first matrix has the gradient `out`."""
+        own = self._learning[out_AB.data_ptr()]
+        assert own.gradients is not None
         grad_nN, x_nK = (right_nB, left_nA) if self._is_turned else (left_nA, right_nB)
         grad_nN, x_nK = (rows.to(own.first_LK.dtype) for rows in (grad_nN, x_nK))
         first_LK, second_NL = own.gradients

@@ -165,7 +165,8 @@ class StreamedExperts:
         assert self._call is not None, "begin_backward comes first"
         self._call.products = self._products_with(weights, adapters)
         if adapters:
-            out = [weights.gate_up, weights.down, None, None]  # which say what is learned from
+            learned = [own.gradients for own in adapters]
+            out = [None if pair is None else pair[0][None] for pair in learned] + [None, None]
         self._call.backward(
             self._group(expert), weights, weights.one(0), out or [None] * len(weights.tensors()),
             needs_x=True, is_first=True,

@@ -136,8 +136,8 @@ class AdapterSettings:
                 )
             if value not in REFUSED[name]:
                 raise UnsupportedModelError(
-                    f"{self._file}: {name} is {clipped(value)}, which no request can be served "
-                    "with; merge the adapter into a checkpoint of its own"
+                    f"{self._file}: {name} is {clipped(value)}, so the adapter is more than "
+                    "products of low rank; merge the adapter into a checkpoint of its own"
                 )
 
     def _value(

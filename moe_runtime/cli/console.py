@@ -36,12 +36,14 @@ Progress = Callable[[str, int, int], None]
 class Session:
     """What the entry point must know about the running command.
 
-    `say` reports an error, with its line, where several processes run the command.
+    `say` reports an error, with its line, where several processes run the command. `on_loaded` is
+    given the models that `serve` has loaded, before it says so.
     """
 
     debug: bool = False
     as_json: bool = False
     say: Callable[[Exception, str], None] | None = None
+    on_loaded: Callable[[Sequence[Any]], None] | None = None
 
     def begin(self, *, debug: bool, as_json: bool) -> None:
         """Notes the options of the command and silences the libraries below it."""

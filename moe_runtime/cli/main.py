@@ -9,7 +9,7 @@ import functools
 import importlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -79,18 +79,24 @@ _COMMANDS = (run, serve, generate, chat, inspect, pack, doctor, replay, report, 
 _VERSIONS_SHOWN = ("python", "torch", "transformers", "triton")
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Runs one command line (of the process when omitted) and returns the exit code."""
+def main(
+    args: Sequence[str] | None = None,
+    *,
+    on_loaded: Callable[[Sequence[Any]], None] | None = None,
+) -> int:
+    """Runs one command line (of the process when omitted) and returns the exit code.
+    ``on_loaded``: see `Session`."""
+    session = Session(on_loaded=on_loaded)
     with terminable() as request:
-        code = _run_words(args, request)
+        code = _run_words(args, request, session)
     return request.exit_code if code == _INTERRUPTED and request.is_set else code
 
 
-def _run_words(args: Sequence[str] | None, request: StopRequest) -> int:
+def _run_words(args: Sequence[str] | None, request: StopRequest, session: Session) -> int:
     words = sys.argv[1:] if args is None else list(args)
     completion_init()  # where the environment asks for completions, the command prints them
     # Errors in the words themselves come before any command has read its options.
-    session = Session(as_json="--json" in words)
+    session.as_json = "--json" in words
     try:
         code = _command()(args=words, prog_name=_NAME, standalone_mode=False, obj=session)
         sys.stdout.flush()

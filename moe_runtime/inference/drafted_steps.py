@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
+from moe_runtime.config import format_bytes
 from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafts import Draft, DraftControl, Drafter, Lookups, Offer, Source
@@ -181,8 +182,14 @@ class DraftedSteps:
             spared_s = waited_s * spared / misses if misses else 0.0
         self.control.measured(num_base, num_rows, seconds, drafting_s, spared_s)
         if self.control.is_too_dear and handle is not None and not self.has_ended:
+            draft_bytes = handle.facts.draft_bytes
             self.has_ended, self.source = True, Lookups()
             give_up_drafts(handle)
+            message = (
+                "the draft is given up: answers come sooner where experts have its "
+                f"{format_bytes(draft_bytes)}; leave draft out, or give more memory"
+            )
+            warnings.warn(message, MoERuntimeWarning, stacklevel=2)
 
     def _single_token(self, given: Mapping[str, Any]) -> int | None:
         """The token of a step that drafts may go with."""

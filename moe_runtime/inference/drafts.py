@@ -168,6 +168,7 @@ class DraftControl:
         self._right = [[0.0, 0.0] for _ in PRIOR_RIGHT]  # of each grade: right, judged
         self._total_s = self._lost_s = self._debt_s = self._dear_s = 0.0
         self._spared_share = _Time()  # of a step without drafts
+        self._could_draft = False  # in the step that comes
         self.is_too_dear = False
 
     def reset_counts(self) -> None:
@@ -175,14 +176,15 @@ class DraftControl:
 
     def counts(self) -> dict[str, int]:
         """As `RuntimeStats` has them."""
-        return {name: self._counts[name] for name in COUNTS}
+        counts = {name: self._counts[name] for name in COUNTS}
+        return counts | {"drafts_given_up": int(self.is_too_dear)}
 
     def choose(self, offers: Sequence[Offer]) -> list[int]:
         """Drafted tokens to verify of each sequence, which has a row without drafts too."""
         num_base, none = len(offers), [0] * len(offers)
         if not any(offer.most for offer in offers):
             return none
-        base = self._times.get(num_base)
+        base, self._could_draft = self._times.get(num_base), num_base < self.most_rows
         self._forget_old()
         for grade in {offer.grade for offer in offers if offer.most}:
             self._right[grade] = [value * _KEPT_SHARE for value in self._right[grade]]
@@ -218,7 +220,8 @@ class DraftControl:
     ) -> None:
         """A pass for so many sequences had so many rows, those of drafted tokens included, which
         took so long to draft before. With the drafter's memory for experts it would have taken
-        ``spared_s`` less."""
+        ``spared_s`` less, which counts where drafts could be chosen."""
+        could_draft, self._could_draft = self._could_draft, False
         self._num_passes += 1
         self._counts["draft_steps"] += num_base
         self._counts["drafted_tokens"] += num_rows - num_base
@@ -229,7 +232,8 @@ class DraftControl:
             self._lose(seconds + drafting_s, num_base, num_base)
         elif spared_s or self._spared_share.seconds:
             self._spared_share.add(spared_s / seconds if seconds else 0.0, self._num_passes)
-            self._lose(self._times[num_base].seconds, num_base, num_base)
+            if could_draft:
+                self._lose(self._times[num_base].seconds, num_base, num_base)
 
     def judged(self, grade: int, num_right: int, *, has_failed: bool, num_base: int = 1) -> None:
         """So many tokens of a draft were right, and maybe the one after them was not."""

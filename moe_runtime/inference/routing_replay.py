@@ -13,11 +13,13 @@ Shape suffixes: B sequences, N tokens of one, T tokens, L layers, E experts, K t
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
+import inspect
 import io
+import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -29,12 +31,20 @@ from torch.overrides import TorchFunctionMode
 
 from moe_runtime.checkpoints.absent import AbsentParameters
 from moe_runtime.checkpoints.expert_map import find_experts
+from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.steps import LayerRouting, Listener
 from moe_runtime.layer import MoELayer
 
 Recorded = np.ndarray | Tensor | Sequence[np.ndarray | Tensor]
 _CURRENT: ContextVar[object] = ContextVar("replay", default=None)
+_HEADER = re.compile(
+    rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
+    rb"\{'descr': '([<>|][iu][1248])', 'fortran_order': (True|False), "
+    rb"'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\),? *\} *\n",
+    re.DOTALL,
+)
+_INTEGERS = {torch.uint8, torch.uint16, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def encode_routing(ids_TLK: np.ndarray) -> str:
@@ -48,22 +58,32 @@ def decode_routing(text: str) -> np.ndarray:
     """`[T, L, K]`: what `encode_routing` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, such as `sglext.routed_experts` of SGLang's form.
     """
     if not isinstance(text, str):
         raise ValueError(
             f"routed_experts must be text, a NumPy file in base64, got {type(text).__name__}"
         )
     try:
-        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, binascii.Error) as error:
+        file = base64.b64decode(text, validate=True)
+        if not file.startswith(np.lib.format.MAGIC_PREFIX):
+            raise ValueError(
+                "its bytes have no NumPy header. Ids of sglext have no shape: give routed_experts "
+                "of choices"
+            )
+    except ValueError as error:
         raise ValueError(f"routed_experts is no NumPy file in base64: {error}") from None
-    if not isinstance(found, np.ndarray) or found.ndim != 3 or found.dtype.kind not in "iu":
+    if (head := _HEADER.match(file)) is None:  # not evaluated, as NumPy does: it is not trusted
         raise ValueError(
-            "routed_experts must be integers of tokens, layers and choices, got "
-            f"{getattr(found, 'dtype', type(found).__name__)} {getattr(found, 'shape', '')}"
+            "routed_experts must be a NumPy file of integers of tokens, layers and choices, got "
+            f"{file[:80]!r}"
         )
-    return found
+    kind, is_turned, *sizes = (group.decode() for group in head.groups())
+    shape, data = tuple(map(int, sizes)), file[head.end() :]
+    if len(data) != math.prod(shape) * np.dtype(kind).itemsize:
+        raise ValueError(f"routed_experts of {list(shape)} {kind} has {len(data)} bytes")
+    found = np.frombuffer(data, kind).reshape(shape, order="F" if is_turned == "True" else "C")
+    return found.copy()
 
 
 def require_routing(ids_NLK: Tensor, num_experts: int) -> None:
@@ -131,6 +151,8 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
         UnsupportedUseError: blocks are computed again in the backward pass, the model's gates do
             not choose by `topk`, or one has no weight of an expert outside of its groups.
     """
+    if not len(routed_experts):
+        raise ValueError("routed_experts must be of one sequence at least, got none")
     names = experts_of(model)
     num_experts = min(int(cast(Any, model.get_submodule(name)).num_experts) for name in names)
     sequences = [torch.as_tensor(_signed(one)) for one in routed_experts]
@@ -149,10 +171,12 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
             "gradient checkpointing chooses experts again in the backward pass: switch it off to "
             "replay a routing"
         )
-    mine = object()
+    mine = _Passes(inspect.signature(model.forward).parameters, cache_name(model.forward))
     token = _CURRENT.set(mine)
     with contextlib.ExitStack() as installed:
         installed.callback(_CURRENT.reset, token)
+        hook = model.register_forward_pre_hook(mine.begin, prepend=True, with_kwargs=True)
+        installed.callback(hook.remove)
         for layer, name in enumerate(names):
             experts = model.get_submodule(name)
             replay = _LayerReplay(mine, layer, cast(Any, experts).num_experts, sequences)
@@ -164,13 +188,42 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
             ):
                 installed.callback(handle.remove)
         yield
+    longest = max(map(len, sequences))
+    if 0 < mine.num_tokens < longest:
+        raise ValueError(
+            f"routed_experts has up to {longest} tokens of a sequence, the passes were of "
+            f"{mine.num_tokens}"
+        )
+
+
+@dataclass
+class _Passes:
+    """The passes of one `with` block: a long call is cut into several, whose tokens come behind
+    those that are cached.
+
+    Attributes:
+        names: of what the model's `forward` takes.
+        num_cached: tokens of each sequence, before the pass.
+        num_tokens: of each sequence, of all passes.
+    """
+
+    names: Iterable[str]
+    cache_name: str
+    num_cached: int = 0
+    num_tokens: int = 0
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _CURRENT.get() is self:
+            given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+            cache = given.get(self.cache_name)
+            self.num_cached = 0 if cache is None else int(cache.get_seq_length())
 
 
 @dataclass
 class _LayerReplay:
     """Replays one layer, for the passes of one `with` block."""
 
-    owner: object
+    owner: _Passes
     layer: int
     num_experts: int
     sequences: Sequence[Tensor]
@@ -210,14 +263,14 @@ class _LayerReplay:
         """`[T, K]` int64: recorded, -1 where a router is to choose."""
         num_tokens, top_k = like_TK.shape
         length, rest = divmod(num_tokens, len(self.sequences))
-        parts = []
+        first, parts = self.owner.num_cached, []
+        self.owner.num_tokens = max(self.owner.num_tokens, first + length)
         for ids_NLK in self.sequences:
-            ids_NK = ids_NLK[:, self.layer]
-            if rest or len(ids_NK) > length or ids_NK.shape[1] != top_k:
+            ids_NK = ids_NLK[first : first + length, self.layer]
+            if rest or ids_NK.shape[1] != top_k:
                 raise ValueError(
-                    f"routed_experts has {len(self.sequences)} sequences of up to "
-                    f"{max(map(len, self.sequences))} tokens and {ids_NK.shape[1]} choices; the "
-                    f"pass has {num_tokens} tokens and {top_k}"
+                    f"routed_experts has {len(self.sequences)} sequences and {ids_NK.shape[1]} "
+                    f"choices; the pass has {num_tokens} tokens and {top_k}"
                 )
             parts.append(nn.functional.pad(ids_NK, (0, 0, 0, length - len(ids_NK)), value=-1))
         return torch.cat(parts).to(like_TK.device)
@@ -251,8 +304,13 @@ class _Choices(TorchFunctionMode):
         return torch.return_types.topk((values, ids))  # type: ignore[attr-defined]
 
 
-def _signed(ids: Any) -> Any:
-    return ids.astype(np.int64) if isinstance(ids, np.ndarray) else ids.long()
+def _signed(ids: np.ndarray | Tensor) -> np.ndarray | Tensor:
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    if isinstance(ids, Tensor) and ids.dtype in _INTEGERS:
+        return ids.long()
+    kind = getattr(ids, "dtype", type(ids).__name__)
+    raise ValueError(f"routed_experts must be arrays or tensors of integers, got {kind}")
 
 
 def experts_of(model: nn.Module) -> list[str]:

@@ -236,13 +236,17 @@ class Steps:
         with self.turn, self.listeners.muted():
             yield
 
-    def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model when it is this thread's turn. Raises MoERuntimeError: the model was
-        closed, or loaded before this process was forked."""
+    def require_open(self) -> None:
+        """MoERuntimeError where the model was closed, or loaded before this process was forked."""
         if self._stores[0].is_forked:
             raise MoERuntimeError(FORKED)
         if self._stores[0].is_closed:
             raise MoERuntimeError(CLOSED)
+
+    def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model when it is this thread's turn. Raises MoERuntimeError: as
+        ``require_open``."""
+        self.require_open()
         with self.turn:
             is_inner, is_done = self._is_passing, False
             num_threads = self._num_threads()
@@ -308,6 +312,7 @@ class CalledInSteps:
             passes = partial(self._pieces.call, self, passes)
         if self._drafts is None:
             return passes(*args, **kwargs)
+        self._steps.require_open()
         return self._drafts.call(passes, args, kwargs)
 
 

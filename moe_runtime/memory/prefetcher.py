@@ -57,7 +57,7 @@ class Guesses(Generic[W]):
 
         Args:
             guesses: the most urgent first.
-            chance: probabilities of these and of others; 0 for what is not here.
+            chance: probabilities of these and of others; `LEAST_CHANCE` for what is not here.
             admission: the rules; the reads are paid from its credit.
         """
         store, started = self._store, 0

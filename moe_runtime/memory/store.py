@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +143,7 @@ class Lease(Generic[W]):
                     self._keep = frozenset(missing)
                     self._missing.extend(missing)
                 store._counters.misses += len(missing)
-                store._regrets += sum(key in store.gone for key in missing)
+                store._regrets += sum(store.gone.pop(key, 0) for key in missing)
                 self._demand_missing()
         return self
 
@@ -332,7 +332,8 @@ class ExpertStore(Generic[W]):
     Attributes:
         listener: called for every read and lease.
         is_closed: whether its memory was given up, so that leases are refused.
-        gone: evicted last, as many as are watched: slots more of that number would have kept them.
+        num_watched: experts of those evicted last that slots more of that number would have kept.
+        gone: these, the last one last, without those that came back; 1 of each.
     """
 
     def __init__(
@@ -370,7 +371,7 @@ class ExpertStore(Generic[W]):
         self._counters = StoreStats()
         self._guesses_before = 0  # made before the counters were reset, and not judged by then
         self._link = LinkMeter()
-        self.gone: deque[ExpertKey] = deque(maxlen=0)
+        self.num_watched, self.gone = 0, OrderedDict[ExpertKey, int]()
         self._regrets = 0  # misses of them
 
     @property
@@ -451,7 +452,7 @@ class ExpertStore(Generic[W]):
                 if key in self._entries or self._link.under_way >= at_once:
                     continue
                 if not self._free and policy.may_decline:
-                    victim = self._victim(key)
+                    victim = policy.victim(self._is_idle, key)
                     if victim is None or policy.declines(key, victim):
                         continue
                 slot = self._take_slot(key, keep=True)
@@ -587,6 +588,7 @@ class ExpertStore(Generic[W]):
                 self._free.append(self._closed.pop())
             with contextlib.suppress(CapacityError):
                 self._free += reversed(self._slab.extend(num_slots - self.num_slots))
+            self.gone.clear()  # whoever divides memory took these slots, not drafts
             self._monitor.notify_all()
             return self.num_slots
 
@@ -638,8 +640,8 @@ class ExpertStore(Generic[W]):
     def _enter(self, key: ExpertKey, slot: int, read: Transfer, *, keep: bool) -> Entry[W]:
         if self.listener is not None:
             self.listener.read_began(key, read.priority)
-        entry: Entry[W] = Entry(slot, read)
-        self._entries[key] = entry
+        entry = self._entries[key] = Entry[W](slot, read)
+        self.gone.pop(key, None)
         self._policy.insert(key) if keep else self._unadmitted.add(key)
         self._link.begin(is_demand=read.priority is Priority.DEMAND)
         return entry
@@ -677,7 +679,7 @@ class ExpertStore(Generic[W]):
             idle = [key for key in self._unadmitted if self._is_idle(key)]
             victim = next((key for key in idle if not self._entries[key].expected), None)
         if victim is None and (keep or len(self._unadmitted) < self._stream_slots):
-            victim = self._victim(incoming)
+            victim = self._policy.victim(self._is_idle, incoming)
         if victim is None:
             victim = next(iter(idle), None)
         return self._evict_for_slot(victim)
@@ -705,9 +707,6 @@ class ExpertStore(Generic[W]):
         self._drop(victim)
         return self._free.pop()
 
-    def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
-        return cast(ExpertKey | None, self._policy.victim(self._is_idle, incoming))
-
     def _keep(self, key: ExpertKey) -> None:
         self._unadmitted.remove(key)
         self._policy.insert(key)
@@ -717,7 +716,9 @@ class ExpertStore(Generic[W]):
             self.listener.dropped(key)
         self._counters.wasted_guesses += self._entries[key].guessed
         self._unadmitted.remove(key) if key in self._unadmitted else self._policy.remove(key)
-        self.gone.append(key)
+        self.gone[key] = 1
+        if len(self.gone) > self.num_watched:
+            self.gone.popitem(last=False)
         self._free.append(self._entries.pop(key).slot)
 
     def _keep_or_decline(self, key: ExpertKey) -> None:
@@ -768,9 +769,8 @@ class ExpertStore(Generic[W]):
 
     def _drop_if_done(self, key: ExpertKey) -> None:
         entry = self._entries[key]
-        failed = entry.read.error is not None
         passed = key in self._unadmitted and not (entry.expected or entry.guessed)
-        if (failed or passed) and entry.arrived and entry.pins == 0:
+        if (passed or entry.read.error) and entry.arrived and entry.pins == 0:
             self._drop(key)
 
     def _forget_expected(self, layer: int) -> None:

@@ -314,6 +314,7 @@ class EngineStatistics:
         drafted_tokens: tokens that were verified in them too.
         accepted_drafts: those of them that were chosen too.
         draft_failures: errors of drafts; after one there are no more drafts.
+        drafts_given_up: as of `RuntimeStats`.
     """
 
     running: int
@@ -336,6 +337,7 @@ class EngineStatistics:
     drafted_tokens: int = 0
     accepted_drafts: int = 0
     draft_failures: int = 0
+    drafts_given_up: int = 0
 
     @property
     def kv_usage(self) -> float:

@@ -161,12 +161,10 @@ def looks_like_chat(text: str) -> bool:
     return len(found) == 2
 
 
-def warn_of_chat(what: str) -> None:
-    warnings.warn(
+def chat_warning(what: str) -> str:
+    return (
         f"{what} looks like a conversation written as text: all of it is trained on, questions "
-        "included; records with messages train `moe-runtime finetune` on the answers alone",
-        MoERuntimeWarning,
-        stacklevel=3,
+        "included; records with messages train `moe-runtime finetune` on the answers alone"
     )
 
 
@@ -184,7 +182,7 @@ def _documents(
         if _is_records(text):
             raise _holds_records(str(path))
         if looks_like_chat(text):
-            warn_of_chat(str(path))
+            warnings.warn(chat_warning(str(path)), MoERuntimeWarning, stacklevel=2)
         name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
         parts = [text] if separator is None else text.split(separator)
         for number, part in enumerate(parts):

@@ -20,12 +20,19 @@ from moe_runtime.errors import CheckpointError
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.models.lm.parallel import by_parts
 from moe_runtime.parallel.parallel_experts import logical_views
-from moe_runtime.training.checkpoint import RunProgress, TrainingState
+from moe_runtime.training.checkpoint import (
+    MAPPING,
+    RunProgress,
+    TrainingState,
+    require_kind,
+    require_like,
+)
 from moe_runtime.training.offload.offloaded_training import OffloadedTraining
 from moe_runtime.training.offload.records import RecordLayout, Sections, Version
+from moe_runtime.training.optimizer import require_moments
 from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.sharded import MOMENTS, read_parts, steps_of
-from moe_runtime.training.train_plan import all_experts
+from moe_runtime.training.train_plan import whole_run
 from moe_runtime.types import ExpertKey
 
 _SECTIONS = dict(zip(MOMENTS, (Sections.MEAN, Sections.VARIANCE), strict=True))
@@ -46,9 +53,9 @@ def in_memory(
         names: of all parameters, in the order of `state_order`.
 
     Raises:
-        CheckpointError: a part is missing or damaged, or its moments belong to a subspace.
+        CheckpointError: a part is missing or damaged.
     """
-    with all_experts(config, state, storage) as (model, training):
+    with whole_run(config, state, storage) as (model, training):
         named = model.state_dict().items()
         whole = {n: t.clone() for n, t in named if not isinstance(t, TrainedElsewhere)}
         moments = {
@@ -69,13 +76,11 @@ def _stacks(training: OffloadedTraining) -> Iterator[tuple[str, dict[str, list[T
         found: dict[str, dict[str, list[Tensor]]] = {}
         for expert in range(site.num_experts):
             key = ExpertKey(layer, expert)
-            layout = _whole_moments(training.records.experts[key].layout)
+            layout = training.records.experts[key].layout
             record = training.optimizer.fetch(key, Sections.STATE)
             views = {"model": layout.views(record, Sections.PARAMETERS)}
             for kind, section in _SECTIONS.items():
-                stored, count = layout.moment(record, section), layout.num_moments
-                flat = layout.codec.decode(stored, 0, count, layout.dtype)
-                views[kind] = _tensors(layout, flat)
+                views[kind] = _moments(layout, record, section)
             for kind, named in views.items():
                 for name, view in named.items():
                     found.setdefault(name, {}).setdefault(kind, []).append(view.clone())
@@ -83,21 +88,14 @@ def _stacks(training: OffloadedTraining) -> Iterator[tuple[str, dict[str, list[T
         yield from ((f"{site.name}.{name}", kinds) for name, kinds in found.items())
 
 
-def _tensors(layout: RecordLayout, flat: Tensor) -> dict[str, Tensor]:
-    """A moment `[num_moments]` by the names of its tensors, as views."""
+def _moments(layout: RecordLayout, record: Tensor, section: Sections) -> dict[str, Tensor]:
+    """A moment by the names of its tensors, as views; runs in memory have no other codec than the
+    exact one."""
+    flat = layout.codec.decode(layout.moment(record, section), 0, layout.num_moments, layout.dtype)
     return {
         tensor.name: flat[span.start : span.start + tensor.num_elements].view(tensor.shape)
         for tensor, span in zip(layout.trained, layout.spans, strict=True)
     }
-
-
-def _whole_moments(layout: RecordLayout) -> RecordLayout:
-    if layout.state.rank or layout.state.keeps_gradient:
-        raise CheckpointError(
-            f"experts with {layout.state} have no form in memory; go on with run.host_memory, or "
-            "without the keys of run.offload"
-        )
-    return layout
 
 
 class Saved(Protocol):
@@ -115,14 +113,31 @@ class Saved(Protocol):
 
 
 class SavedFile:
-    """What one process wrote."""
+    """What one process wrote.
 
-    def __init__(self, state: TrainingState, names: Sequence[str]) -> None:
-        held = state.optimizer["state"]
+    Args:
+        model: with stacks of the whole shapes.
+        names: of all parameters, in the order of `state_order`.
+    """
+
+    def __init__(self, state: TrainingState, model: LanguageModel, names: Sequence[str]) -> None:
+        require_like(state.model, model.state_dict(), "the checkpoint does not fit the model: it")
+        parameters = dict(model.named_parameters())
+        held = state.optimizer.get("state")
+        what = "the optimizer's state"
+        require_kind(held, MAPPING, what)
+        assert isinstance(held, Mapping), "its kind was required"
         self._kinds: dict[str, Mapping[str, Tensor]] = {"model": state.model}
+        self.steps = 0
+        if not held:
+            return
+        if held.keys() != set(range(len(names))):
+            raise CheckpointError(f"{what} does not have the moments of {len(names)} parameters")
+        for i, name in enumerate(names):
+            require_moments(held[i], parameters[name], f"{what} of {name}")
         for kind in MOMENTS:
-            self._kinds[kind] = {name: held[i][kind] for i, name in enumerate(names) if i in held}
-        self.steps = round(max((float(one["step"]) for one in held.values()), default=0.0))
+            self._kinds[kind] = {name: held[i][kind] for i, name in enumerate(names)}
+        self.steps = round(max(float(one["step"]) for one in held.values()))
 
     def fill(self, kind: str, named: Mapping[str, Tensor]) -> None:
         for name, tensor in named.items():
@@ -156,7 +171,7 @@ def take_off_memory(training: OffloadedTraining, model: LanguageModel, saved: Sa
     """Takes up a run whose experts were in memory; each process its own experts.
 
     Raises:
-        CheckpointError: a part is missing or damaged, or moments shall belong to a subspace.
+        CheckpointError: a part is missing or damaged.
     """
     named = model.state_dict().items()
     dense = {name: t for name, t in named if not isinstance(t, TrainedElsewhere)}
@@ -168,23 +183,17 @@ def take_off_memory(training: OffloadedTraining, model: LanguageModel, saved: Sa
         for held in moments.values():
             held["step"].fill_(saved.steps)
     for key, status in training.records.experts.items():
-        layout = _whole_moments(status.layout)
+        layout = status.layout
 
         def read(record: Tensor, key: ExpertKey = key, layout: RecordLayout = layout) -> Version:
             place = training.sites[key.layer].name, key.expert, layout
             layout.clear(record, Sections.ALL)
             for name, tensor in saved.expert("model", *place).items():
                 layout.views(record, Sections.PARAMETERS)[name].copy_(tensor)
-            for salt, (kind, section) in enumerate(_SECTIONS.items() if saved.steps else ()):
-                flat = torch.zeros(layout.num_moments, dtype=layout.dtype)
+            for kind, section in _SECTIONS.items() if saved.steps else ():
                 tensors = saved.expert(kind, *place)
-                for name, view in _tensors(layout, flat).items():
+                for name, view in _moments(layout, record, section).items():
                     view.copy_(tensors[name])
-                stored = layout.moment(record, section)
-                if layout.codec.is_exact:
-                    layout.codec.decode(stored, 0, len(flat), layout.dtype).copy_(flat)
-                else:
-                    layout.codec.encode(flat, stored, 0, saved.steps, salt)
             return Version(0, saved.steps, saved.steps)
 
         training.records.take_in(key, read)
@@ -205,5 +214,5 @@ def saved_in_memory(
 ) -> Saved:
     """A checkpoint of either form that has the experts' numbers; `model` before they left it."""
     if isinstance(state, TrainingState):
-        return SavedFile(state, names)
+        return SavedFile(state, model, names)
     return SavedParts(path, model)

@@ -102,6 +102,14 @@ class JsonLines:
         self._file.close()
 
 
+def holds_records(folder: Path, expected: str) -> bool:
+    """Whether the file begins with the lines of a digest, as `JsonLines` has it."""
+    found = ""
+    return any(
+        (found := digest(line, found)) == expected for line in _whole_lines(folder / METRICS_FILE)
+    )
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     return [_record(path, number, line) for number, line in enumerate(_whole_lines(path), 1)]

@@ -211,15 +211,19 @@ class DenseAdamW:
         for number, moments in state["state"].items():
             if number not in range(len(parameters)):
                 raise CheckpointError(f"the optimizer's state has a parameter {shown(number)}")
-            parameter = parameters[number]
-            step = moments.get("step") if isinstance(moments, Mapping) else None
-            # torch counts in fp64 where that is the default type
-            kind = step.dtype if isinstance(step, Tensor) and step.is_floating_point() else None
-            count = torch.zeros((), dtype=kind)
-            expected = {"step": count, "exp_avg": parameter, "exp_avg_sq": parameter}
-            require_like(moments, expected, f"the optimizer's state of parameter {number}")
-            require_kind(moments["step"].item(), AMOUNT, f"the step of parameter {number}")
+            what = f"the optimizer's state of parameter {number}"
+            require_moments(moments, parameters[number], what)
         self._adamw.load_state_dict({**own, "state": state["state"]})
+
+
+def require_moments(moments: Any, parameter: Tensor, what: str) -> None:
+    """Refuses a stored state that is none of AdamW's for a parameter."""
+    step = moments.get("step") if isinstance(moments, Mapping) else None
+    # torch counts in fp64 where that is the default type
+    kind = step.dtype if isinstance(step, Tensor) and step.is_floating_point() else None
+    count = torch.zeros((), dtype=kind)
+    require_like(moments, {"step": count, "exp_avg": parameter, "exp_avg_sq": parameter}, what)
+    require_kind(moments["step"].item(), AMOUNT, f"{what}: step")
 
 
 class Optimizer(StepOptimizer):

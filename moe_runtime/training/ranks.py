@@ -243,7 +243,8 @@ class OneRank:
     def spread(self, model: LanguageModel) -> None: ...
 
     def draw_apart(self, step: int) -> None:
-        """Has gates draw at random for other tokens than the first data-parallel rank's."""
+        """Has gates and dropout draw at random for other tokens than the first data-parallel
+        rank's."""
 
     def part(self, items: Sequence[T]) -> list[T]:
         """This data-parallel rank's share of what all have; their number divides it."""
@@ -341,6 +342,7 @@ class Processes(OneRank):
         self._layout, self._timeout_s = layout, timeout_s
         places = layout.coordinates(self.rank, "dense")
         self.data_rank, self.num_data_ranks = places["dp"], layout.dp
+        self._stage = places["pp"]
         self.groups = LayoutGroups(layout, timeout_s=timeout_s)
         self.groups.make_ends()
         group = self.groups.make("dense", "tp", "cp", "dp", "pp")
@@ -354,6 +356,11 @@ class Processes(OneRank):
     @property
     def layout_groups(self) -> "LayoutGroups":
         return self.groups
+
+    def draw_apart(self, step: int) -> None:
+        number = self.data_rank + self.num_data_ranks * self._stage
+        if number > 0:
+            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
 
     def part(self, items: Sequence[T]) -> list[T]:
         return list(items[self.data_rank :: self.num_data_ranks])
@@ -461,7 +468,6 @@ class SeveralRanks(Processes):
         if config.run.host_memory is not None:
             _refuse_offloaded(config, layout.edp)
         super().__init__(layout, own.timeout_s)
-        self._stage = layout.coordinates(self.rank, "dense")["pp"]
         # The sum over a data-parallel rank is divided by the parts of each sequence only.
         self.loss_share = 1 / layout.tp
         if own.transport == "hierarchical":
@@ -601,11 +607,6 @@ class SeveralRanks(Processes):
             keep_stages(model, stages)
         self.pipeline = Pipeline(stages, group, schedule=order, loss_scale=scale)
         return stages
-
-    def draw_apart(self, step: int) -> None:
-        number = self.data_rank + self.num_data_ranks * self._stage
-        if number > 0:
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
 
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
         dense, experts = _divided(named)

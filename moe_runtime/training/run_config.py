@@ -234,8 +234,8 @@ class RunConfig:
         patience: measurements in a row without a better one after which the run ends; 0 never.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep_checkpoints: how many of the newest stay.
-        snapshot_every: steps between snapshots in memory, from which `--resume` goes on if they are
-            newer than the last checkpoint; 0 takes none. With several machines, each process's part
+        snapshot_every: steps between snapshots in memory; 0 takes none. `--resume` goes on from one
+            that is newer than the last checkpoint. With several machines, each process's part
             is in the memory of two.
         tensorboard: also write TensorBoard's event files.
         trace: file for where the gates send tokens, for `moe-runtime report` and `replay`; relative
@@ -338,7 +338,7 @@ class ParallelConfig:
             which a process has two stages, as far from the first as from the last.
         zero: what of everything but the experts FSDP2 shards over the processes, those that `tp`
             and `pp` divide it over apart: 0 nothing, 1 the optimizer's states, 2 gradients too (a
-            reduction for each micro-batch), 3 parameters too.
+            reduction for each micro-batch; 1 does so too with `pp`), 3 parameters too.
         overlap: chunks in which rows travel to experts, one while another is computed.
         transport: how rows travel: flat, one exchange of all processes; hierarchical, within a
             machine first and then between machines; panels, as flat, with results that return in

@@ -61,10 +61,10 @@ class ShardedCheckpoints:
         self._beside = ranks.beside()
 
     def save(self, folder: Path, progress: RunProgress, *, keep: int) -> None:
-        """Writes a checkpoint of a copy while training goes on, and then removes the oldest beyond
-        `keep`; a collective call."""
+        """Writes a checkpoint of a copy on the host while training goes on, and then removes the
+        oldest beyond `keep`; a collective call."""
         self._saves.wait()  # one copy at a time
-        part = {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        part = {name: t.detach().to("cpu", copy=True) for name, t in self.tensors().items()}
         steps = self._optimizer_steps()
         self._saves.start(lambda: self._save(folder, part, steps, progress, keep))
 
@@ -85,13 +85,13 @@ class ShardedCheckpoints:
         path, ranks = folder / name_of_step(progress.step), self._beside
         is_first = ranks.rank == 0
         with contextlib.ExitStack() as stack:
-            with _together(ranks):
+            with fails_together(ranks):
                 if is_first:
                     stack.enter_context(replace_folder(path, token=_TOKEN))
             _write(partial_name(path, _TOKEN), part, steps, progress, ranks)
-            with _together(ranks), stack.pop_all():
+            with fails_together(ranks), stack.pop_all():
                 pass  # the folder gets its name
-        with _together(ranks):
+        with fails_together(ranks):
             if is_first:
                 remove_oldest(folder, keep)
 
@@ -180,7 +180,7 @@ def _write(
         reason = f"the checkpoint cannot be written: {_reason(error)}"
         raise OSError(f"{folder.with_name(name)}: {reason}") from error
     own: list[str] = []
-    with _together(ranks):
+    with fails_together(ranks):
         own += [file.name for file in folder.glob(f"__{ranks.rank}_*.distcp")]
         if ranks.rank == 0:
             content = {field.name: getattr(progress, field.name) for field in fields(progress)}
@@ -191,7 +191,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _together(ranks: OneRank) -> Iterator[None]:
+def fails_together(ranks: OneRank) -> Iterator[None]:
     """A part of a checkpoint that fails in all processes if it fails in one of them."""
     failure = None
     try:

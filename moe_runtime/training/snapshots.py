@@ -12,9 +12,12 @@ Checkpoints" (2023).
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
+import stat
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.digests import digest, digest_of_file
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import remove_or_warn, write_atomically, write_text
 from moe_runtime.training.checkpoint import RunProgress, checkpoints_in, name_of_step
+from moe_runtime.training.metrics import holds_records
 from moe_runtime.training.ranks import OneRank
-from moe_runtime.training.sharded import ShardedCheckpoints
+from moe_runtime.training.sharded import ShardedCheckpoints, fails_together, read_progress
 
 MEMORY = Path("/dev/shm")
 """Linux has a file system in memory here."""
@@ -39,12 +43,10 @@ class Snapshots:
     """The newest snapshot of a run; all calls are collective.
 
     Args:
-        output: the run's folder, which names its snapshots.
+        output: the run's folder, which names its snapshots. Its records tell whether a snapshot
+            belongs to the run as it is now.
         memory: the folder of a file system in memory that this machine's processes share; Linux's
             when omitted.
-
-    Raises:
-        CheckpointError: there is none, or another user's folder lies there.
     """
 
     def __init__(
@@ -57,27 +59,38 @@ class Snapshots:
         memory = memory or MEMORY
         name = digest(os.fsencode(os.path.realpath(output)))
         self.folder = memory / f"moe-runtime-{os.getuid()}-{name}"
-        self._shards, self._ranks = shards, ranks
-        self._make_folder()
+        self._output, self._shards, self._ranks = output, shards, ranks
+        self._has_failed = False
         self._machines = ranks.texts(f"{socket.gethostname()} {self.folder}")
         here = self._machines[ranks.rank]
         self._is_first_here = self._machines.index(here) == ranks.rank
-        if self._is_first_here:
-            self._remove_empty()
         steps = range(1, ranks.size)
         # to the nearest process that is on another machine, for every process
         self._shift = next((n for n in steps if self._leaves_machine(n)), 0)
 
-    def _make_folder(self) -> None:
+    def require_memory(self) -> None:
+        """Raises a `CheckpointError` in all processes where one could take no snapshot."""
+        reason = ""
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            self._make_folder()
         except OSError as error:
+            reason = f"{self.folder}: {error.strerror}"
+        if reason := self._ranks.first_text(reason):
             raise CheckpointError(
-                f"{self.folder.parent}: run.snapshot_every needs a file system in memory there, "
-                f"and it cannot be used ({error.strerror}); leave it out"
-            ) from None
-        if self.folder.stat().st_uid != os.getuid():
-            raise CheckpointError(f"{self.folder}: is another user's; remove it")
+                "run.snapshot_every needs a file system in memory, and it cannot be used "
+                f"({reason}); leave it out"
+            )
+        if self._is_first_here:
+            self._remove_empty()
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if not self._is_own():
+            raise PermissionError(errno.EPERM, "is another user's; remove it", str(self.folder))
+
+    def _is_own(self) -> bool:
+        found = self.folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
     def _remove_empty(self) -> None:
         with contextlib.suppress(OSError):  # it has a snapshot
@@ -91,27 +104,52 @@ class Snapshots:
         )
 
     def save(self, progress: RunProgress) -> None:
-        """Takes a snapshot; the one before goes once it is whole."""
+        """Takes a snapshot; the one before goes once it is whole.
+
+        One that cannot be written is removed with a warning, in all processes alike.
+        """
         path = self.folder / name_of_step(progress.step)
+        try:
+            self._take(path, progress)
+        except OSError as error:
+            if self._is_first_here:
+                remove_or_warn(path, "it is not whole")
+            if self._ranks.rank == 0 and not self._has_failed:
+                warnings.warn(
+                    f"{path}: no snapshot was taken ({error}); training goes on, and tries again "
+                    "after the next steps",
+                    MoERuntimeWarning,
+                    stacklevel=2,
+                )
+            self._has_failed = True
+            return
+        self._has_failed = False
         if self._is_first_here:
-            self._make_folder()
-            remove_or_warn(path, "a process that was killed left it")
-            path.mkdir()
-        self._ranks.barrier()
+            self._remove(keep=path)
+
+    def _take(self, path: Path, progress: RunProgress) -> None:
+        with fails_together(self._ranks):
+            if self._is_first_here:
+                self._make_folder()
+                remove_or_warn(path, "a process that was killed left it")
+                path.mkdir()
         own = self._shards.write(path, progress)
-        found = {name: digest_of_file(path / name) for name in own}
+        found: dict[str, str] = {}
+        with fails_together(self._ranks):
+            found |= {name: digest_of_file(path / name) for name in own}
         self._copy_to_neighbour(path, own)
         whole: dict[str, str] = {}
         for text in self._ranks.texts(json.dumps(found)):
             whole |= json.loads(text)
-        if self._is_first_here:
-            write_text(path / _WHOLE, json.dumps(whole))
-        self._ranks.barrier()
-        if self._is_first_here:
-            self._remove(keep=path)
+        with fails_together(self._ranks):
+            if self._is_first_here:
+                write_text(path / _WHOLE, json.dumps(whole))
 
     def find(self) -> Path | None:
-        """The newest whole snapshot, brought to every machine; None without one."""
+        """The newest whole snapshot of this run, brought to every machine; None without one.
+
+        One that does not fit stays until there is a newer one, with a warning.
+        """
         own: dict[str, Any] = {}
         if self._is_first_here:
             own = {path.name: _held(path) for path in self._snapshots()}
@@ -122,11 +160,25 @@ class Snapshots:
             holders = [set(known["files"]) for known in there]
             if whole and set(whole) <= set().union(*holders):
                 self._gather(self.folder / name, whole, holders)
-                return self.folder / name
+                if self._fits(self.folder / name):
+                    return self.folder / name
         return None
 
+    def _fits(self, path: Path) -> bool:
+        """Whether the run's folder still has the records that a snapshot follows."""
+        records = read_progress(path).records
+        is_other = self._ranks.rank == 0 and not holds_records(self._output, records)
+        if is_other:
+            warnings.warn(
+                f"{path}: is left out: {self._output} does not have its records, so it is of an "
+                "earlier run, or the run has gone on without it",
+                MoERuntimeWarning,
+                stacklevel=3,
+            )
+        return not self._ranks.any(is_other)
+
     def clear(self) -> None:
-        """Gives the memory back: at the end of a run, or what another one left."""
+        """Gives the memory back, at the end of a run."""
         self._ranks.barrier()
         if self._is_first_here:
             self._remove(keep=None)
@@ -134,7 +186,7 @@ class Snapshots:
         self._ranks.barrier()
 
     def _snapshots(self) -> list[Path]:
-        return checkpoints_in(self.folder)
+        return checkpoints_in(self.folder) if self.folder.is_dir() and self._is_own() else []
 
     def _remove(self, *, keep: Path | None) -> None:
         for path in self._snapshots():
@@ -149,7 +201,10 @@ class Snapshots:
         sizes = {name: (path / name).stat().st_size for name in own}
         theirs = [json.loads(text) for text in self._ranks.texts(json.dumps(sizes))]
         target, source = (rank + self._shift) % size, (rank - self._shift) % size
-        sent = torch.cat([_read(path / name) for name in sizes])
+        read: list[torch.Tensor] = []
+        with fails_together(self._ranks):
+            read += [_read(path / name) for name in sizes]
+        sent = torch.cat(read)
         arriving = torch.empty(sum(theirs[source].values()), dtype=torch.uint8)
         with self._ranks.watched(f"copying {path.name} to another machine"):
             sending = dist.isend(sent, target, group=group)
@@ -157,8 +212,9 @@ class Snapshots:
             assert sending is not None, "this process is in the group"
             sending.wait()
         parts = arriving.split(list(theirs[source].values()))
-        for name, part in zip(theirs[source], parts, strict=True):
-            _write(path / name, part)
+        with fails_together(self._ranks):
+            for name, part in zip(theirs[source], parts, strict=True):
+                _write(path / name, part)
 
     def _gather(self, path: Path, whole: Mapping[str, str], holders: list[set[str]]) -> None:
         """Brings the files of a snapshot to the machines that lack some."""
@@ -168,19 +224,22 @@ class Snapshots:
                 continue
             source = next(rank for rank, files in enumerate(holders) if name in files)
             is_source = self._ranks.rank == source
-            content = _read(path / name) if is_source else torch.empty(0, dtype=torch.uint8)
+            content = torch.empty(0, dtype=torch.uint8)
+            with fails_together(self._ranks):
+                content = _read(path / name) if is_source else content
             (size,) = filter(None, self._ranks.texts(str(len(content)) if is_source else ""))
             if not is_source:
                 content = torch.empty(int(size), dtype=torch.uint8)
             with self._ranks.watched(f"bringing {path.name} to all machines"):
                 dist.broadcast(content, source, group=self._ranks.group)
-            if self._is_first_here and name not in holders[self._ranks.rank]:
-                self._make_folder()
-                path.mkdir(exist_ok=True)
-                _write(path / name, content)
-        if self._is_first_here:
-            write_text(path / _WHOLE, json.dumps(dict(whole)))
-        self._ranks.barrier()
+            with fails_together(self._ranks):
+                if self._is_first_here and name not in holders[self._ranks.rank]:
+                    self._make_folder()
+                    path.mkdir(exist_ok=True)
+                    _write(path / name, content)
+        with fails_together(self._ranks):
+            if self._is_first_here:
+                write_text(path / _WHOLE, json.dumps(dict(whole)))
 
 
 def _held(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.config import format_bytes
@@ -171,36 +171,57 @@ def offloaded_optimizer(
 
 
 @contextlib.contextmanager
-def all_experts(
+def whole_run(
     config: TrainConfig, state: TrainingState, folder: Path
 ) -> Iterator[tuple[LanguageModel, OffloadedTraining]]:
-    """A checkpoint's whole model in this process, whichever processes have its experts.
+    """A checkpoint's whole model in this process, whichever processes have its experts."""
+    model, first = build_model(config, is_offloaded=True)
+    initial = partial(first.tensors_of, find_sites(model))
+    settings = optimizer_settings(config)
+    with all_experts(model, settings, folder, state, initial=initial) as training:
+        model.load_state_dict(dict(state.model))
+        yield model, training
+
+
+@contextlib.contextmanager
+def all_experts(
+    model: nn.Module,
+    settings: AdamW,
+    folder: Path,
+    state: TrainingState,
+    *,
+    initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
+) -> Iterator[OffloadedTraining]:
+    """All experts of a checkpoint in this process, whichever processes have them.
 
     Experts of several processes are brought together in files that are removed at the end.
+
+    Args:
+        model: whole; its other parameters are the caller's to load.
+        folder: of the experts' files.
     """
-    model, first = build_model(config, is_offloaded=True)
     sites = find_sites(model)
-    settings = optimizer_settings(config)
     layouts = layouts_of(sites, settings.state_format)
-    parameters = [site.module.get_parameter(n) for site in sites for n in site.parameter_names]
     training = offload_training(
         model,
-        host_memory=smallest_budget(layouts, dense_bytes(model, parameters)) + 1,
+        host_memory=smallest_budget(layouts, dense_bytes(model, expert_parameters(sites))) + 1,
         storage_dir=folder,
         optimizer=settings,
         # nothing is computed
         activation_memory=1,
-        initial=partial(first.tensors_of, sites),
+        initial=initial,
         resumes=True,
     )
+    are_elsewhere = False
     try:
-        model.load_state_dict(dict(state.model))
         training.load_state_dict(dict(state.optimizer))
-        yield model, training
+        rows = state.optimizer["experts"]["experts"].values()
+        # what one process wrote lies in the folder itself, and stays
+        are_elsewhere = all(row[5:] and row[5] for row in rows)
+        yield training
     finally:
         training.close()
-        rows = state.optimizer["experts"]["experts"].values()
-        if all(row[5:] and row[5] for row in rows):  # what one process wrote lies there itself
+        if are_elsewhere:
             remove_own_files(folder)
 
 

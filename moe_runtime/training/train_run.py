@@ -5,6 +5,7 @@ was trained), `tensorboard/` (if asked for) and at the end `model/` (the Hugging
 and `summary.json`.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.models.lm.blocks import check_experts
@@ -43,6 +44,7 @@ from moe_runtime.training.forms import (
     take_off_memory,
 )
 from moe_runtime.training.loop import Trainer
+from moe_runtime.training.offload.checkpoint import remove_left_behind, remove_own_files
 from moe_runtime.training.offload.entry import find_sites
 from moe_runtime.training.offload.offloaded_training import OffloadedTraining
 from moe_runtime.training.optimizer import Optimizer, state_order
@@ -61,9 +63,9 @@ from moe_runtime.training.snapshots import Snapshots
 from moe_runtime.training.tracing import TrainingTrace, open_trace, signature_of_config
 from moe_runtime.training.train_plan import (
     StreamedInit,
-    all_experts,
     build_model,
     offloaded_optimizer,
+    whole_run,
 )
 
 if TYPE_CHECKING:
@@ -181,12 +183,10 @@ def start(
         ranks.spread(preparation.model)
         optimizer = Optimizer(preparation.model, preparation.config.optimizer, ranks)
         shards = ShardedCheckpoints(preparation.model, optimizer, ranks, names)
+        snapshots = Snapshots(preparation.output, shards, ranks)
         if run.snapshot_every:
-            snapshots = Snapshots(preparation.output, shards, ranks)
-            if resume:
-                newest = snapshots.find()
-            else:
-                snapshots.clear()
+            snapshots.require_memory()
+        newest = snapshots.find()
         last, state = preparation.find_state(resume=resume, reschedule=reschedule, snapshot=newest)
         if last is not None and state is not None and is_off_memory(state):
             whole = _into_memory(preparation, last, state, names, ranks)
@@ -236,6 +236,8 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
 
     Of several processes, the first one does it, after the last step.
     """
+    if preparation.config.run.host_memory is None:
+        _remove_old_experts(preparation)
     folder = preparation.output / "model" if export else None
     if folder is not None:
         tokenizer: Any = preparation.tokenizer
@@ -255,6 +257,26 @@ def finish(preparation: Preparation, trainer: Trainer, *, export: bool) -> dict[
     return trainer.write_summary(folder)
 
 
+def _remove_old_experts(preparation: Preparation) -> None:
+    """Of a run that began with its experts off memory, once no checkpoint names them any more."""
+    storage = preparation.storage
+    if not storage.is_dir():
+        return
+    files = [path for path in checkpoints_in(preparation.checkpoints) if path.is_file()]
+    if not any(map(_names_experts, files)):
+        remove_left_behind(storage, 1)
+        remove_own_files(storage)
+        with contextlib.suppress(OSError):  # something else lies there
+            storage.rmdir()
+
+
+def _names_experts(path: Path) -> bool:
+    try:
+        return is_off_memory(load_checkpoint(path))
+    except CheckpointError:
+        return True  # it may have, before it was damaged
+
+
 def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], None]) -> None:
     config, model = preparation.config, preparation.model
     if model.is_whole:
@@ -264,7 +286,7 @@ def _with_whole_model(preparation: Preparation, use: Callable[[LanguageModel], N
     if config.run.host_memory is None:
         use(whole_model(config.model, last))
     else:
-        with all_experts(config, load_checkpoint(last), preparation.storage) as (whole, _):
+        with whole_run(config, load_checkpoint(last), preparation.storage) as (whole, _):
             use(whole)
 
 

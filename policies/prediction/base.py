@@ -15,6 +15,9 @@ from moe_runtime.types import ExpertKey, ModelSignature
 
 Guess = tuple[ExpertKey, float]  # An expert, and the probability that the running step visits it
 
+LEAST_CHANCE = 0.1
+"""Of a guess: half of what is read. An expert without a guess may be visited as often as that."""
+
 COLLECTED_MATRICES = 120
 """Activation matrices that are kept; MoE-Infinity finds 120 enough for 290 tasks."""
 

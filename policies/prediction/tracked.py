@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from moe_runtime.policies.prediction.base import (
+    LEAST_CHANCE,
     Event,
     Guess,
     LayerRouted,
@@ -23,8 +24,6 @@ from moe_runtime.policies.prediction.estimator import (
 
 GUESSES_PER_CHOICE = 2
 """Guesses for a layer: this many times K for one token, up to all experts for many."""
-LEAST_CHANCE = 0.1
-"""Of a guess: half of what is read. Less protects no expert's slot from another guess."""
 
 
 class TrackedPredictor:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from moe_runtime.policies.prediction.base import Guess
+from moe_runtime.policies.prediction.base import LEAST_CHANCE, Guess
 from moe_runtime.types import ExpertKey
 
 _REMEMBERED = 0.9  # weight of the past in the running mean of what a missing expert costs a layer
@@ -119,7 +119,7 @@ class Admission:
             return (
                 held.layer == incoming.layer
                 and held not in just_used
-                and chance.get(held, 0.0) < bound
+                and chance.get(held, LEAST_CHANCE) < bound
             )
 
         return worth_less

@@ -265,6 +265,7 @@ def test_the_server_of_a_load_is_routed(model, trace, tmp_path, monkeypatch, cap
     whole = results["measurements"][0]["repetitions"][-1]
     assert whole["answered"] == 2
     assert whole["reads_alone_s"] >= 0
-    for wrong in ("llama-server", f"moe-runtime serve --port 1 {model}"):
+    others = ("llama-server", f"/other/bin/{start}", f"moe-runtime serve {model} {model}")
+    for wrong in (*others, f"moe-runtime serve --port 1 {model}"):
         assert main([*words, "--start", wrong]) == 2
         assert "the server whose experts are routed" in capsys.readouterr().err

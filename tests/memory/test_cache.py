@@ -6,7 +6,7 @@ import mmap
 import random
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -89,14 +89,20 @@ def test_misses_are_regretted_that_more_slots_would_spare():
     draw = random.Random(2)
     uses = [ExpertKey(0, draw.randrange(NUM_EXPERTS)) for _ in range(200)]
     misses, regrets = {}, {}
-    for slots, regretted in ((2, 1), (3, 0)):
+    for slots, regretted in ((2, 3), (5, 0)):
         store = make_store(FakeTier(), slots)
-        store.gone = deque(maxlen=regretted)
+        store.num_watched = regretted
         for key in uses:
             use(store, [key])
         _, misses[slots], regrets[slots] = store.waits()
-    assert regrets == {2: misses[2] - misses[3], 3: 0}
+    assert regrets == {2: misses[2] - misses[5], 5: 0}
     assert regrets[2] > 20
+    store = make_store(FakeTier(), 3)
+    store.num_watched = 3
+    use(store, keys(0, 0, 1, 2))
+    assert resize(store, 2) == 2  # what memory for other models evicted is not the draft's
+    use(store, keys(0, 0))
+    assert store.waits()[1:] == (4, 0)
 
 
 def test_a_leased_expert_is_not_evicted():

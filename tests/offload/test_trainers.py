@@ -270,6 +270,8 @@ def test_a_scaler_scales_back_and_skips_overflows(tmp_path, what, by_accelerate)
     training = offloaded(models[1], SETTINGS, tmp_path, experts_in_memory=0.4)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2) for _ in range(2)]
     training.attach(scalers[1])
+    with pytest.raises(UnsupportedUseError, match="this GradScaler is attached already"):
+        training.attach(scalers[1])
     optimizers: list[Any] = [grouped(models[0]), training]
     if by_accelerate:
         Accelerator(cpu=True)  # has the state of all
@@ -370,9 +372,18 @@ def test_what_a_trainer_could_not_save_is_refused_first(tmp_path):
         trainer_of(model, training, tmp_path, save_only_model=True, eval_steps=1, **best, **steps)
     with pytest.raises(UnsupportedUseError, match="give the model"):
         training.attach(Trainer(args=TrainingArguments(use_cpu=True), model_init=lambda: model))
-    trainer_of(model, training, tmp_path / "a", save_only_model=True, **steps).train()
-    with pytest.raises(CheckpointError, match="save_only_model left it out"):
+    trainer = trainer_of(model, training, tmp_path / "a", save_only_model=True, **steps)
+    for loop in (trainer, trainer.accelerator):
+        with pytest.raises(UnsupportedUseError, match="attached already"):
+            training.attach(loop)
+    trainer.train()
+    with pytest.raises(CheckpointError, match="left it out, or the save has failed"):
         trainer_of(model, training, tmp_path / "a", **steps).train(resume_from_checkpoint=True)
+    with (
+        mock.patch.object(training._processes, "size", 2),
+        pytest.raises(UnsupportedUseError, match="trains offloaded experts in one process"),
+    ):
+        trainer_of(model, training, tmp_path)
     with mock.patch("moe_runtime.training.offload.loops.available_host_bytes", return_value=1):
         with pytest.raises(CapacityError, match="save_strategy='no'"):
             trainer_of(model, training, tmp_path, **steps)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from finetuning_runs import GPT_OSS, MIXTRAL, checkpoint_of, config_of, finetuned
-from parallel_runs import finetuned_together
+from parallel_runs import draws_of_adapters, finetuned_together
 from rank_pool import RankPool
 from safetensors.torch import load_file
 
@@ -45,6 +45,22 @@ def test_two_processes_train_and_leave_what_one_does(
         torch.testing.assert_close(left[name], weight, rtol=1e-3, atol=2e-5)
     held = [*(tmp_path / "two" / "run" / "experts").glob("*.records")]
     assert not held, "what was brought together for the export is removed"
+    if not changes and family is MIXTRAL:
+        place = tmp_path / "one"
+        assert ranks(2).run(finetuned_together, str(model), str(place), changes, True) == [[], []]
+        held = [*(place / "run" / "experts").glob("*.records")]
+        assert held, "what one process wrote, and the checkpoint names, stays"
+        for name, weight in weights_of(place / "run").items():
+            assert bool((weight == expected[name]).all())
+
+
+def test_processes_begin_alike_and_drop_out_apart(tmp_path, ranks):
+    """The first one as a process alone does."""
+    model = str(checkpoint_of(MIXTRAL, tmp_path / "first"))
+    first, second = ranks(2).run(draws_of_adapters, model, str(tmp_path))
+    assert first == draws_of_adapters(model, str(tmp_path))
+    assert second[0] == first[0]
+    assert second[1] != first[1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import prod
+from pathlib import Path
 
 import pytest
 from parallel_language_model import compare_gradients
@@ -9,6 +10,7 @@ from parallel_layouts import legal_layouts, with_every_pair
 from parallel_training import meshes, refused, train_layouts
 
 from moe_runtime.parallel import Overlap, ParallelLayout
+from moe_runtime.training.run_config import ParallelConfig
 
 
 @pytest.mark.parametrize(("world_size", "number"), [(1, 1), (2, 10), (4, 46), (8, 146)])
@@ -16,6 +18,26 @@ def test_number_of_layouts(world_size, number):
     """Three ordered factors on each side for every number of pipeline stages."""
     layouts = list(legal_layouts(world_size))
     assert len(layouts) == len(set(map(str, layouts))) == number
+
+
+PLACED = {"placement": Path("p.json")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"transport": "panels", "experts": "sparse", "copies": 2}, "transport panels needs"),
+        ({"experts": "switching", "wire": "bf16"}, "send rows as they are, got the wire bf16"),
+        ({"experts": "rebalanced", **PLACED}, "and rebalanced ones lie elsewhere from step"),
+        ({"experts": "rebalanced", "etp": 2}, r"rebalanced are whole, etp \(2\) cuts them"),
+        ({"etp": 2, **PLACED}, r"placement places whole experts, etp \(2\) cuts them"),
+        ({"copies": 2}, "copies are for experts that are rebalanced or sparse, not static"),
+        ({"experts": "sparse"}, "give copies, such as 2"),
+    ],
+)
+def test_exchanges_that_do_not_go_together_are_refused(settings, expected):
+    with pytest.raises(ValueError, match=expected):
+        ParallelConfig(**settings)
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 6, 8])

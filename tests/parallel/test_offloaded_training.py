@@ -9,6 +9,7 @@ import torch
 from offloaded_models import freeze, rate_of, stack, train_in_memory
 from parallel_offload import (
     STEPS,
+    after_a_norm_too_early,
     expert_key,
     inputs_of,
     other_bits_than_in_memory,
@@ -170,6 +171,15 @@ def test_a_killed_process_ends_all_and_the_last_checkpoint_goes_on(clipped, tmp_
     assert message.startswith("RankFailureError: rank 1 of 2 has ended"), message
     parameters, _, _ = train_offloaded_over_ranks(tmp_path, CLIPPED, 0.4)
     assert_equal([parameters], clipped)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_gradients_behind_the_norm_are_refused(grouped, tmp_path, ranks):
+    """They would be of each process alone."""
+    model = stack(dtype=torch.float64, bias=True)
+    train_in_memory(model, inputs_of(1), PLAIN)
+    found = ranks(2).run(after_a_norm_too_early, tmp_path, grouped)
+    assert_equal(found, by_expert(dict(model.named_parameters())))
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path, ranks):

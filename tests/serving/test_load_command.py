@@ -61,8 +61,8 @@ ARRIVES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "seed": (["--seed", "4"], {"seed": 4}),
     "timeout": (["--timeout", "2.5"], {"timeout_s": 2.5}),
 }
-BELOW = {"start", "cap", "goodput", "output", "as_json", "debug"}
-"""What the other tests of this file look at."""
+BELOW = {"start", "cap", "goodput", "output", "as_json", "debug", "routing"}
+"""What other tests look at."""
 
 
 @pytest.fixture

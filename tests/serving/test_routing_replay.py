@@ -163,6 +163,28 @@ def test_experts_outside_of_the_groups_of_a_gate_have_true_weights_or_are_refuse
         replayed("deepseek_v2")
 
 
+def test_pieces_of_a_call_and_later_calls_replay_their_own_tokens(pocket, monkeypatch):
+    """Two texts, of which the first tokens are recorded, in passes of eight tokens of each."""
+    monkeypatch.setattr(pocket._pieces, "most_tokens", 16)
+    modules, sizes = [*experts_modules(pocket).values()], pocket.moe.facts.signature
+    rows = torch.arange(13)[:, None, None] + torch.arange(sizes.top_k)
+    recorded = rows.remainder(sizes.num_experts).expand(2, 13, len(modules), -1)
+    for calls in ([40], [10, 30]):
+        cache = None
+        with (
+            torch.no_grad(),
+            seen(modules) as found,
+            moe_runtime.replay_routing(pocket, recorded),
+        ):
+            for part in torch.arange(80).view(2, 40).split(calls, 1):
+                cache = pocket(part, past_key_values=cache, use_cache=True).past_key_values
+        for passes in found:
+            assert len(passes) > 4
+            taken = torch.cat([ids.view(2, -1, sizes.top_k) for ids in passes], 1)
+            assert torch.equal(taken[:, :13], recorded[:, :, 0])
+            assert not torch.equal(taken[:, 13:26], recorded[:, :, 0])
+
+
 def test_micro_batches_replay_their_own_routing(tmp_path):
     """Side by side in a window with experts on the disk: as one after another in memory."""
     expected, model = stack(), stack()
@@ -200,9 +222,20 @@ def test_a_routing_that_does_not_fit_is_refused():
             model(PROMPT)
 
     sequences, tokens = PROMPT.shape
-    for shape in ((sequences, tokens + 1, layers, top_k), (sequences, tokens, layers, top_k + 1)):
-        with pytest.raises(ValueError, match=rf"the pass has {PROMPT.numel()} tokens and {top_k}"):
-            replay(*shape)
+    with pytest.raises(ValueError, match=rf"the pass has {PROMPT.numel()} tokens and {top_k}"):
+        replay(sequences, tokens, layers, top_k + 1)
+    left = np.full((sequences, tokens + 1, layers, top_k), -1)
+    for given, why in (
+        (left, f"has up to {tokens + 1} tokens of a sequence, the passes were of {tokens}"),
+        ([], "must be of one sequence at least"),
+        (left / 2, "must be arrays or tensors of integers, got float64"),
+    ):
+        with (
+            pytest.raises(ValueError, match=why),
+            torch.no_grad(),
+            moe_runtime.replay_routing(model, given),
+        ):
+            model(PROMPT)
     with pytest.raises(ValueError, match=rf"{layers} layers, choices\] of each sequence"):
         replay(sequences, tokens, layers + 1, top_k)
     with pytest.raises(ValueError, match="names expert 100, the layers have"):
@@ -227,6 +260,15 @@ def test_a_routing_that_does_not_fit_is_refused():
         3,
     )
     odd: list[Any] = [[[1]]]
-    for wrong in ("bm8=", "no base64", odd, encode_routing(np.ones((2, 1)))):
+    for turned in (np.asfortranarray, np.ascontiguousarray):
+        ids = turned(np.arange(24, dtype=np.int16).reshape(2, 3, 4))
+        np.testing.assert_array_equal(moe_runtime.decode_routing(encode_routing(ids)), ids)
+    begins = b"\x93NUMPY\x01\x00\x76\x00{'descr': '|u1', "
+    huge = begins + b"'fortran_order': False, 'shape': (99999, 999999, 99), }\n"
+    files = [b"PK\x03\x04", begins + b"((((\n", huge, b"\x93NUMPY\x01\x00\x76\x00" + b"-" * 99]
+    wrongs = [base64.b64encode(file).decode() for file in files]
+    with pytest.raises(ValueError, match="sglext have no shape"):
+        moe_runtime.decode_routing("bm8=")
+    for wrong in ("no base64", odd, encode_routing(np.ones((2, 1))), *wrongs):
         with pytest.raises(ValueError, match="routed_experts"):
             moe_runtime.decode_routing(wrong)

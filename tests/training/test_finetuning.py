@@ -43,7 +43,10 @@ from moe_runtime.training.checkpoint import checkpoints_in, write_content
 from moe_runtime.training.finetune import finetune_run as memory
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.loop import learning_rate
+from moe_runtime.training.offload import frozen
 from moe_runtime.training.optimizer import DenseAdamW
+
+OLMOE = Family("olmoe", "OlmoeForCausalLM", config=SIZES)
 
 
 def in_memory(
@@ -192,6 +195,22 @@ def test_adapters_as_in_memory(tmp_path, family):
             assert (found - in_fp32).norm() <= bound
             # The bound is far below what the adapters came to.
             assert bound < 0.2 * (reference - old).norm()
+
+
+@pytest.mark.parametrize("family", [GPT_OSS, OLMOE], ids=str)
+def test_experts_that_lie_as_their_module_has_them_are_not_copied(tmp_path, family, monkeypatch):
+    """They are computed where they were read to, with the bits of copies."""
+    folder, losses = checkpoint_of(family, tmp_path / "first"), list[list[float]]()
+    for name, stand_in in (("fill_matrices", pytest.fail), ("stack_slots", lambda *_: None)):
+        output = {"output": str(tmp_path / name)}
+        config = smallest(config_of(folder, tmp_path, lora={"rank": 3}, run=output))
+        trainer = start(prepare(config), resume=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(frozen, name, stand_in)
+            losses.append(train(trainer))
+        trainer.close()
+    assert len({*losses[0]}) == STEPS
+    assert losses[0] == losses[1]
 
 
 def test_command(tmp_path, capsys):

@@ -5,6 +5,7 @@ The reference is what transformers makes of the values that the format's own pac
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.cli.main import main
+from moe_runtime.errors import CheckpointError, MoERuntimeError
+from moe_runtime.training.finetune.checkpoint_model import take_adapters, write_adapters
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
+from moe_runtime.training.finetune.settings import LoraConfig
 
 KINDS = (
     *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
@@ -219,7 +223,7 @@ def test_adapters_of_plain_weights_are_those_of_peft(
     other = config_of(
         folder, tmp_path, lora=again | {"scale": 2.5}, run={"output": str(tmp_path / "other")}
     )
-    with pytest.raises(ValueError, match=r"its lora_alpha is 4\.5, that of this run 7\.5"):
+    with pytest.raises(ValueError, match=r"its factor of .* is .*, that of this run "):
         start(prepare(other), resume=False)
     assert torch.equal(found["again"], expected)
     if "dora" in more:
@@ -235,6 +239,48 @@ def test_adapters_of_plain_weights_are_those_of_peft(
     # sums in fp32 in another order
     assert max(error["merged"], error["peft"], error["ours"]) < 1e-5 * float(expected.abs().max())
     assert error["base"] > 1e-2 * float(expected.abs().max())
+
+
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "alpha": ({"alpha_pattern": {"q_proj": 30}}, r"factor of .*q_proj is 10, .* this run 1\.5"),
+    "gate_up": (
+        {"alpha_pattern": {"down_proj": 30}},
+        r"experts\.down_proj is 10, .* this run 1\.5",
+    ),
+    "target": ({"target_parameters": ["mlp.experts.down_proj"]}, "gate_up_proj is 0"),
+    "base": ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    "kind": ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    "dora": ({"use_dora": True, "target_parameters": None}, "magnitude_vector of "),
+}
+
+
+def test_a_beginning_is_read_as_peft_reads_it_and_not_needed_again(tmp_path: Path) -> None:
+    """What computes something else is refused; a run goes on without the folder, or begins anew."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+    lora: dict[str, Any] = {"rank": 3, "scale": 1.5}
+    preparation = prepare(config_of(folder, tmp_path, lora=lora))
+    start(preparation, resume=False).close()
+    first, settings = tmp_path / "adapter", preparation.config.lora
+    assert settings is not None
+    write_adapters(first, preparation.model, preparation.sites, settings, "")
+    (first / "digests.json").unlink()
+    file = first / "adapter_config.json"
+    written = file.read_text()
+    config = config_of(folder, tmp_path, lora={**lora, "start": str(first)})
+    for changes, expected in OTHER.values():
+        file.write_text(json.dumps(json.loads(written) | changes))
+        with pytest.raises((ValueError, MoERuntimeError), match=expected):
+            take_adapters(first, preparation.model, preparation.sites, settings)
+    file.write_text(written)
+    trainer = start(prepare(config), resume=False)
+    train(trainer, stop_after=1)
+    trainer.close()
+    shutil.rmtree(first)
+    trainer = start(prepare(config), resume=True)
+    assert len(train(trainer, stop_after=2)) == 1
+    trainer.close()
+    with pytest.raises(CheckpointError, match=r"was made with lora\.start = 'given'"):
+        start(prepare(config_of(folder, tmp_path, lora=lora)), resume=True)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])
@@ -274,6 +320,13 @@ def test_the_command_says_where_adapters_are(
     words[4] = str(tmp_path / "other")
     assert main(words) == 0
     assert "adapters" in capsys.readouterr().err
+
+
+def test_adapters_of_experts_have_no_magnitudes() -> None:
+    options: list[dict[str, Any]] = [{"dora": True}, {"dropout": 0.5}]
+    for option in options:
+        with pytest.raises(ValueError, match=f"{next(iter(option))} is for adapters on attention"):
+            LoraConfig(rank=2, **option)
 
 
 def test_weights_that_give_no_numbers_end_the_run_at_its_first_step(

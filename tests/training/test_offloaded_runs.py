@@ -1,18 +1,22 @@
 """`moe-runtime train` with a budget: the same run, with its experts on the disk."""
 
+import dataclasses
 import errno
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from training_runs import CONFIG, write_run
+from training_runs import CONFIG, error_of, train, write_run
 
 from moe_runtime.cli.disk import DiskSpeed
 from moe_runtime.cli.main import main
 from moe_runtime.training import loop
+from moe_runtime.training.checkpoint import TrainingState, load_checkpoint, save_checkpoint
 
 TIMES = ("step_s", "stall_s", "memory_bytes", "read_bytes", "written_bytes")
 
@@ -81,6 +85,68 @@ def test_goes_on_under_another_budget(tmp_path, capsys):
     steps = [[r for r in records(tmp_path / n) if "loss" in r] for n in ("whole", "parts")]
     assert steps[0] == steps[1]
     assert len(list((tmp_path / "parts" / "out" / "checkpoints").iterdir())) == 1
+
+
+def shorter(tensors: Mapping[Any, Any], name: Any, rows: int) -> dict[Any, Any]:
+    return {**tensors, name: tensors[name][:rows].clone()}
+
+
+def without_name(state: TrainingState) -> TrainingState:
+    model = dict(state.model)
+    del model["norm.weight"]
+    return dataclasses.replace(state, model=model)
+
+
+def narrow(state: TrainingState) -> TrainingState:
+    return dataclasses.replace(state, model=shorter(state.model, "norm.weight", 1))
+
+
+def without_expert(state: TrainingState) -> TrainingState:
+    name = "blocks.1.feed_forward.experts.down_proj"
+    return dataclasses.replace(state, model=shorter(state.model, name, 3))
+
+
+def with_moment(state: TrainingState, number: int, moments: Any) -> TrainingState:
+    named = {**state.optimizer["state"], number: moments}
+    if moments is None:
+        del named[number]
+    return dataclasses.replace(state, optimizer={**state.optimizer, "state": named})
+
+
+def one_element(state: TrainingState) -> TrainingState:
+    return with_moment(state, 0, shorter(state.optimizer["state"][0], "exp_avg", 1))
+
+
+def without_moment(state: TrainingState) -> TrainingState:
+    return with_moment(state, 3, None)
+
+
+UNFIT = {
+    without_name: "lacks norm.weight",
+    narrow: "norm.weight is (1, torch.float32), expected (32, torch.float32)",
+    without_expert: "experts.down_proj is (3, 32, 16, torch.float32)",
+    one_element: "exp_avg is (1, 32, torch.float32)",
+    without_moment: "does not have the moments of",
+}
+
+
+def test_what_a_checkpoint_in_memory_lacks_is_refused_off_memory(tmp_path, capsys):
+    """Nothing stored is broadcast or left out; and the other form's files go with its last
+    checkpoint."""
+    path, out = write_run(tmp_path), tmp_path / "out"
+    again = ("--resume", "--reschedule", "--set")
+    assert train(path, "--set", "run.steps=1", "--set", "run.host_memory=1GiB") == 0
+    assert train(path, *again, "run.steps=2") == 0
+    assert [*(out / "experts").glob("*.records")], "the checkpoint of step 1 names them"
+    assert train(path, *again, "run.steps=3") == 0
+    assert not (out / "experts").exists()
+    last = out / "checkpoints" / "step-00000003.pt"
+    whole = load_checkpoint(last)
+    for change, words in UNFIT.items():
+        save_checkpoint(last.parent, change(whole), keep=1)
+        capsys.readouterr()
+        line = error_of(capsys, path, *again, "run.steps=4", "--set", "run.host_memory=1GiB")
+        assert words in line
 
 
 SLOW = DiskSpeed(

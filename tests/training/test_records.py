@@ -357,6 +357,9 @@ def test_records_replay_the_experts_that_a_server_chose(tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=r"line 1: routed_experts of token 0, layer 0 names an"):
         prepare(config)
+    file.write_text(json.dumps({"text": "a", "routed_experts": lines[0]["routed_experts"]}))
+    with pytest.raises(ValueError, match="are of input_ids, which the record has not"):
+        prepare(config)
 
 
 def test_a_run_that_gets_no_better_ends(tmp_path, monkeypatch):
@@ -465,9 +468,10 @@ def test_small_data_sets(tmp_path, recwarn, texts, share, expected):
     with mock.patch.object(Renderer, "document", side_effect=AssertionError):
         again = encode_records(data, "a", renderer, shares_rows=True, cache=tmp_path)
     assert again.fingerprint == found.fingerprint
-    warned = "".join(str(warning.message) for warning in recwarn)
+    told = [str(warning.message) for warning in recwarn]
     assert (len(found.training.ends), len(found.held_out.ends)) == expected[:2]
-    assert warned.startswith(expected[2]) if expected[2] else not warned
+    assert len(told) == (2 if expected[2] else 0), "what was rendered before is told again"
+    assert all(line.startswith(str(expected[2])) for line in told)
 
 
 def test_text_that_looks_like_chat_is_told(tmp_path):

@@ -175,10 +175,12 @@ def sharded_of(folder: Path, seed: int) -> Path:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        path = shards.save(folder / "files", progress, keep=1)
+        shards.save(folder / "files", progress, keep=1)
+        shards.wait()
+    shards.close()
     trainer.close()
-    shutil.copy(folder / "train.toml", path.parent)
-    return path.parent
+    shutil.copy(folder / "train.toml", folder / "files")
+    return folder / "files"
 
 
 def read_sharded(folder: Path) -> dict[str, Any]:

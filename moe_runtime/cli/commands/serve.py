@@ -202,6 +202,8 @@ def serve(
 
         def begin(ready: "Ready") -> None:
             nonlocal stop
+            if ctx.obj.on_loaded is not None:
+                ctx.obj.on_loaded(ready.loaded)
             stack.close()  # the loading bar
             # What is loaded stays: passing over it, Python looks for cycles of requests often, and
             # not for half a second at a time.

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -517,13 +517,13 @@ def regret_drafts(handle: RuntimeHandle, num_lacking: int) -> None:
     many have no slot."""
     if is_resizable(handle):
         more = handle.facts.draft_bytes // handle.facts.host_plan.slot_bytes
-        handle._store.gone = deque(maxlen=min(num_lacking, more))
+        handle._store.num_watched = min(num_lacking, more)
 
 
 def give_up_drafts(handle: RuntimeHandle) -> None:
     """Frees what drafts, and has experts take that memory."""
-    facts, more = handle.facts, handle._store.gone.maxlen or 0
-    handle._store.gone = deque(maxlen=0)
+    facts, more = handle.facts, handle._store.num_watched
+    handle._store.num_watched = 0
     assert handle.draft_model is not None
     handle.draft_model.close()
     handle.draft_model = None

@@ -43,6 +43,7 @@ from moe_runtime.serving.http.generating import (
     encode_text,
 )
 from moe_runtime.serving.http.schema import (
+    AllowedTools,
     ChatBody,
     Function,
     ImagePart,
@@ -136,7 +137,7 @@ def prepare_parts(
     prompt, pictures = prompt_of(body, body.messages, tools, model, _variables(body, template))
     ids = encode_text(prompt, model, "messages", add_special_tokens=False)
     check_tokens(ids, model, "messages")
-    functions = [tool.function for tool in tools]
+    functions = _callable(body, tools)
     tokens = model.vocabulary.mark_tokens
     how = _format_of_calls(body, template) if functions else None
     grammar = _grammar(body, template, functions, tokens)
@@ -153,7 +154,7 @@ def prepare_parts(
         pictures=place(ids, pictures),
         max_tokens=most_new,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        matcher=grammar and model.grammars.compile(*grammar, owner),
+        matcher=grammar and _compiled(*grammar, functions, body, model, owner),
         shown_tokens=_shown_tokens(template, tokens, how),
     )
     if body.continue_final_message:
@@ -257,6 +258,37 @@ def _tools_in_use(body: ChatBody) -> list[Tool]:
     return [] if body.tool_choice == "none" else tools
 
 
+def _callable(body: ChatBody, tools: Sequence[Tool]) -> list[Function]:
+    """The functions that may be called, of those that the model is shown."""
+    functions = [tool.function for tool in tools]
+    if not isinstance(body.tool_choice, AllowedTools):
+        return functions
+    allowed = {tool.function.name for tool in body.tool_choice.allowed_tools.tools}
+    if unknown := allowed - {function.name for function in functions}:
+        problem = f"is none of the tools: {clipped(min(unknown))}"
+        raise FieldError("tool_choice.allowed_tools.tools", problem)
+    return [function for function in functions if function.name in allowed]
+
+
+def _compiled(
+    grammar: str,
+    param: str,
+    functions: Sequence[Function],
+    body: ChatBody,
+    model: ServedModel,
+    owner: str,
+) -> Any:
+    """An error names the function that cannot be enforced, where it is one alone."""
+    try:
+        return model.grammars.compile(grammar, param, owner)
+    except FieldError:
+        for at, tool in enumerate(body.tools or ()):
+            if (one := tool.function).is_strict and one in functions:
+                place = one.place or f"tools.{at}.function.parameters"
+                model.grammars.compile(grammars.of_function(one), place, owner)
+        raise
+
+
 def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
     if body.verbosity is not None and template.knows("verbosity"):
@@ -284,17 +316,18 @@ def _grammar(
     body: ChatBody, template: ChatTemplate, functions: list[Function], tokens: Mapping[str, int]
 ) -> tuple[str, str] | None:
     """The grammar that the answer keeps to and the field that asks for it."""
-    needs_call = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    needs_call, is_bounded = _needs_call(body), isinstance(body.tool_choice, AllowedTools)
     asked = body.response_format
     param = "response_format"
     grammar = None if asked is None else grammars.of_response_format(asked)
     is_strict = any(function.is_strict for function in functions)
     # In channels a call ends the answer: there is one at most.
     is_alone = body.parallel_tool_calls is False and not template.is_harmony
-    if functions and (needs_call or is_strict or is_alone):
+    if functions and (needs_call or is_bounded or is_strict or is_alone):
         if grammar is not None:
             raise FieldError("response_format", "cannot be combined with tools that are enforced")
-        param = "tool_choice" if needs_call else "tools" if is_strict else "parallel_tool_calls"
+        param = "tools" if is_strict else "parallel_tool_calls"
+        param = "tool_choice" if needs_call or is_bounded else param
         if template.tools is None:
             grammar = grammars.of_harmony_call(functions, is_needed=needs_call)
         else:
@@ -306,11 +339,13 @@ def _grammar(
                 may_repeat=body.parallel_tool_calls is not False
                 and not isinstance(body.tool_choice, NamedTool),
             )
-        if grammar is None:
-            name = "harmony" if template.tools is None else template.tools.name
-            problem = f"cannot be enforced with calls as this model writes them ({name})"
-            raise unsupported(param, problem)
     return None if grammar is None else (grammar, param)
+
+
+def _needs_call(body: ChatBody) -> bool:
+    choice = body.tool_choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+    return mode == "required" or isinstance(choice, NamedTool)
 
 
 def _after_thoughts(
@@ -326,7 +361,9 @@ def _after_thoughts(
     is_own = (body.response_format or {}).get("type") == "grammar"
     if template.is_harmony:
         if HarmonySections(prompt=prompt).is_within_message:
-            return grammar if param in ("response_format", "tool_choice") else None
+            if param != "response_format" and not _needs_call(body):
+                raise unsupported(param, "cannot be enforced in a message that has begun")
+            return grammar
         if is_own:
             problem = "a grammar of one's own cannot follow this model's analysis"
             raise FieldError(param, problem)

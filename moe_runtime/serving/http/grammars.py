@@ -311,16 +311,16 @@ def of_tools(
     *,
     is_needed: bool,
     may_repeat: bool,
-) -> str | None:
-    """A grammar of answers that call tools as their schemas say; None where calls look like text.
+) -> str:
+    """A grammar of answers that call tools as their schemas say.
+
+    Where calls have no mark, an answer that begins as one does is a call.
 
     Args:
         tokens: ids of the vocabulary's marks; a mark that is a token comes as that token.
         is_needed: the answer is nothing but calls; text may stand around them otherwise.
         may_repeat: several calls may come.
     """
-    if how.bare is not None and not is_needed:
-        return None
     writing, opens = how.writing, _mark(how.opens[0], tokens)
     rules: list[str] = []
     calls = []
@@ -338,8 +338,12 @@ def of_tools(
     body = f"{_lark(writing.begins, tokens)} call {more} {_lark(writing.ends, tokens)}"
     rules.append("call: " + " | ".join(calls))
     if not is_needed:
-        rules.append(_up_to("opening", how.opens[0], tokens, how.opens[1:]))
-        rules.append(f"FREE: {_without(how.opens)}")
+        begins = how.bare.begins if how.bare else ""
+        rules.append(_up_to("opening", how.opens[0], tokens, how.opens[1:], begins))
+        rules.append(f"FREE: {_without(how.opens, begins)}")
+        if begins:
+            rules.append(r"BLANK: /\s*/")
+            body = f"{body} | BLANK {body}"
         return "\n".join([f"start: FREE | opening {body}", *rules])
     return "\n".join([f"start: {body if how.bare else f'{opens} {body}'}", *rules])
 
@@ -456,6 +460,11 @@ def after_reasoning(
     return f"start: {first} answer\n{thought}\nGAP: /\\s*/\n{body}"
 
 
+def of_function(function: Function) -> str:
+    """The grammar of one function's arguments in JSON."""
+    return f"start: {_json(_schema_of(function), is_strict=function.is_strict)}"
+
+
 def of_harmony_call(functions: Sequence[Function], *, is_needed: bool = True) -> str:
     """A grammar of one call as gpt-oss writes it, arguments as their schema says; or of its final
     message, unless the call ``is_needed``."""
@@ -517,12 +526,19 @@ def _mark(text: str, tokens: Mapping[str, int]) -> str:
     )
 
 
-def _up_to(rule: str, mark: str, tokens: Mapping[str, int], others: Sequence[str] = ()) -> str:
-    """A rule of any text that ends with the first mark, and has none of some others."""
+def _up_to(
+    rule: str,
+    mark: str,
+    tokens: Mapping[str, int],
+    others: Sequence[str] = (),
+    begins: str = "",
+) -> str:
+    """A rule of any text that ends with the first mark; for the rest see `_without`."""
     if mark in tokens:
         before = f"BEFORE_{rule.upper()}"  # a grammar may have several such rules
-        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {_without((mark, *others))}"
-    without = f" & {_lacks(others)}" if others else ""
+        without = _without((mark, *others), begins)
+        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {without}"
+    without = f" & {_lacks(others, begins)}" if others or begins else ""
     return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/{without}"
 
 
@@ -538,13 +554,14 @@ def _slashed(found: re.Match[str]) -> str:
     return found[1] or r"\/"
 
 
-def _without(marks: Sequence[str]) -> str:
-    """A terminal of any text that has none of the marks."""
-    return rf"/(.|\n)*/ & {_lacks(marks)}"
+def _without(marks: Sequence[str], begins: str = "") -> str:
+    """A terminal of any text that has none of the marks, and does not begin so."""
+    return rf"/(.|\n)*/ & {_lacks(marks, begins)}"
 
 
-def _lacks(marks: Sequence[str]) -> str:
-    return rf"~/(.|\n)*({'|'.join(map(_escaped, marks))})(.|\n)*/"
+def _lacks(marks: Sequence[str], begins: str = "") -> str:
+    within = [rf"~/(.|\n)*({'|'.join(map(_escaped, marks))})(.|\n)*/"] if marks else []
+    return " & ".join([*within, *([rf"~/\s*{_escaped(begins)}(.|\n)*/"] if begins else [])])
 
 
 def _escaped(text: str) -> str:

@@ -51,9 +51,10 @@ class KeptResponses:
     def response(self, owner: str, name: str) -> dict[str, Any]:
         return json.loads(self._find(owner, name, "response_id")[0])
 
-    def messages(self, owner: str, name: str) -> list[Message]:
-        found = self._find(owner, name, "previous_response_id")[1]
-        return [Message(**message) for message in from_json(found)]
+    def conversation(self, owner: str, name: str) -> tuple[dict[str, Any], list[Message]]:
+        """The response, and the messages up to its end."""
+        response, messages = self._find(owner, name, "previous_response_id")
+        return json.loads(response), [Message(**message) for message in from_json(messages)]
 
     def delete(self, owner: str, name: str) -> None:
         self._find(owner, name, "response_id")

@@ -31,6 +31,7 @@ _COMMON = {
 }
 """Terminals of Lark's own library."""
 _CLOSING = {"(": ")", "[": "]"}
+_EXPRESSION_PART = re.compile(r"\\.|\[\^?\]?|\(\?[a-zA-Z-]*x|[\])(]", re.DOTALL)
 _MOST_CHARACTERS = 1 << 16
 
 
@@ -48,6 +49,29 @@ def regex_of(grammar: str) -> str:
         raise ValueError(f"cannot be read: {error.args[0]}") from None
 
 
+def whole(regex: str) -> str:
+    """An expression, if it stays one within brackets. Raises ValueError: it closes what it does not
+    open, leaves something open, or has comments."""
+    depth = num_sets = 0
+    for found in _EXPRESSION_PART.finditer(regex):
+        part = found[0]
+        if part[0] == "[":
+            num_sets += 1
+        elif num_sets:
+            num_sets -= part == "]"
+        elif part[0] == "(":
+            if part != "(":
+                raise ValueError("comments in expressions (flag x) cannot be enforced")
+            depth += 1
+        elif part == ")":
+            depth -= 1
+            if depth < 0:
+                break
+    if depth or num_sets:
+        raise ValueError(f"its brackets do not match: {regex[:60]!r}")
+    return regex
+
+
 class _Rules:
     def __init__(self, grammar: str) -> None:
         self._rules: dict[str, list[_Token]] = {}
@@ -57,6 +81,8 @@ class _Rules:
             if found["skip"] is not None:
                 continue
             if (name := found["defined"]) is not None:
+                if name in self._rules:
+                    raise ValueError(f"{name} is defined twice")
                 own = self._rules[name] = []
             elif (order := found["order"]) is not None:
                 imported = _IMPORT.fullmatch(order)
@@ -67,6 +93,8 @@ class _Rules:
                 raise ValueError("expected NAME: at its beginning")
             else:
                 own.append(_Token(str(found.lastgroup), found[0]))
+        if both := self._rules.keys() & self._found.keys():
+            raise ValueError(f"{min(both)} is defined and imported")
 
     def of(self, name: str, within: tuple[str, ...]) -> str:
         if name in within:
@@ -82,14 +110,16 @@ class _Rules:
 
     def _choice(self, pending: list[_Token], within: tuple[str, ...]) -> str:
         """Alternatives, up to a bracket that closes or the end."""
-        found = [""]
+        found, size = [""], 0
         while pending and pending[-1].text not in (")", "]"):
             if pending[-1].text == "|":
                 pending.pop()
                 found.append("")
                 continue
-            found[-1] += self._item(pending, within)
-            if len(found[-1]) > _MOST_CHARACTERS:
+            item = self._item(pending, within)
+            found[-1] += item
+            size += len(item)
+            if size > _MOST_CHARACTERS:
                 raise ValueError("is too large to be enforced")
         return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
@@ -104,10 +134,15 @@ class _Rules:
                 last = pending.pop() if pending else _Token("", "")
                 if last.kind != "string":
                     raise ValueError(f"expected a text after {text}..")
+                for end in (text, last.text):
+                    if end.endswith("i") or len(ast.literal_eval(end)) != 1:
+                        raise ValueError(f"expected one character at each end, got {end}")
                 found = f"[{found}-{_literal(last.text)}]"
         elif kind == "regex":
             body, _, flags = text[1:].rpartition("/")
-            found = f"(?{flags}:{body})"
+            if "x" in flags:
+                raise ValueError("comments in expressions (flag x) cannot be enforced")
+            found = f"(?{flags}:{whole(body)})"
         elif text in _CLOSING:
             found = self._choice(pending, within)
             if not pending or pending.pop().text != _CLOSING[text]:

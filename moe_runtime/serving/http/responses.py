@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import chat
@@ -26,8 +27,9 @@ from moe_runtime.serving.http.generating import (
     sampling_of,
 )
 from moe_runtime.serving.http.kept_responses import KeptResponses
-from moe_runtime.serving.http.lark import regex_of
+from moe_runtime.serving.http.lark import regex_of, whole
 from moe_runtime.serving.http.schema import (
+    AllowedTools,
     Body,
     ChatBody,
     ChatMessages,
@@ -38,6 +40,7 @@ from moe_runtime.serving.http.schema import (
     NamedTool,
     TextMap,
     ToolCall,
+    ToolList,
     TopLogprobs,
     TranslatedBody,
     Unused,
@@ -144,7 +147,6 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    _enforced: dict[str, Any] | None = PrivateAttr(default=None)
 
 
 class CustomFormat(Body):
@@ -159,6 +161,27 @@ class CustomFormat(Body):
                 problem = "is needed by" if self.type == "grammar" else "is no field of"
                 raise FieldError(f"tools.format.{name}", f"{problem} a format of {self.type}")
         return self
+
+    def schema_of_call(self, place: str) -> dict[str, Any] | None:
+        """What calls are held to; None where any text will do. ``place`` is its definition's."""
+        if self.definition is None:
+            return None
+        try:
+            if self.syntax == "lark":
+                regex = regex_of(self.definition)
+            else:
+                regex = whole(_ANCHORS.sub(r"\1", self.definition))
+        except ValueError as error:
+            raise FieldError(place, str(error)) from None
+        text = {"type": "string", "pattern": f"^(?:{regex})$"}
+        return {
+            **{"type": "object", "properties": {"input": text}, "required": ["input"]},
+            "additionalProperties": False,
+        }
+
+
+_ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
+"""Of a whole text, which calls are held to anyway."""
 
 
 class CustomTool(Body):
@@ -177,26 +200,7 @@ class CustomTool(Body):
             grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
             about = joined(about, grammar, "\n\n")
         schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        found = FunctionTool(type="function", name=self.name, description=about, parameters=schema)
-        found._enforced = self._schema()
-        return found
-
-    def _schema(self) -> dict[str, Any] | None:
-        """What calls of that function are held to; none where any text will do."""
-        if self.format is None or self.format.definition is None:
-            return None
-        regex = self.format.definition
-        if self.format.syntax == "lark":
-            try:
-                regex = regex_of(regex)
-            except ValueError as error:
-                field = "tools.format.definition"
-                raise FieldError(field, f"of {clipped(self.name)}: {error}") from None
-        text = {"type": "string", "pattern": f"^(?:{regex})$"}
-        return {
-            **{"type": "object", "properties": {"input": text}, "required": ["input"]},
-            "additionalProperties": False,
-        }
+        return FunctionTool(type="function", name=self.name, description=about, parameters=schema)
 
 
 _Callable = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
@@ -231,6 +235,12 @@ _Tools = Annotated[list[_AnyTool], Field(fail_fast=True), BeforeValidator(_runna
 class FunctionChoice(Body):
     type: Literal["function", "custom"]
     name: str
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, fail_fast=True)]
 
 
 class TextFormat(Body):
@@ -275,7 +285,7 @@ class ResponsesBody(TranslatedBody):
     stream_options: Unused = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     tools: _Tools | None = None
     top_logprobs: TopLogprobs | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -321,7 +331,7 @@ def prepare(
         sections=sections[0],
         echoed=_echoed(body, asked, model),
         has_logprobs=bool(asked.logprobs),
-        items={tool.name: item for tool, item in _functions(body)},
+        items={one.function.name: one.item for one in _functions(body)},
         keep=None if body.store is False else partial(_keep, kept, owner, messages),
     )
 
@@ -334,9 +344,37 @@ def chat_of(
 
 def _all_messages(body: ResponsesBody, owner: str, kept: KeptResponses) -> list[Message]:
     before: list[Message] = []
+    items: list[Any] = []
     if body.previous_response_id is not None:
-        before = kept.messages(owner, body.previous_response_id)
+        response, before = kept.conversation(owner, body.previous_response_id)
+        items += [item for item in response["output"] if item["type"] in _CALLS]
+    _check_results([*items, *([] if isinstance(body.input, str) else body.input)], before)
     return [*before, *_conversation(body).end()]
+
+
+def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
+    """Refuses results without calls and calls without results, in the words of OpenAI."""
+    found = {call.id: "" for message in before for call in message.tool_calls or ()}
+    pending: dict[str, str] = {}
+    for item in items:
+        kind, name = (
+            (item["type"], item["call_id"])
+            if isinstance(item, dict)
+            else (item.type, getattr(item, "call_id", ""))
+        )
+        if kind in _CALLS:
+            found[name] = pending[name] = kind
+        elif isinstance(item, FunctionOutputItem):
+            if found.get(name, "?") not in ("", kind.removesuffix("_output")):
+                raise _unmatched(f"call found for {kind}", "with call_id ", name)
+            pending.pop(name, None)
+    for name, kind in pending.items():
+        raise _unmatched(f"output found for {kind}", "", name)
+
+
+def _unmatched(what: str, which: str, name: str) -> ApiError:
+    message = f"No tool {what.replace('_', ' ')} {which}{clipped(name)[1:-1]}."
+    return ApiError(message, param="input")
 
 
 def _keep(
@@ -362,21 +400,25 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         messages = [lead, *messages]
     if not messages:
         raise FieldError("input", "is empty, send a text or at least one item")
+    offered = [*_functions(body)]
     tools: Any = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-        for tool, _ in _functions(body)
+        {
+            "type": "function",
+            "function": one.function.model_dump(exclude={"type"}, exclude_none=True),
+        }
+        for one in offered
     ] or None
     include = {*(body.include or ())} - {"reasoning.encrypted_content"}
     if unknown := include - {"message.output_text.logprobs"}:
         raise unsupported("include", f"{clipped(sorted(unknown)[0])} is not known")
     effort = body.reasoning and body.reasoning.effort
-    choice = body.tool_choice
+    choice: Any = body.tool_choice
     if isinstance(choice, FunctionChoice):
-        kind = "custom_tool_call" if choice.type == "custom" else "function_call"
-        if all(tool.name != choice.name or item["type"] != kind for tool, item in _functions(body)):
-            problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
-            raise FieldError("tool_choice.name", problem)
-        choice = NamedTool(type="function", function=FunctionName(name=choice.name))
+        choice = _named(choice, offered, "tool_choice.name")
+    elif isinstance(choice, AllowedChoice):
+        allowed = [_named(one, offered, "tool_choice.tools") for one in choice.tools]
+        within = ToolList(mode=choice.mode, tools=allowed)
+        choice = AllowedTools(type="allowed_tools", allowed_tools=within)
     asked = ChatBody(
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
@@ -392,31 +434,52 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
         reasoning_effort=effort if template.knows("reasoning_effort") else None,
         verbosity=body.text and body.text.verbosity,
     )
-    for own, (tool, _) in zip(asked.tools or (), _functions(body), strict=True):
-        if tool._enforced is not None:
-            own.function.enforce(tool._enforced)
+    for own, one in zip(asked.tools or (), offered, strict=True):
+        if choice != "none":
+            own.function.enforce(one.form and one.form.schema_of_call(one.place), one.place)
     return asked
 
 
-def _functions(body: ResponsesBody) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
-    """Functions by the names that they have in a chat, and what items of their calls have here."""
-    for tool in body.tools or ():
+class _Offered(NamedTuple):
+    """A function by the name that it has in a chat, what items of its calls have here, the format
+    of its text, and the place of what calls are held to."""
+
+    function: FunctionTool
+    item: dict[str, str]
+    form: CustomFormat | None
+    place: str
+
+
+def _named(choice: FunctionChoice, offered: Sequence[_Offered], field: str) -> NamedTool:
+    kind = "custom_tool_call" if choice.type == "custom" else "function_call"
+    if all(one.function.name != choice.name or one.item["type"] != kind for one in offered):
+        problem = f"is none of the tools of type {choice.type}: {clipped(choice.name)}"
+        raise FieldError(field, problem)
+    return NamedTool(type="function", function=FunctionName(name=choice.name))
+
+
+def _functions(body: ResponsesBody) -> Iterator[_Offered]:
+    for at, tool in enumerate(body.tools or ()):
         if not isinstance(tool, NamespaceTool):
-            yield _function_of(tool)
+            yield _function_of(tool, f"tools.{at}")
             continue
         about = tool.description
-        for each in tool.tools:
-            one, item = _function_of(each)
-            more = {"name": _flat(one.name, tool.name)}
+        for number, each in enumerate(tool.tools):
+            found = _function_of(each, f"tools.{at}.tools.{number}")
+            one, more = found.function, {"name": _flat(each.name, tool.name)}
             if about:
                 more["description"], about = joined(about, one.description or "", "\n\n"), None
-            yield one.model_copy(update=more), {**item, "namespace": tool.name}
+            yield found._replace(
+                function=one.model_copy(update=more), item={**found.item, "namespace": tool.name}
+            )
 
 
-def _function_of(tool: FunctionTool | CustomTool) -> tuple[FunctionTool, dict[str, str]]:
+def _function_of(tool: FunctionTool | CustomTool, place: str) -> _Offered:
     if isinstance(tool, FunctionTool):
-        return tool, {"type": "function_call", "name": tool.name}
-    return tool.function(), {"type": "custom_tool_call", "name": tool.name}
+        item = {"type": "function_call", "name": tool.name}
+        return _Offered(tool, item, None, f"{place}.parameters")
+    item = {"type": "custom_tool_call", "name": tool.name}
+    return _Offered(tool.function(), item, tool.format, f"{place}.format.definition")
 
 
 def _flat(name: str, namespace: str | None) -> str:
@@ -481,7 +544,7 @@ def _echoed(body: ResponsesBody, asked: ChatBody, model: ServedModel) -> dict[st
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     tools = [tool.model_dump() for tool in body.tools or ()]
     choice = body.tool_choice
-    plain = choice.model_dump() if isinstance(choice, FunctionChoice) else choice
+    plain = choice.model_dump() if isinstance(choice, Body) else choice
     return {
         "background": False,
         "instructions": body.instructions,

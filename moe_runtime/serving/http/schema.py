@@ -295,10 +295,16 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     _enforced: dict[str, Any] | None = PrivateAttr(default=None)
+    _place: str = PrivateAttr(default="")
 
-    def enforce(self, schema: dict[str, Any]) -> None:
-        """Has a grammar hold calls to a schema that the model is not shown."""
-        self._enforced = schema
+    def enforce(self, schema: dict[str, Any] | None, place: str = "") -> None:
+        """Has a grammar hold calls to a schema that the model is not shown; ``place`` is its field
+        in the request."""
+        self._enforced, self._place = schema, place
+
+    @property
+    def place(self) -> str:
+        return self._place
 
     @property
     def is_strict(self) -> bool:
@@ -332,13 +338,25 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class ToolList(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """Calls of some tools alone; the model is shown all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolList
+
+
 class ChatBody(GenerationFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -424,10 +442,16 @@ _NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(Body))
 def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
     """What a client reads of a body that is not one of a kind."""
     problems = error.errors(include_url=False, include_context=False)
-    # Of a field with several types, the alternative that went farthest says most.
+    # Of a field with several types, the alternative that went farthest says most; of several, the
+    # one whose `type` was given.
+    others = {
+        one["loc"][:-1]
+        for one in problems
+        if one["loc"][-1:] == ("type",) and _names_a_type(one["loc"][-2:][0])
+    }
     problem = max(
         (one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]),
-        key=lambda one: len(one["loc"]),
+        key=lambda one: (len(one["loc"]), one["loc"][:-1] not in others),
     )
     # Alternatives of a type are named in the place too: `stop.str`.
     inner = [part for part in problem["loc"][1:] if not _names_a_type(part)]
@@ -456,7 +480,10 @@ def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
     return FieldError(name, f"{message}, got {_shown(problem['input'])}", code=code)
 
 
-_LEAST = {"messages": 'at least one message: {"role": "user", "content": "TEXT"}'}
+_LEAST = {
+    "tools": "at least one tool",
+    "messages": 'at least one message: {"role": "user", "content": "TEXT"}',
+}
 
 
 def _shown(value: object) -> str:
@@ -465,7 +492,8 @@ def _shown(value: object) -> str:
 
 
 def _names_a_type(part: int | str) -> bool:
-    names = ("list[", "constrained-str", "literal[", "NamedTool", "function-")
+    names = ("list[", "constrained-str", "literal[", "function-", "NamedTool", "FunctionChoice")
+    names = (*names, "AllowedTools", "AllowedChoice")
     return isinstance(part, str) and (part == "str" or part.startswith(names))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,20 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moe_runtime.checkpoints.adapter_files import ADAPTERS_FILE
+from moe_runtime.checkpoints.adapter_files import AdapterFolder
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.checkpoints.gguf.architectures import SplitProjection
-from moe_runtime.checkpoints.strict_json import parse_object
 from moe_runtime.checkpoints.transformers_private import cache_name
-from moe_runtime.digests import check_digests, write_digests
-from moe_runtime.errors import UnsupportedModelError, blamed_on
-from moe_runtime.files import read_bounded, replace_folder, write_text
+from moe_runtime.digests import write_digests
+from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.files import replace_folder, write_text
 from moe_runtime.inference.adapters import is_turned
 from moe_runtime.inference.budget import widest_head
 from moe_runtime.inference.routing_replay import experts_of, replay_routing
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 
 _NO_TARGET = -100
-_MOST_BYTES = 1 << 20
-"""Of an adapter's configuration."""
-
 _SHARE_ROWS = frozenset(
     (
         *("aria", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_ocr2", "deepseek_v2"),
@@ -322,11 +319,11 @@ def write_adapters(
     with replace_folder(folder) as new:
         named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         try:
-            save_file(named, new / ADAPTERS_FILE, metadata={"format": "pt"})
+            save_file(named, new / "adapter_model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
         write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-        write_digests(new, ["adapter_config.json", ADAPTERS_FILE])
+        write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
 
 
 def take_adapters(
@@ -336,22 +333,21 @@ def take_adapters(
 
     Raises:
         CheckpointError: a file is missing or damaged.
+        UnsupportedModelError: the adapter is more than pairs of matrices.
         ValueError: they are of other layers, or of another rank, scale or kind.
     """
-    check_digests(folder)
-    with blamed_on(f"{folder}: is no adapter of PEFT"):
-        found = parse_object(read_bounded(folder / "adapter_config.json", max_bytes=_MOST_BYTES))
-        tensors = load_file(folder / ADAPTERS_FILE)
-    asked = {
-        "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "use_dora": lora.dora,
-    }  # fmt: skip
-    for name, value in asked.items():
-        if found.get(name, False) != value:
-            raise ValueError(
-                f"{folder}: its {name} is {found.get(name)}, that of this run {value}; give the "
-                "options that it was trained with"
-            )
-    read = {name.removeprefix("base_model.model."): own.float() for name, own in tensors.items()}
+    found = AdapterFolder(folder)
+    if found.settings.has_magnitudes != lora.dora:
+        raise ValueError(
+            f"{folder}: its use_dora is {found.settings.has_magnitudes}, that of this run "
+            f"{lora.dora}; give the options that it was trained with"
+        )
+    parts = ("A.weight", "B.weight", "magnitude_vector")
+    read = {
+        f"{place}.lora_{part}": tensor.float()
+        for place, own in found.tensors().items()
+        for part, tensor in zip(parts, own, strict=False)
+    }
     places: dict[str, Tensor] = dict(_of_layers(model))
     for site, adapters in _adapted(model, sites, lora):
         places |= _of_experts(site, adapters)
@@ -360,11 +356,22 @@ def take_adapters(
         odd = next(n for n in sorted(shapes | others) if shapes.get(n) != others.get(n))
         raise ValueError(
             f"{folder}: {odd} is {others.get(odd, 'missing')}, expected "
-            f"{shapes.get(odd, 'no such adapter')}; give --lora-on the modules that it adapts"
+            f"{shapes.get(odd, 'no such adapter')}; give --lora-on and the rank that it has"
         )
     for name, tensor in read.items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{folder}: {name} has values that are no finite numbers")
+    scales = {place: found.scale(place) for place in found.widths}
+    for site, adapters in _adapted(model, sites, lora):
+        for own in (f"{site.name}.{name}" for name in adapters.names):
+            is_used = found.settings.targets_parameter(own)
+            scales[own] = found.settings.scale(own, lora.rank) if is_used else 0.0
+    for name, scale in scales.items():
+        if not math.isclose(scale, lora.factor, rel_tol=1e-9):
+            raise ValueError(
+                f"{folder}: its factor of {name} is {scale:g}, by lora_alpha, rank and use_rslora, "
+                f"that of this run {lora.factor:g}; give the options that it was trained with"
+            )
     with torch.no_grad():
         for name, parameter in _of_layers(model).items():
             parameter.copy_(read[name])

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_runtime.checkpoints.adapter_files import ADAPTERS_FILE
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
-from moe_runtime.digests import digest, digest_of_file
+from moe_runtime.digests import digest
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders, open_regular
 from moe_runtime.inference.budget import (
@@ -70,12 +69,9 @@ from moe_runtime.training.finetune.records import RECORD_FILES, is_of_records
 from moe_runtime.training.finetune.rendering import Renderer, encode_records
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload.checkpoint import remove_own_files
 from moe_runtime.training.offload.entry import (
-    expert_parameters,
     find_sites,
     layouts_of,
-    offload_training,
     plan_memory,
 )
 from moe_runtime.training.offload.frozen import (
@@ -88,9 +84,7 @@ from moe_runtime.training.offload.memory import (
     SPARE_BYTES,
     FrozenMemory,
     TrainingMemory,
-    dense_bytes,
     device_budget,
-    smallest_budget,
 )
 from moe_runtime.training.offload.offloaded_training import ExpertTraining
 from moe_runtime.training.offload.records import Sections
@@ -105,7 +99,7 @@ from moe_runtime.training.prepared import (
 )
 from moe_runtime.training.ranks import OneRank, Processes
 from moe_runtime.training.tracing import TrainingTrace, open_trace, trace_bytes
-from moe_runtime.training.train_plan import optimizer_settings, plan_of
+from moe_runtime.training.train_plan import all_experts, optimizer_settings, plan_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 if TYPE_CHECKING:
@@ -323,7 +317,6 @@ class FinetunePreparation(PreparedRun):
         exporter: writes checkpoints like it; None where adapters alone are written.
         ranks: the processes that train together.
         tokenizer: of the checkpoint.
-        first_adapters: digest of the adapters that the run begins with; empty without any.
     """
 
     config: FinetuneConfig
@@ -335,14 +328,13 @@ class FinetunePreparation(PreparedRun):
     sites: list[ExpertsSite]
     memory: TrainingMemory | FrozenMemory
     ranks: OneRank
-    first_adapters: str
 
     @property
     def settings(self) -> dict[str, Any]:
-        own = {BASE_FILES: _fingerprint(self.checkpoint)}
-        if self.first_adapters:
-            own["lora_from"] = self.first_adapters
-        return super().settings | own
+        lora, own = self.config.lora, {BASE_FILES: _fingerprint(self.checkpoint)}
+        # where the first adapters lay is of no use later; the checkpoints have them
+        begun = {} if lora is None or lora.start is None else {"lora.start": "given"}
+        return super().settings | own | begun
 
 
 def prepare(
@@ -438,7 +430,6 @@ def prepare(
         sites=sites,
         memory=memory,
         ranks=ranks or OneRank(),
-        first_adapters=_digest_of_adapters(config),
         device=device,
         num_parameters=total,
         num_active_parameters=total - round(in_experts * idle),
@@ -475,10 +466,11 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
-        if config.lora.start is not None:
+        if config.lora.start is not None and state is None:
             take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
         optimizer = _offloaded(preparation, resumes=state is not None)
+    ranks.draw_apart(0)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
         preparation,
@@ -521,35 +513,17 @@ def _with_all_experts(
     preparation: FinetunePreparation,
     use: Callable[[Mapping[str, Any], Callable[[ExpertKey], Mapping[str, Tensor]]], object],
 ) -> None:
-    """Gives the last checkpoint's model to a function, where several processes have its experts.
-
-    They are brought together in files of this process, which are removed at the end.
-    """
+    """Gives the last checkpoint's model to a function, where several processes have its experts."""
     config, checkpoint = preparation.config, preparation.checkpoint
     state = load_checkpoint(checkpoints_in(preparation.checkpoints)[-1])
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
     experts.tie(model)
     load_around_experts(model, checkpoint, experts, preparation.device, None)
-    sites, settings = find_sites(model), optimizer_settings(config)
-    layouts = layouts_of(sites, settings.state_format)
-    training = offload_training(
-        model,
-        host_memory=smallest_budget(layouts, dense_bytes(model, expert_parameters(sites))) + 1,
-        storage_dir=preparation.storage,
-        optimizer=settings,
-        # nothing is computed
-        activation_memory=1,
-        resumes=True,
-    )
-    try:
+    with all_experts(model, optimizer_settings(config), preparation.storage, state) as training:
         CheckpointModel(model).load_state_dict(dict(state.model))
-        training.load_state_dict(dict(state.optimizer))
         with MergedAdapters(model) as named:
             use(named, training.expert)
-    finally:
-        training.close()
-        remove_own_files(preparation.storage)
 
 
 def _refuse_together(config: FinetuneConfig, ranks: Processes) -> None:
@@ -655,15 +629,6 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
                 file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
                 found = digest(file.read(_SAMPLE_BYTES), found)
     return found
-
-
-def _digest_of_adapters(config: FinetuneConfig) -> str:
-    if config.lora is None or config.lora.start is None:
-        return ""
-    path = config.lora.start / ADAPTERS_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{path}: is missing; give --lora-from a folder of PEFT's adapters")
-    return digest_of_file(path)
 
 
 def _records(

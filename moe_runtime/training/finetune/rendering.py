@@ -28,13 +28,13 @@ from moe_runtime.inference.routing_replay import decode_routing, require_routing
 from moe_runtime.training.data import (
     TokenStreams,
     added_tokens,
+    chat_warning,
     find_files,
     keep_ids,
     kept_ids,
     looks_like_chat,
     place_of,
     tokenizer_identity,
-    warn_of_chat,
 )
 from moe_runtime.training.examples import Examples
 from moe_runtime.training.finetune.records import as_json, read_records
@@ -367,6 +367,7 @@ def encode_records(
     if cache is not None:
         files = [find_files(name, own, Path()) for own in (source.files, source.held_out_files)]
         asked = [
+            _FORMAT,
             renderer.identity(),
             data.context,
             data.held_out_share,
@@ -377,22 +378,26 @@ def encode_records(
         key = hashlib.sha256(json.dumps([*asked, *parts]).encode()).hexdigest()[:16]
         path = cache / f"{name}-records-{key}.npy"
         if (kept := kept_ids(path)) is not None:
-            return _streams(_unpacked(kept), shares_rows)
-    training = _fitting(find_files(name, source.files, Path()), renderer, data.context)
+            sides, told = _unpacked(kept)
+            _warn_of(told)
+            return _streams(sides, shares_rows)
+    told = []
+    training = _fitting(find_files(name, source.files, Path()), renderer, data.context, told)
     held_out: list[Encoded] = []
     if source.held_out_files:
         paths = find_files(name, source.held_out_files, Path())
-        held_out = _fitting(paths, renderer, data.context)
+        held_out = _fitting(paths, renderer, data.context, told)
     elif data.held_out_share:
         places = [place_of(own.ids.astype(np.int64).tobytes()) for own in training]
         both = list(zip(places, training, strict=True))
         share = min(data.held_out_share, max(places))
         held_out = [own for place, own in both if place < share]
         training = [own for place, own in both if place >= share]
+    _warn_of(told)
     has_routing = any(own.routing is not None for own in (*training, *held_out))
     if path is not None and keeps and not has_routing:
         make_folders(path.parent)
-        keep_ids(path, _packed([training, held_out]))
+        keep_ids(path, _packed([training, held_out], told))
     return _streams([training, held_out], shares_rows)
 
 
@@ -408,6 +413,8 @@ def _streams(documents: Sequence[Sequence[Encoded]], shares_rows: bool) -> Token
     return TokenStreams(sides[0], sides[1], found)
 
 
+_FORMAT = 2
+"""Of rows that are kept, and of how records become rows: another one makes them anew."""
 _TARGET = 1 << 31
 """Marks an id that is a target."""
 
@@ -417,24 +424,33 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-def _packed(sides: Sequence[Sequence[Encoded]]) -> npt.NDArray[np.uint32]:
-    """Numbers of documents of both sides, their lengths, and their ids."""
+def _packed(sides: Sequence[Sequence[Encoded]], told: Sequence[str] = ()) -> npt.NDArray[np.uint32]:
+    """Numbers of documents of both sides, their lengths, their ids, and warnings as text."""
     every = [own for side in sides for own in side]
     head = [*map(len, sides), *(len(own.ids) for own in every)]
     marked = [np.where(own.trained, own.ids | np.uint32(_TARGET), own.ids) for own in every]
-    return np.concatenate([np.array(head, np.uint32), *marked])
+    text = np.frombuffer("\n".join(told).encode(), np.uint8)
+    return np.concatenate([np.array(head, np.uint32), *marked, text.astype(np.uint32)])
 
 
-def _unpacked(stream: npt.NDArray[Any]) -> list[list[Encoded]]:
+def _unpacked(stream: npt.NDArray[Any]) -> tuple[list[list[Encoded]], list[str]]:
     first, second = map(int, stream[:2])
     ends = 2 + first + second + np.cumsum(stream[2 : 2 + first + second], dtype=np.int64)
-    found = np.split(stream, [2 + first + second, *ends[:-1]])[1:]
+    _, *found, text = np.split(stream, [2 + first + second, *ends])
     pairs = [Encoded(own & np.uint32(_TARGET - 1), own >= _TARGET) for own in found]
-    return [pairs[:first], pairs[first:]]
+    told = text.astype(np.uint8).tobytes().decode().splitlines()
+    return [pairs[:first], pairs[first:]], told
 
 
-def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[Encoded]:
-    """Documents that have targets, cut to the length of a row."""
+def _warn_of(told: Iterable[str]) -> None:
+    for line in told:
+        warnings.warn(line, MoERuntimeWarning, stacklevel=3)
+
+
+def _fitting(
+    paths: Sequence[Path], renderer: Renderer, context: int, told: list[str]
+) -> list[Encoded]:
+    """Documents that have targets, cut to the length of a row; adds to what is to be told."""
     found: list[Encoded] = []
     num_cut = num_empty = 0
     chat = ""
@@ -450,15 +466,15 @@ def _fitting(paths: Sequence[Path], renderer: Renderer, context: int) -> list[En
         else:
             num_empty += 1
     if chat:
-        warn_of_chat(chat)
+        told.append(chat_warning(chat))
     files = f"{paths[0]}" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
     if not found and not num_empty:
         raise ValueError(f"{files}: no record there, expected at least one")
     number = f"of {len(found) + num_empty:,} records"
     if not found:
         raise ValueError(f"{files}: none {number} has a target in the first {context + 1:,} tokens")
-    told = [f"{num_cut:,} {number} are longer than the context of {context:,} tokens and were cut"]
-    told += [f"{num_empty:,} {number} have nothing to train on and were left out"]
-    if told := [line for line, count in zip(told, (num_cut, num_empty), strict=True) if count]:
-        warnings.warn("; ".join(told), MoERuntimeWarning, stacklevel=2)
+    cut = f"{num_cut:,} {number} are longer than the context of {context:,} tokens and were cut"
+    empty = f"{num_empty:,} {number} have nothing to train on and were left out"
+    if lines := [line for line, count in ((cut, num_cut), (empty, num_empty)) if count]:
+        told.append("; ".join(lines))
     return found

@@ -32,6 +32,7 @@ from moe_runtime.kernels.expert_mlp.operators import resolve_path
 from moe_runtime.kernels.expert_mlp.products import Adapter
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands import ActivationSpec
+from moe_runtime.memory.device.device_layout import stack_slots
 from moe_runtime.memory.device.device_store import DeviceStore
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.parallel import LayoutGroups
@@ -383,9 +384,17 @@ class FrozenExpertsExecutor(LayerExecutor):
                         yield key, self._weights(key, slot, calls[0].x_TD)
 
     def _weights(self, key: ExpertKey, slot: Tensor, x_TD: Tensor) -> StackedExperts:
+        """An expert in the dtype of its rows: where it lies, if it lies there as its module has
+        it."""
+        site, layout = self._sites[key.layer], self._experts.layouts[key]
+        if slot.is_cpu and x_TD.is_cpu:
+            own = stack_slots(slot, slot.numel(), layout, self._experts.matrices[key.layer])
+            form = (x_TD.dtype, site.has_gate, site.is_concatenated)
+            if own and (own.down.dtype, own.has_gate, own.is_concatenated) == form:
+                return StackedExperts(**own._asdict())
         named = self._filled(key, slot, x_TD.dtype)
         tensors = [tensor.to(x_TD.device) for tensor in named.values()]
-        return self._sites[key.layer].stacked(list(named), tensors)
+        return site.stacked(list(named), tensors)
 
     def _filled(self, key: ExpertKey, slot: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """An expert's tensors as its module has them, in memory that one leaves to the next."""

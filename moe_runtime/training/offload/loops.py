@@ -33,6 +33,11 @@ _STATES = "optimizer.pt"
 def attach(training: OffloadedTraining, loop: T) -> T:
     """As of `OffloadedTraining.attach`."""
     found: Any = loop
+    places = ("_save", "clip_grad_norm_", "_unscale_grads_")
+    if not vars(found).keys().isdisjoint(places):
+        raise UnsupportedUseError(
+            f"this {type(found).__name__} is attached already: attach it once, to one training"
+        )
     if isinstance(found, torch.amp.GradScaler):
         _attach_scaler(training, found)
         return loop
@@ -108,7 +113,8 @@ def _attach_trainer(training: OffloadedTraining, trainer: Any) -> None:
         if not (folder / _STATES).is_file():
             raise CheckpointError(
                 f"{folder} has no {_STATES}, with which training goes on: save_only_model left it "
-                "out; begin from its model, or resume from a checkpoint with states"
+                "out, or the save has failed; begin from a whole model, or resume from a "
+                "checkpoint with states"
             )
 
         def take_up(state: Any) -> None:

@@ -269,7 +269,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         self.activations = activations
         self._processes, self._settings = processes, settings
         self._final_rate: float | None = None
-        self._is_closed = self._is_reduced = self._is_scaled = False
+        self._is_closed = self._is_scaled = False
         self._modules: list[OffloadedTrainingExperts] = []
         for layer, site in enumerate(sites):
             module = OffloadedTrainingExperts(
@@ -320,11 +320,13 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
 
         Raises:
             RuntimeError: it was called again after the last part of a step, or after `close`.
+            UnsupportedUseError: several processes have asked for the norm of this step already.
             MoERuntimeError: an expert could not be read or written.
         """
         self._require_open()
         if self._final_rate is not None:
             raise RuntimeError("backward was called twice before step; give is_last=False at first")
+        self._executor.visits.require_own_gradients()
         rate = self._rate if rate is None else rate
         self._executor.begin(rate if is_last else None)
         self._final_rate = rate if is_last else None
@@ -397,7 +399,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             self._executor.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
-        self._final_rate, self._is_reduced, self._is_scaled = None, False, False
+        self._final_rate, self._is_scaled = None, False
         self._executor.begin()
         self._executor.expect_first_layer()
         return StepOutcome(norm, bad)
@@ -471,9 +473,9 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
 
     def _reduce(self) -> None:
         """Gives the parameters around the experts the gradients of all processes, once a step."""
-        if not self._is_reduced:
+        if self._processes.size > 1 and not self._executor.visits.is_reduced:
             self._processes.reduce_gradients(self.dense.parameters())
-        self._is_reduced = True
+            self._executor.visits.is_reduced = True
 
     def attach(self, loop: T) -> T:
         """Has a loop take its steps by this optimizer, and see the gradients of all parameters.
@@ -497,7 +499,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         self._executor.copies.forget()  # first: no copy may reach into a record that is given back
         self.optimizer.discard()
         self.dense.forget()
-        self._final_rate, self._is_reduced, self._is_scaled = None, False, False
+        self._final_rate, self._is_scaled = None, False
         self._executor.begin()
 
     def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:

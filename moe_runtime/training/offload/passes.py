@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.absent import AbsentParameters, TrainedElsewhere
+from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.kernels.expert_mlp.streamed import StreamedExperts
 from moe_runtime.kernels.operands import without_autocast
@@ -64,12 +65,22 @@ class Visits:
         num_forwards: how many forward passes a layer had.
         rate: learning rate, where the gradients of this backward pass are final; else None.
         went_back: whether a backward pass went through a layer.
+        is_reduced: gradients around the experts are sums over several processes already.
     """
 
     layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
     num_forwards: Counter[int] = field(default_factory=Counter)
     rate: float | None = None
     went_back: bool = False
+    is_reduced: bool = False
+
+    def require_own_gradients(self) -> None:
+        """Refuses gradients that would be added to the sums of all processes, and stay apart."""
+        if self.is_reduced:
+            raise UnsupportedUseError(
+                "the gradients were summed over the processes already, for their norm: ask for it "
+                "after the last backward pass of a step"
+            )
 
 
 class ExpertsExecutor(abc.ABC):
@@ -150,6 +161,7 @@ class LayerExecutor(ExpertsExecutor):
 
     def _go_back(self, layer: int) -> None:
         """Drops the visits from a layer on, whose backward pass begins."""
+        self.visits.require_own_gradients()
         self.visits.went_back = True
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()

@@ -13,7 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import open_checkpoint
-from moe_runtime.errors import CapacityError, UnsupportedModelError
+from moe_runtime.errors import (
+    CapacityError,
+    MoERuntimeError,
+    MoERuntimeWarning,
+    UnsupportedModelError,
+)
 from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
 from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -221,6 +226,8 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
                 ids, cache = out.logits[:, -1].softmax(-1).multinomial(1), out.past_key_values
                 counts[place, int(ids)] += 1
         found = control.counts()
+    with pytest.raises(MoERuntimeError, match="closed"):
+        model(ids, past_key_values=cache, use_cache=True)
     assert num_texts // 5 < found["accepted_drafts"] < found["drafted_tokens"] - num_texts
     expected_counts = num_texts * torch.stack(exact)
     statistic = ((counts - expected_counts) ** 2 / expected_counts).sum(1)
@@ -232,7 +239,8 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
     smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
     settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
     with (model := moe_runtime.load(pocket_path(), draft=folder, **settings)).moe:
-        model._drafts.control = EveryDraft(model._drafts.control.most_rows)
+        control = EveryDraft(model._drafts.control.most_rows)
+        model.moe.drafts = model._drafts.control = control
         options: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW}
         before = model.moe.stats()
         assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
@@ -240,11 +248,14 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
         assert waited_s > 0
         assert 0 < spared < misses
         model._drafts.control.is_too_dear = True
-        assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
+        with pytest.warns(MoERuntimeWarning, match=r"the draft is given up: .* MiB; leave draft"):
+            found = model.generate(PROMPT, do_sample=False, **options)[0].tolist()
+        assert found == plain[0]
         after = model.moe.stats()
         num_more = before.draft_bytes // before.slot_bytes
         assert after.expert_slots == min(before.expert_slots + num_more, smallest.total_experts)
-        assert (after.draft_bytes, after.budget_bytes <= before.budget_bytes) == (0, True)
+        assert (after.draft_bytes, after.drafts_given_up) == (0, 1)
+        assert after.budget_bytes <= before.budget_bytes
         assert model._drafts.source.new().offer(4).most == 0
         model.moe.check()
 

@@ -187,4 +187,14 @@ def test_a_drafter_is_given_up_where_experts_need_its_memory_more(spared_s, shar
         if control.is_too_dear:
             break
     assert control.is_too_dear is is_given_up
+    assert control.counts()["drafts_given_up"] == is_given_up
     assert lost_s < 12
+
+
+def test_a_drafter_is_not_given_up_while_it_cannot_draft():
+    control = DraftControl(MOST)
+    for offers in ([Offer(0, 0)], [Offer(4, 0)] * MOST):  # nothing to draft, and no rows for it
+        for _ in range(200):
+            assert not any(control.choose(offers))
+            control.measured(len(offers), len(offers), 1.0, spared_s=0.4)
+    assert not control.is_too_dear

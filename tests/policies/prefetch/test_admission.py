@@ -83,3 +83,7 @@ def test_slots_are_taken_from_the_own_layer_from_what_is_old_and_less_likely():
     gives_way = admission.gives_way(K(1, 0), 0.7, {})
     assert gives_way(K(1, 4))
     assert not gives_way(K(1, 3))
+    # one without a guess may have had one of just less than the least that is told
+    admission = Admission(PrefetchRules(min_gain=0.4), num_layers=2)
+    chances = [admission.gives_way(K(1, 0), one, {})(K(1, 4)) for one in (0.45, 0.49, 0.51)]
+    assert chances == [False, False, True]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moe_runtime.policies.prefetch import Controller, StepCost
+from moe_runtime.policies.prefetch import Controller, StepCost, num_needed
 
 
 def step(
@@ -35,6 +35,31 @@ def test_what_pays_goes_on_within_a_few_tokens_and_stays():
     assert all(first[22:])
     assert controller.verdict.startswith("on: a step took 700.00 ms with prefetch and 1000.00 ms")
     assert sum(run(controller, 1000, on=0.7)) > 950
+
+
+def test_what_pays_by_a_hundredth_goes_on():
+    controller = Controller()
+    assert run(controller, 40, on=0.985)[-1]
+    assert controller.verdict.startswith("on: ")
+
+
+@pytest.mark.parametrize(
+    ("right", "misses", "seconds", "pays"), [(3, 8, 8.0, True), (0, 12, 11.5, False)]
+)
+def test_a_third_of_the_wrong_guesses_evicted_what_is_read_again(right, misses, seconds, pays):
+    """Tokens need ten experts, a second for each. In a step with it six are guessed."""
+    controller = Controller()
+    while controller.verdict == "not tried yet":
+        is_on = controller.is_active
+        cost = StepCost(
+            seconds=seconds if is_on else 10.0,
+            stall_s=5.0,
+            predict_s=0.01,
+            saved_s=1.0,
+            needed_s=num_needed(misses, right, 6) if is_on else num_needed(10, 0, 0),
+        )
+        controller.step(cost)
+    assert controller.is_active == pays
 
 
 def test_nothing_is_tried_where_nothing_is_waited_for():

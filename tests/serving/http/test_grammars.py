@@ -156,6 +156,7 @@ def test_an_expression_has_the_texts_of_its_grammar(plain, text):
         assert writes(plain, f"start: %json {json.dumps(asked)}", json.dumps(text))
 
 
+LARGE = f'X: "{"x" * 60000}"\nstart: {" | ".join(["X"] * 9)}'
 DOUBLED = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(16)) + 'a16: "bb"'
 
 
@@ -174,6 +175,15 @@ DOUBLED = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(16
         (r'start: "\x"', "cannot be read"),
         ("start: " + "(" * 5000, "cannot be read"),
         (DOUBLED, "too large"),
+        (LARGE, "too large"),
+        ('start: "ab".."z"', "one character"),
+        ('start: "a".."z"i', "one character"),
+        ('start: A\nA: "x"\nA: "y"', "A is defined twice"),
+        ('start: INT\nINT: "q"\n%import common.INT', "INT is defined and imported"),
+        ("start: /a)|(b/", "brackets do not match"),
+        ("start: /[(]/ /a[)/", "brackets do not match"),
+        ("start: /a#)/x", "flag x"),
+        ("start: /(?i-x:a)/ /(?x)#/", "flag x"),
     ],
 )
 def test_what_is_no_regular_grammar_is_refused(grammar, said):
@@ -210,15 +220,38 @@ def test_formats_that_are_none_are_refused(grammars, asked):
         grammars.compile(of_response_format(asked) or "", "response_format")
 
 
-def test_calls_in_free_text_keep_to_the_schema(grammars, tokenizer):
-    grammar = of_tools([CITY], FORMATS["hermes"], {}, is_needed=False, may_repeat=True)
-    assert grammar is not None
-    call = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
-    for text, is_right in (
-        ("only words, <tool_ and so on", True),
-        ("words " + call % 1 + "\n" + call % 2, True),
-        ("words " + call % 3, False),
-    ):
+MARKED = '<tool_call>\n{"name": "city", "arguments": {"size": %s}}\n</tool_call>'
+BARE = '{"name": "city", "parameters": {"size": %s}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        (
+            "hermes",
+            [
+                ("only words, <tool_ and so on", True),
+                ("words " + MARKED % 1 + "\n" + MARKED % 2, True),
+                ("words " + MARKED % 3, False),
+            ],
+        ),
+        (
+            "llama-json",
+            [
+                ("only words {", True),
+                (" \n" + BARE % 1, True),
+                (BARE % 3, False),
+                ('{"size": 3}', False),
+                ("words <|python_tag|>" + BARE % 2, True),
+                ("words <|python_tag|>" + BARE % 3, False),
+            ],
+        ),
+        ("llama-pythonic", [("a[1]", True), ("[city(size=2)]", True), (" [city(size=3)]", False)]),
+    ],
+)
+def test_calls_in_free_text_keep_to_the_schema(grammars, tokenizer, name, written):
+    grammar = of_tools([CITY], FORMATS[name], {}, is_needed=False, may_repeat=True)
+    for text, is_right in written:
         constraint = grammars.constraint(grammars.compile(grammar, "it"))
         ids = tokenizer(text)["input_ids"]
         right = [bool(mask[ids[end]]) for end, mask in enumerate(masks_before(constraint, ids))]
@@ -331,24 +364,25 @@ def test_calls_are_enforced_as_templates_write_them(either, name):
         of_tools([WEATHER, CITY], how, tokens, is_needed=is_needed, may_repeat=may_repeat)
         for is_needed, may_repeat in ((True, True), (True, False), (False, True))
     )
-    assert needed is not None
-    assert one is not None
     assert writes(either, needed, once)
     assert writes(either, needed, twice) == (name != "llama-json")
     assert writes(either, one, once)
     assert not writes(either, one, twice)
     for wrong in (text.of([("Rome", "3")]), once.replace("weather", "rain"), "no call"):
         assert not writes(either, needed, wrong)
-    assert (free is None) == (how.bare is not None)
-    if free is not None:
-        assert writes(either, free, f"well {once}")
-        assert writes(either, free, "no call")
-        assert not writes(either, free, f"well {text.of([('Rome', '3')])}")
-        marks = REASONING_MARKS[0]
-        grammar = after_reasoning(free, marks, tokens, is_open=True, opens_calls=how.opens)
-        assert writes(either, grammar, f"I think so{marks.closes}well {twice}")
-        assert not writes(either, grammar, f"I think so{text.of([('Rome', '3')])}{marks.closes}")
-        assert not writes(either, grammar, f"well {once}")
+    before = "well " if how.bare is None else "\n"
+    assert writes(either, free, before + once)
+    assert writes(either, free, "no call")
+    wrong = text.of([("Rome", "3")])
+    assert not writes(either, free, before + wrong)
+    marks = REASONING_MARKS[0]
+    grammar = after_reasoning(free, marks, tokens, is_open=True, opens_calls=how.opens)
+    last = once if name == "llama-json" else twice
+    assert writes(either, grammar, f"I think so{marks.closes}{before}{last}")
+    assert not writes(either, grammar, f"I think so{marks.closes}{before}{wrong}")
+    if how.bare is None:
+        assert not writes(either, grammar, f"I think so{wrong}{marks.closes}")
+    assert not writes(either, grammar, f"well {once}")
 
 
 def test_newer_calls_of_mistral_may_have_ids_and_follow_one_another(marking):

@@ -1,5 +1,6 @@
 """Answers of gpt-oss: channels, calls and grammars, however the text is cut."""
 
+import copy
 import json
 from typing import Any
 
@@ -238,3 +239,21 @@ def test_over_http(harmony_tokenizer):
             "response_format": {"type": "grammar", "grammar": 'start: "x"'},
         }
         assert site.refused("/v1/chat/completions", asked)["param"] == "response_format"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_strict_calls_are_not_left_free_after_the_beginning_of_a_message(
+    staged, harmony_tokenizer, choice
+):
+    own = copy.deepcopy(harmony_tokenizer)
+    own.chat_template = TEMPLATE + FINAL
+    function = {"name": "weather", "strict": True, "parameters": {"type": "object"}}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": choice,
+    }
+    engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
+    status, found = staged(engine, own, 4110).ask("/v1/chat/completions", body)
+    assert status == (400 if choice == "auto" else 200)
+    assert choice == "required" or found["error"]["param"] == "tools"

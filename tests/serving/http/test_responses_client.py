@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -231,7 +232,7 @@ def test_responses_on_the_disk_are_found_by_every_server(tmp_path, monkeypatch):
         for age, file in enumerate(sorted(files(), key=os.path.getmtime)):
             os.utime(file, (age, age))  # no clock tells two from one another
         assert sum(-(-file.stat().st_size // 4096) * 4096 for file in files()) <= 40960
-    assert both[0].messages("a key", "8") == messages
+    assert both[0].conversation("a key", "8")[1] == messages
     assert both[1].response("a key", "7")["id"] == "7"
     for owner, name in (("", "8"), ("a key", "0")):
         with pytest.raises(ApiError, match="others take their place"):
@@ -249,15 +250,15 @@ def test_responses_on_the_disk_are_found_by_every_server(tmp_path, monkeypatch):
     for file in files():
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ApiError):
-        both[0].messages("a key", "7")
+        both[0].conversation("a key", "7")
     # what is larger than all may be, and what the disk refuses, stays in memory
     large = [Message(role="user", content="x" * 50000)]
     with pytest.warns(MoERuntimeWarning, match="responses are not kept on the disk"):
         both[0].put("", {"id": "large"}, large)
-    assert both[0].messages("", "large") == large
+    assert both[0].conversation("", "large")[1] == large
     both[0].delete("", "large")
     with pytest.raises(ApiError):
-        both[0].messages("", "large")
+        both[0].conversation("", "large")
 
 
 def test_log_probabilities_are_those_of_a_chat(site):
@@ -327,8 +328,12 @@ def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: 
         assert [call.namespace for call in called] == [None, "oslo"]
         assert [call.name for call in called] == ["weather", "weather"]
         assert [tool.model_dump(exclude_none=True) for tool in found.tools] == given
+        results: Any = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
+            for call in called
+        ]
         again = client.responses.create(
-            model="pocket", input="And?", tools=given, previous_response_id=found.id
+            model="pocket", input=results, tools=given, previous_response_id=found.id
         )
     assert again.status == "completed"
 
@@ -337,6 +342,8 @@ GRAMMAR = 'start: WORD LF "\\"b"\n%import common.LF\n%import common.WORD'
 
 
 def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) -> None:
+    import openai
+
     form: Any = {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}
     patch: Any = {"type": "custom", "name": "patch", "description": "Changes files."}
     schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -367,13 +374,58 @@ def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) 
         ) as stream:
             events: list[Any] = [event for event in stream if "custom" in event.type]
             (call,) = stream.get_final_response().output
-        again = client.responses.create(
-            model="pocket", input="Hi", previous_response_id=stream.get_final_response().id
-        )
+        given: Any = {"model": "pocket", "previous_response_id": stream.get_final_response().id}
+        result: Any = {"call_id": call.call_id, "output": "Done"}
+        wrong: Any = [{**result, "type": "function_call_output"}]
+        which = f"No tool call found for function call output with call_id {call.call_id}."
+        for items, said in (
+            ("Hi", f"No tool output found for custom tool call {call.call_id}."),
+            (wrong, which),
+        ):
+            with pytest.raises(openai.BadRequestError, match=re.escape(said)):
+                client.responses.create(input=items, **given)
+        right: Any = [{**result, "type": "custom_tool_call_output"}]
+        again = client.responses.create(input=right, **given)
     assert [event.type.rpartition(".")[2] for event in events] == ["delta", "done"]
     assert call.type == "custom_tool_call"
     assert call.input == events[-1].input == 'a\n"b'
     assert again.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("definition", "text", "is_right"),
+    [("^ab$", "ab", True), (r"[)(\]]\$", ")$", True), ("(a)|b", "b", True), ("^a|b$", "ax", False)],
+)
+def test_an_expression_is_of_a_whole_text(asked, tokenizer, definition, text, is_right):
+    form = {"type": "grammar", "syntax": "regex", "definition": definition}
+    tool = {"type": "custom", "name": "tool", "format": form}
+    found = asked(PATH, {"input": "Hi", "tools": [tool], "tool_choice": "required"})
+    arguments = json.dumps({"input": text})
+    call = f'<tool_call>\n{{"name": "tool", "arguments": {arguments}}}\n</tool_call>'
+    ids = tokenizer(call, add_special_tokens=False)["input_ids"]
+    masks = (found.constraint.allowed(ids[:end])[id] for end, id in enumerate(ids))
+    assert all(masks) == is_right
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_alone_are_called_of_those_that_are_shown(asked, tokenizer, mode):
+    both = [TOOL, {**TOOL, "name": "time"}]
+    chosen = [{"type": "function", "function": {"name": "time"}}]
+    functions = [{"name": one["name"], "parameters": PARAMETERS, "strict": False} for one in both]
+    tools = [{"type": "function", "function": function} for function in functions]
+    within: Any = {"mode": mode, "tools": chosen}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    choice = {"type": "allowed_tools", "allowed_tools": within}
+    one = asked(CHAT, {**chat, "tool_choice": choice})
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time"}]}
+    other = asked(PATH, {"input": "Hi", "tools": both, "tool_choice": flat})
+    assert one.prompt_ids == other.prompt_ids == asked(CHAT, chat).prompt_ids
+    time_call = CALL.replace("weather", "time")
+    for found in (one, other):
+        for text, is_right in (("Hi", mode == "auto"), (time_call, True), (CALL, False)):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            masks = (found.constraint.allowed(ids[:end])[id] for end, id in enumerate(ids))
+            assert all(masks) == is_right
 
 
 CHOICE = {"type": "custom", "name": "weather"}
@@ -383,6 +435,10 @@ def tool_of(**form: str) -> dict[str, Any]:
     return {"type": "custom", "name": "weather", "format": form}
 
 
+CALLED = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]}
+UNREADABLE = tool_of(type="grammar", syntax="regex", definition="a{9")
+LOOSE = tool_of(type="grammar", syntax="regex", definition="a)|(b")
 RECURSIVE = tool_of(type="grammar", syntax="lark", definition='start: "a" start?')
 IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
 
@@ -402,7 +458,20 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"input": "Hi", "tools": [tool_of(type="grammar")]}, "tools.format.syntax"),
         ({"input": "Hi", "tools": [tool_of(type="grammar", syntax="lark")]}, "tools.format.def"),
         ({"input": "Hi", "tools": [tool_of(type="text", definition="x")]}, "tools.format.def"),
-        ({"input": "Hi", "tools": [RECURSIVE]}, "tools.format.definition"),
+        ({"input": "Hi", "tools": [TOOL, RECURSIVE]}, "tools.1.format.definition"),
+        ({"input": "Hi", "tools": [LOOSE]}, "tools.0.format.definition"),
+        ({"input": "Hi", "tools": [UNREADABLE]}, "tools.0.format.definition"),
+        (
+            {"input": "Hi", "tools": [UNREADABLE], "tool_choice": "required"},
+            "tools.0.format.definition",
+        ),
+        ({"input": "Hi", "tools": [TOOL], "tool_choice": ALLOWED}, "tool_choice.tools"),
+        (
+            {"input": "Hi", "tools": [TOOL], "tool_choice": ALLOWED | {"tools": []}},
+            "tool_choice.tools",
+        ),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]}, "input"),
+        ({"input": [CALLED]}, "input"),
         ({"input": "Hi", "background": True}, "background"),
         ({"input": "Hi", "include": ["file_search_call.results"]}, "include"),
         ({"input": "Hi", "top_logprobs": 2}, "top_logprobs"),
@@ -414,7 +483,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
 def test_what_is_refused(stage, body, param):
     error = stage.refused(PATH, body)
     assert error["param"].startswith(param)
-    assert error["message"].startswith(param)
+    assert error["message"].startswith(param) or error["message"].startswith("No tool ")
 
 
 def test_an_error_after_the_stream_has_begun_is_an_event(staged):

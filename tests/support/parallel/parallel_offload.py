@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from offloaded_models import Stack, batches, budget_for, freeze, here, rate_of, save, stack
 from torch import Tensor
 
 import moe_runtime
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, UnsupportedUseError
 from moe_runtime.parallel import LayoutGroups, Overlap, ParallelExperts, ParallelLayout
 from moe_runtime.training.offload import OffloadedTraining
 from moe_runtime.training.optimizer import DenseAdamW
@@ -216,6 +218,34 @@ def train_until_failure(folder: Path, settings: moe_runtime.AdamW) -> str:
                 save(training, folder / "checkpoint.pt", losses)
     except MoERuntimeError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def after_a_norm_too_early(folder: Path, grouped: bool) -> dict[str, Tensor]:
+    """One step, begun again once more gradients were refused behind the norm."""
+    model = spread_stack(make_groups())
+    training = open_training(model, moe_runtime.AdamW(weight_decay=0.1), folder, 0.5, make_groups())
+    own = inputs_of(1)[0][dist.get_rank() :: dist.get_world_size()]
+    parts = [partial(share_of, model.loss, x, len(own)) for x in own]
+
+    def go_back(part: Callable[[], Tensor]) -> None:
+        if grouped:
+            training.backward([part], is_last=False)
+        else:
+            part().backward()
+
+    go_back(parts[0])
+    training.clip_grad_norm(math.inf)
+    with pytest.raises(UnsupportedUseError, match="after the last backward pass of a step"):
+        go_back(parts[1])
+    training.zero_grad()
+    for part in parts:
+        go_back(part)
+    training.clip_grad_norm(math.inf)
+    training.step(rate_of(0))
+    parameters = {name: p.detach().clone() for name, p in here(model).items()}
+    parameters |= own_experts(training)
+    training.close()
+    return parameters
 
 
 def refusals(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partialmethod
@@ -20,7 +21,13 @@ from finetuning_runs import train as finetune
 from torch import Tensor
 
 from moe_runtime.cli.commands.train import experts_maker
-from moe_runtime.errors import CapacityError, CheckpointError, RankFailureError
+from moe_runtime.digests import digest_of_file
+from moe_runtime.errors import (
+    CapacityError,
+    CheckpointError,
+    MoERuntimeWarning,
+    RankFailureError,
+)
 from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel.dispatching import AsyncAllToAll
@@ -91,6 +98,35 @@ def interrupted(path: str, settings: tuple[str, ...], at: int, machines: str) ->
     return sorted(snapshot.name for snapshot in memory.glob("*/*"))
 
 
+def without_room(
+    path: str, settings: tuple[str, ...], culprit: int, memory: str
+) -> tuple[list[str], list[str]]:
+    """The warnings of a run of three steps, in which a rank finds no room for the second snapshot;
+    and the snapshots that are there when the third is taken."""
+    calls, held = 0, list[str]()
+    folder = Path(memory, f"memory-{dist.get_rank()}")
+    folder.mkdir()
+
+    def digest_of(file: Path) -> str:
+        nonlocal calls
+        calls += file.name.startswith("digests")
+        if calls == 2 and dist.get_rank() == culprit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        if calls == 3:
+            held.extend(sorted(found.name for found in folder.glob("*/*")))
+        return digest_of_file(file)
+
+    with (
+        mock.patch("moe_runtime.training.snapshots.MEMORY", folder),
+        mock.patch("moe_runtime.training.snapshots.digest_of_file", digest_of),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always", MoERuntimeWarning)
+        train(path, settings, 3)
+    lines = [str(one.message) for one in told if issubclass(one.category, MoERuntimeWarning)]
+    return lines, held
+
+
 def final_parameters(path: Path) -> dict[str, Tensor]:
     """What a run in fp64 has trained, by name, whoever had which part of it."""
     config = read_tree(TrainConfig, path)
@@ -137,18 +173,33 @@ def order_of_shortcut(path: str) -> list[str]:
     return found
 
 
-def finetuned_together(model: str, folder: str, changes: dict[str, Any]) -> list[float]:
+def finetuned_together(
+    model: str, folder: str, changes: dict[str, Any], resume: bool = False
+) -> list[float]:
     """The losses of fine-tuning by all processes, which leaves what it trained in a folder."""
     config = config_of(Path(model), Path(folder), export_dtype="float32", **changes)
     ranks = together(dist.group.WORLD)
     assert ranks is not None, "several processes train"
     with ranks.first_alone():
         preparation = prepare_finetuning(config, ranks=ranks)
-    with contextlib.closing(start_finetuning(preparation, resume=False)) as trainer:
+    with contextlib.closing(start_finetuning(preparation, resume=resume)) as trainer:
         losses = finetune(trainer)
         if ranks.rank == 0:
             finish_finetuning(preparation, trainer, export=True)
     return losses
+
+
+def draws_of_adapters(model: str, folder: str) -> tuple[list[float], list[float]]:
+    """First values of adapters, and what the first step's dropout would draw."""
+    lora = {"lora": {"rank": 2, "places": ["attention"], "dropout": 0.5}}
+    config = config_of(Path(model), Path(folder), **lora)
+    ranks = together(dist.group.WORLD) if dist.is_initialized() else None
+    with (ranks or OneRank()).first_alone():
+        preparation = prepare_finetuning(config, ranks=ranks)
+    with contextlib.closing(start_finetuning(preparation, resume=False)):
+        named = preparation.model.named_parameters()
+        first = next(p for name, p in named if ".lora_A" in name)
+        return first.flatten().tolist(), torch.rand(3).tolist()
 
 
 def smallest_budget(path: str) -> int:
