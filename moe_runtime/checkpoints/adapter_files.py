@@ -51,7 +51,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that change what an adapter computes, and the values with which they do not."""
 
-ADAPTERS_FILE = "adapter_model.safetensors"
 _MAX_BYTES = 1 << 22
 _MAX_SCALE = 2.0**127
 """Products are in fp32."""
@@ -252,7 +251,7 @@ class AdapterFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         config = folder / "adapter_config.json"
-        self._file = folder / ADAPTERS_FILE
+        self._file = folder / "adapter_model.safetensors"
         for file in (config, self._file):
             if not file.is_file():
                 raise CheckpointError(
