@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 _LOOK_S = 0.05
+_KILLED_S = 10.0  # until what was killed is gone
 
 
 @contextmanager
@@ -33,13 +34,12 @@ def running(
     finally:
         try:
             if asked is not None:
-                end_s = time.monotonic() + grace_s
                 _signal(process, asked)
-                while _is_left(process) and time.monotonic() < end_s:
-                    time.sleep(_LOOK_S)
+                _wait(process, grace_s)
         finally:
             _signal(process, signal.SIGKILL)
             process.wait()
+            _wait(process, _KILLED_S)
             for stream in filter(None, (process.stdin, process.stdout)):
                 with suppress(BrokenPipeError):  # what a dead program never read cannot be flushed
                     stream.close()
@@ -48,6 +48,12 @@ def running(
 def _signal(process: "subprocess.Popen[Any]", number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+def _wait(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    end_s = time.monotonic() + patience_s
+    while _is_left(process) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
 
 
 def _is_left(process: "subprocess.Popen[Any]") -> bool:

@@ -452,7 +452,7 @@ class ExpertStore(Generic[W]):
                 if key in self._entries or self._link.under_way >= at_once:
                     continue
                 if not self._free and policy.may_decline:
-                    victim = policy.victim(self._is_idle, key)
+                    victim = self._victim(key)
                     if victim is None or policy.declines(key, victim):
                         continue
                 slot = self._take_slot(key, keep=True)
@@ -660,10 +660,8 @@ class ExpertStore(Generic[W]):
             if entry is None or entry.read is not read or entry.arrived:
                 return  # the store was emptied meanwhile
             entry.arrived, is_demand = True, read.priority is Priority.DEMAND
-            if is_demand:
-                counters.demand_bytes += read.num_bytes
-            else:
-                counters.readahead_bytes += read.num_bytes
+            counters.demand_bytes += read.num_bytes * is_demand
+            counters.readahead_bytes += read.num_bytes * (not is_demand)
             self._link.end(read.num_bytes, is_demand=is_demand, now_s=read.ended_s)
             if read.error is not None or key in self._unadmitted:
                 self._drop_if_done(key)
@@ -679,10 +677,8 @@ class ExpertStore(Generic[W]):
             idle = [key for key in self._unadmitted if self._is_idle(key)]
             victim = next((key for key in idle if not self._entries[key].expected), None)
         if victim is None and (keep or len(self._unadmitted) < self._stream_slots):
-            victim = self._policy.victim(self._is_idle, incoming)
-        if victim is None:
-            victim = next(iter(idle), None)
-        return self._evict_for_slot(victim)
+            victim = self._victim(incoming)
+        return self._evict_for_slot(next(iter(idle), None) if victim is None else victim)
 
     def _take_slot_for_guess(
         self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]
@@ -706,6 +702,9 @@ class ExpertStore(Generic[W]):
         self._counters.evictions += 1
         self._drop(victim)
         return self._free.pop()
+
+    def _victim(self, incoming: ExpertKey) -> ExpertKey | None:
+        return self._policy.victim(self._is_idle, incoming)
 
     def _keep(self, key: ExpertKey) -> None:
         self._unadmitted.remove(key)
