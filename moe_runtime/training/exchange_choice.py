@@ -201,7 +201,7 @@ class AutoExchange:
             measured, self._transports = measure_cluster(groups, experts)
             # one for all processes, as copies of experts move alike
             first = json.loads(ranks.texts(json.dumps(asdict(measured)))[0])
-            links = {name: Link(**first.pop(name)) for name in ("intra", "inter")}
+            intra, inter = (Link(**first.pop(name)) for name in ("intra", "inter"))
             tokens = data.tokens_per_step // data.micro_batches // (own.tp * own.cp)
             is_narrow = config.run.precision == "bfloat16" or own.wire != "exact"
             shape = LayerShape(
@@ -212,7 +212,9 @@ class AutoExchange:
                 number_bytes=experts.down_proj.element_size(),
             )
             schedules = schedules_of(own, has_machines=True in self._transports)
-            self._choice = ExchangeChoice(Cluster(**first, **links), shape, schedules)
+            self._choice = ExchangeChoice(
+                Cluster(intra=intra, inter=inter, **first), shape, schedules
+            )
             self._schedule = self._choice.best(np.ones(measured.num_ranks))
             size = measured.num_ranks
             is_plain = own.wire == "exact" and own.transport != "panels" and not experts.recompute
@@ -306,8 +308,9 @@ def measure_cluster(
     each = flat.size
     if groups.ranks_per_node > 1:
         each = groups.ranks_per_node
-        transports[True] = grid = groups.experts_transport
+        grid = groups.experts_transport
         assert isinstance(grid, HierarchicalTransport), "make_nodes was called"
+        transports[True] = grid
         intra, inter = (measure_link(part, device=device) for part in grid.parts())
     of_cpu = device.type == "cpu"  # exchanges take its time
     intra, inter = (replace(link, occupies_compute=of_cpu) for link in (intra, inter))

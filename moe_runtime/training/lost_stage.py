@@ -88,7 +88,7 @@ class LostStage:
 
 def lost_tensors(path: Path, files: Collection[str]) -> tuple[set[str], set[str]]:
     """Names of the tensors of a snapshot that are (partly) in files that are lost, and of all."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     stored = FileSystemReader(path).read_metadata().storage_data or {}
     lost = {index.fqn for index, info in stored.items() if info.relative_path in files}

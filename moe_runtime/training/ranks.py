@@ -505,7 +505,11 @@ class SeveralRanks(Processes):
             self.groups,
             overlap=_overlap(self._config),
             wire=own.wire,
-            **({"make": self._make_experts} if own.experts in _MADE_ELSEWHERE else {}),
+            **(
+                {"make": self._make_experts}
+                if self._make_experts is not None and own.experts in _MADE_ELSEWHERE
+                else {}
+            ),
             slots=self._slots(model, here),
         )
         self._follow_experts(model)

@@ -88,7 +88,7 @@ def test_several_processes_train_what_one_does(size, split, alone, tmp_path, ran
 
 
 GIVEN_LINKS = {
-    "slow between machines": (1e-9, 1e-3, 1e6, "hierarchical, overlap 1; experts are rebalanced"),
+    "slow between machines": (1e-9, 7e-3, 1e6, "hierarchical, overlap 1; experts are rebalanced"),
     "fast": (0.0, 0.0, 1e14, "flat, overlap 1; experts are rebalanced"),
     "slow to begin": (1e-3, 1e-3, 1e12, "experts are switching"),
 }

@@ -47,7 +47,8 @@ def test_experts_are_gathered_where_that_is_less_to_send():
     [
         (FREE, 1),  # nothing to hide
         (Link(alpha_s=0.1, bytes_per_s=1e6), 1),  # each message costs more than it hides
-        (Link(alpha_s=0.0, bytes_per_s=3e5), 8),
+        (Link(alpha_s=0.0, bytes_per_s=3e5), 2),  # two hide all products
+        (Link(alpha_s=0.0, bytes_per_s=1e6), 8),
         (Link(alpha_s=0.0, bytes_per_s=3e5, occupies_compute=True), 1),  # nothing is hidden
     ],
 )

@@ -94,7 +94,8 @@ def train_with_links(
 
     def given(*args: Any) -> Any:
         found, transports = measure(*args)
-        inside, across = (Link(alpha_s=s, bytes_per_s=bytes_per_s) for s in (inside_s, across_s))
+        inside = Link(alpha_s=inside_s, bytes_per_s=1e14)
+        across = Link(alpha_s=across_s, bytes_per_s=bytes_per_s)
         return replace(found, intra=inside, inter=across, flops_per_s=1e9, launch_s=0), transports
 
     def follow(self: exchange_choice.AutoExchange, *args: Any) -> Any:
@@ -259,7 +260,7 @@ def draws_of_adapters(
 
     def drawing(values: Tensor, *args: Any, **options: Any) -> Tensor:
         found = dropout(values, *args, **options)
-        draws.append(float(found.sum()))
+        draws.append(float(found.detach().sum()))
         return found
 
     with (
