@@ -31,7 +31,12 @@ from moe_runtime.parallel.parallel_experts import RebalanceRule, rank_loads
 from moe_runtime.parallel.replicas import transfers_between
 from moe_runtime.research.hecate import plan_copies
 from moe_runtime.research.parallelism_switching import cheapest_degree
-from moe_runtime.training.exchange_choice import DEGREES, ExchangeChoice, LayerShape
+from moe_runtime.training.exchange_choice import (
+    DEGREES,
+    ExchangeChoice,
+    LayerShape,
+    SecondsOfMoves,
+)
 
 METRICS = facts("s", "auto_s", "best_s", "worst_s", "with_copies_s") | facts("share", "of_the_best")
 EVERY, COPIES, PASSES = 10, 2, 2
@@ -122,21 +127,13 @@ class Run:
         self._slots = replace(
             ExpertSlots.contiguous(experts, size), ranks_per_node=layer.cluster.local_ranks
         )
-        self._is_auto = places == "auto"
+        costs = SecondsOfMoves(choice, PASSES * EVERY) if places == "auto" else None
         if places == "auto":
             self._places = "switching" if choice.gathers else "rebalanced"
-        self._rule = RebalanceRule(experts, worth=self._is_worth if self._is_auto else None)
+        self._rule = RebalanceRule(experts, costs=costs)
         self._counted_E, self._last_E = np.zeros(experts), np.ones(experts)
         self._gathers = self._places == "switching" and self._cheapest() == 0
         self.seconds, self._known = 0.0, dict[bytes, float]()
-
-    def _is_worth(
-        self, loads_E: np.ndarray, before: ExpertSlots, proposed: ExpertSlots, transfers: int
-    ) -> bool:
-        passes = PASSES * EVERY
-        return self._choice.is_worth_moving(
-            loads_E, before, proposed, transfers=transfers, passes=passes
-        )
 
     def _cheapest(self) -> int:
         """As experts that are switching choose, by the link between the slowest ranks."""
@@ -233,7 +230,7 @@ def seconds_of(layer: Layer, loads_NE: np.ndarray) -> Iterator[tuple[str, float]
 
 def main() -> int:
     parser = scripting.results_parser(__doc__)
-    parser.add_argument("--steps", type=scripting.positive, default=240)
+    parser.add_argument("--steps", type=scripting.positive, default=160)
     options = parser.parse_args()
     settings = {"steps": options.steps, "every": EVERY, "copies": COPIES, "zipf": 0.8}
     results = scripting.ScriptResults(

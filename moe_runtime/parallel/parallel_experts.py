@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -585,6 +585,16 @@ class Rebalanced:
     num_transfers: int
 
 
+class MoveCosts(Protocol):
+    """What a move brings and takes, in any one unit."""
+
+    def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
+        """What would be saved until the next look, with these loads."""
+        ...
+
+    def cost(self, num_transfers: int) -> float: ...
+
+
 class RebalanceRule:
     """Decides from look to look whether experts move: EPLB's placement by loads, if it pays.
 
@@ -592,8 +602,8 @@ class RebalanceRule:
         num_slots: one for each expert, and those for replicas.
         decay: Share of the older counts that still counts at the next look.
         least_gain: Gain in balance below which nothing is moved.
-        worth: Decides instead of `least_gain`, by the loads since the last look and a proposal of
-            then: `worth(loads_E, where experts lay, where they would have lain, transfers now)`.
+        costs: Decide instead of `least_gain`. A gain counts as far as those of earlier looks came
+            true with the loads that followed, whether experts moved or not.
     """
 
     def __init__(
@@ -602,16 +612,16 @@ class RebalanceRule:
         *,
         decay: float = 0.5,
         least_gain: float = 0.05,
-        worth: Callable[[np.ndarray, ExpertSlots, ExpertSlots, int], bool] | None = None,
+        costs: MoveCosts | None = None,
     ) -> None:
         if not 0 <= decay < 1 or least_gain < 0:
             raise ValueError(
                 f"decay must be in [0, 1) and least_gain not negative, got {decay} and {least_gain}"
             )
         self._num_slots, self._decay, self._least_gain = num_slots, decay, least_gain
-        self._worth = worth
+        self._costs, self._trust = costs, 1.0
         self._loads_E: np.ndarray | None = None
-        self._tried: tuple[ExpertSlots, ExpertSlots] | None = None
+        self._promised: tuple[ExpertSlots, ExpertSlots, float] | None = None
 
     def look(
         self, counted_E: np.ndarray, slots: ExpertSlots
@@ -629,12 +639,22 @@ class RebalanceRule:
         wanted = placement.expert_of_slot[0].reshape(num_ranks, -1).tolist()
         proposed = keep_in_place(wanted, slots)
         before, after = rank_balance(loads_E, slots), rank_balance(loads_E, proposed)
-        if self._worth is None:
-            return (proposed if after >= before + self._least_gain else None), before, after
-        tried, self._tried = self._tried, (slots, proposed)
-        transfers = transfers_between(slots, proposed)
-        pays = transfers > 0 and tried is not None and self._worth(counted_E, *tried, transfers)
+        if self._costs is None:
+            pays = after >= before + self._least_gain
+        else:
+            pays = self._pays(self._costs, counted_E, slots, proposed)
         return (proposed if pays else None), before, after
+
+    def _pays(
+        self, costs: MoveCosts, counted_E: np.ndarray, slots: ExpertSlots, proposed: ExpertSlots
+    ) -> bool:
+        if self._promised is not None:
+            *then, promise = self._promised
+            kept = min(1.0, max(0.0, costs.gain(counted_E, *then) / promise))
+            self._trust = (self._trust + kept) / 2
+        gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
+        self._promised = (slots, proposed, gain) if gain > 0 else None
+        return transfers > 0 and self._trust * gain > costs.cost(transfers)
 
 
 class Rebalancer:
@@ -648,7 +668,7 @@ class Rebalancer:
         every: Calls of `step` between two looks at the loads.
         num_replicas: Slots beyond one for each expert; together they divide by the ranks.
         groups: The layout, where it has copies of all experts (EDP): they stay alike.
-        decay, least_gain, worth: As of `RebalanceRule`.
+        decay, least_gain, costs: As of `RebalanceRule`.
 
     Attributes:
         counted_E: float64 loads between the last two looks, of all ranks.

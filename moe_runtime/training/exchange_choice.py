@@ -35,7 +35,7 @@ from moe_runtime.parallel import (
     measure_link,
 )
 from moe_runtime.parallel.cluster import Cluster, Link, fit_link
-from moe_runtime.parallel.parallel_experts import rank_loads, replace_tensors
+from moe_runtime.parallel.parallel_experts import MoveCosts, rank_loads, replace_tensors
 
 if TYPE_CHECKING:
     from moe_runtime.models.lm.model import LanguageModel
@@ -123,30 +123,41 @@ class ExchangeChoice:
         equal = np.ones(self.cluster.num_ranks)
         return self.gather_s() < _CLEARLY * self.layer_s(equal, self.best(equal))
 
-    def is_worth_moving(
-        self,
-        loads_E: np.ndarray,
-        before: ExpertSlots,
-        proposed: ExpertSlots,
-        *,
-        transfers: int,
-        passes: float,
-    ) -> bool:
-        """Whether a proposal, tried on loads that came after it, saves more than a move costs.
-
-        Args:
-            before: where experts lay when it was made.
-            transfers: experts that the move would send.
-            passes: until the next look; a backward pass counts as one.
-        """
-        tried = [rank_loads(loads_E, slots) for slots in (before, proposed)]
-        old_s, new_s = (self.layer_s(loads_P, self.best(loads_P)) for loads_P in tried)
-        return passes * (old_s - new_s) > self.move_s(transfers)
+    def saved_s(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
+        """Seconds that a pass saves where experts lie otherwise."""
+        both = [rank_loads(loads_E, slots) for slots in (before, after)]
+        old_s, new_s = (self.layer_s(loads_P, self.best(loads_P)) for loads_P in both)
+        return old_s - new_s
 
     def move_s(self, transfers: int) -> float:
         size = self.cluster.num_ranks
         link = self.cluster.inter if self.cluster.num_nodes > 1 else self.cluster.intra
         return float(link.seconds(size - 1, transfers * self.shape.expert_bytes * _STATES / size))
+
+
+@dataclass(frozen=True, slots=True)
+class SecondsOfMoves:
+    """`MoveCosts` of a layer; `passes` until the next look, where a backward pass is one."""
+
+    choice: ExchangeChoice
+    passes: float
+
+    def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
+        return self.passes * self.choice.saved_s(loads_E, before, after)
+
+    def cost(self, num_transfers: int) -> float:
+        return self.choice.move_s(num_transfers)
+
+
+class NoMoves:
+    """`MoveCosts` of experts that stay, whose loads are counted all the same."""
+
+    def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
+        del loads_E, before, after
+        return 0.0
+
+    def cost(self, num_transfers: int) -> float:
+        return float(num_transfers)
 
 
 def schedules_of(own: ParallelConfig, *, has_machines: bool) -> list[LayerSchedule]:
@@ -243,15 +254,18 @@ class AutoExchange:
         """Counts the loads of layers and sees to their exchanges; also what moves their experts."""
         self._experts = list(experts)
         self._set()
-        is_moved = self.resolved.experts == "rebalanced"
-        worth = self._is_worth if is_moved and self._own.experts == "auto" else None
+        costs: MoveCosts | None = NoMoves()
+        if self.resolved.experts == "rebalanced":
+            costs = None
+            if self._own.experts == "auto" and self._choice is not None:
+                costs = SecondsOfMoves(self._choice, self._passes)
         self._counters = [
             Rebalancer(
                 one,
                 every=self._own.rebalance_every,
                 num_replicas=self.resolved.copies,
                 groups=groups,
-                worth=worth if is_moved else _never,
+                costs=costs,
             )
             for one in (self._experts if self._counts else ())
         ]
@@ -275,18 +289,6 @@ class AutoExchange:
         for experts in self._experts:
             experts.transport = self._transports[self._schedule.hierarchical]
             experts.overlap = Overlap(degree=self._schedule.degree)
-
-    def _is_worth(
-        self, loads_E: np.ndarray, before: ExpertSlots, proposed: ExpertSlots, transfers: int
-    ) -> bool:
-        assert self._choice is not None, "loads are counted between several processes"
-        return self._choice.is_worth_moving(
-            loads_E, before, proposed, transfers=transfers, passes=self._passes
-        )
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def measure_cluster(

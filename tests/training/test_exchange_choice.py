@@ -6,8 +6,13 @@ import pytest
 from moe_runtime.lab.simulate.scaling import LayerSchedule
 from moe_runtime.parallel import ExpertSlots
 from moe_runtime.parallel.cluster import Cluster, Link
-from moe_runtime.parallel.parallel_experts import RebalanceRule
-from moe_runtime.training.exchange_choice import DEGREES, ExchangeChoice, LayerShape
+from moe_runtime.parallel.parallel_experts import RebalanceRule, rank_loads
+from moe_runtime.training.exchange_choice import (
+    DEGREES,
+    ExchangeChoice,
+    LayerShape,
+    SecondsOfMoves,
+)
 
 SHAPE = LayerShape(rows=1200, row_bytes=100, num_experts=6, expert_numbers=50, number_bytes=2)
 FREE = Link(alpha_s=0.0, bytes_per_s=1e18)
@@ -63,47 +68,41 @@ def test_an_exchange_stays_unless_another_is_clearly_faster():
     assert choice.best(np.ones(3), schedules[2]) is schedules[2]
 
 
-def test_a_move_pays_if_it_saves_more_than_it_takes():
+def test_a_move_saves_products_and_takes_messages():
     """All load on the first two experts: on one rank before, on two ranks as proposed."""
-    choice = ExchangeChoice(cluster_of(Link(alpha_s=0.0, bytes_per_s=1e3)), SHAPE, [PLAIN])
-    free = ExchangeChoice(cluster_of(FREE), SHAPE, [PLAIN])
+    choice = ExchangeChoice(cluster_of(FREE), SHAPE, [PLAIN])
     loads_E = np.array([5.0, 5, 0, 0, 0, 0])
     before = ExpertSlots.contiguous(6, 3)
-    proposed = ExpertSlots.from_ranks([[0, 2], [1, 3], [4, 5]], 6)
+    after = ExpertSlots.from_ranks([[0, 2], [1, 3], [4, 5]], 6)
     products_s = 3 * 1200 * 1.5 * 2 * 50 / 1e6
-    assert choice.move_s(2) == pytest.approx(2 * 100 * 3 / 3 / 1e3)
-    for passes, pays in ((3, True), (0, False)):
-        tried = free.is_worth_moving(loads_E, before, proposed, transfers=2, passes=passes)
-        assert tried == pays
-        assert not free.is_worth_moving(loads_E, proposed, before, transfers=2, passes=passes)
-    saved_s = products_s / 2
-    slow = ExchangeChoice(
-        Cluster(
-            num_ranks=3, ranks_per_node=3, intra=Link(alpha_s=saved_s, bytes_per_s=1e18),
-            inter=FREE, flops_per_s=1e6,
-        ), SHAPE, [LayerSchedule()],
-    )  # fmt: skip
-    # a move of two messages of so many seconds, against passes that save as many
-    for passes, pays in ((1.9, False), (2.1, True)):
-        tried = slow.is_worth_moving(loads_E, before, proposed, transfers=2, passes=passes)
-        assert tried == pays
+    assert choice.saved_s(loads_E, before, after) == pytest.approx(products_s / 2)
+    assert choice.saved_s(loads_E, after, before) == pytest.approx(-products_s / 2)
+    costs = SecondsOfMoves(choice, 7)
+    assert costs.gain(loads_E, before, after) == pytest.approx(7 * products_s / 2)
+    slow = ExchangeChoice(cluster_of(Link(alpha_s=0.5, bytes_per_s=1e3)), SHAPE, [PLAIN])
+    # two messages; weights and moments of two experts of 100 bytes, by three ranks
+    assert slow.move_s(2) == pytest.approx(2 * 0.5 + 2 * 100 * 3 / 3 / 1e3)
 
 
-def test_a_proposal_is_tried_on_the_loads_after_it():
-    """Loads that stay are followed from the second look on; loads that change each time, never."""
+class Balance:
+    """Gains by the load of the busiest rank; a move costs 5."""
+
+    def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
+        return rank_loads(loads_E, before).max() - rank_loads(loads_E, after).max()
+
+    def cost(self, num_transfers: int) -> float:
+        return 5.0
+
+
+def test_gains_count_as_far_as_they_came_true():
+    """Loads that stay are followed; those that change each time are, once. A gain of 7 at first."""
     here = ExpertSlots.contiguous(4, 2)
-    choice = ExchangeChoice(
-        Cluster(num_ranks=2, ranks_per_node=2, intra=FREE, inter=FREE, flops_per_s=1e6),
-        LayerShape(rows=100, row_bytes=8, num_experts=4, expert_numbers=50), [PLAIN],
-    )  # fmt: skip
-
-    def worth(loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots, number: int) -> bool:
-        return choice.is_worth_moving(loads_E, before, after, transfers=number, passes=2)
-
     still, other = np.array([8.0, 8, 1, 1]), np.array([8.0, 1, 1, 8])
-    rule = RebalanceRule(4, worth=worth)
-    moves = [rule.look(loads_E, here)[0] is not None for loads_E in (still, still, still)]
-    assert moves == [False, True, True]
-    rule = RebalanceRule(4, worth=worth, decay=0)
-    moves = [rule.look(loads_E, here)[0] is not None for loads_E in (still, other) * 3]
-    assert moves == [False] * 6
+
+    def moves(loads: list[np.ndarray]) -> list[bool]:
+        rule = RebalanceRule(4, costs=Balance(), decay=0)
+        return [rule.look(loads_E, here)[0] is not None for loads_E in loads]
+
+    assert moves([still] * 3) == [True] * 3
+    assert moves([still, other] * 3) == [True, *[False] * 5]
+    assert moves([still, other, still, still, still, still]) == [True, *[False] * 2, *[True] * 3]

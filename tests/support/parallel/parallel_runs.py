@@ -107,7 +107,7 @@ def train_with_links(
     with (
         mock.patch.object(exchange_choice, "measure_cluster", given),
         mock.patch.object(exchange_choice.AutoExchange, "follow", follow),
-        mock.patch.object(exchange_choice.ExchangeChoice, "is_worth_moving", return_value=True),
+        mock.patch.object(exchange_choice.SecondsOfMoves, "gain", return_value=1e9),
     ):
         train(path, tuple(settings), until)
     return str(chosen[0])
