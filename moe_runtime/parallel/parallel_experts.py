@@ -616,7 +616,7 @@ class RebalanceRule:
     ) -> None:
         if not 0 <= decay < 1 or least_gain < 0:
             raise ValueError(
-                f"decay must be in [0, 1) and least_gain not negative, got {decay} and {least_gain}"
+                f"expected decay in [0, 1) and least_gain from 0 on, got {decay} and {least_gain}"
             )
         self._num_slots, self._decay, self._least_gain = num_slots, decay, least_gain
         self._costs, self._trust = costs, 1.0
