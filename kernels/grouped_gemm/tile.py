@@ -23,6 +23,7 @@ import torch
 from moe_runtime.files import make_folders, write_text
 from moe_runtime.kernels.grouped_gemm.packed import scales_tile
 from moe_runtime.kernels.quantized import WeightFormat
+from moe_runtime.kernels.triton_support import dependent_launch
 
 ProductKind = Literal["plain", "gated", "down_act_backward", "dw"]
 # A program needs some shared memory for more than its operands.
@@ -39,11 +40,14 @@ class GpuLimits:
             descriptors of tensors: the matrix units of Hopper and of Blackwell's servers read
             operands from shared memory, others through registers.
         num_multiprocessors: Programs that run at once, at one each.
+        chains_launches: Whether a kernel may begin while the one before it ends, see
+            `dependent_launch`.
     """
 
     shared_bytes: int = 227 * 1024
     has_wide_accumulators: bool = True
     num_multiprocessors: int = 132
+    chains_launches: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,4 +341,6 @@ def describe_device(device: torch.device) -> GpuLimits:
     found = torch.cuda.get_device_properties(device)
     # Not sm_120: Blackwell's desktop cards multiply from registers, as Ampere's do.
     is_wide = torch.version.hip is None and found.major in (9, 10, 11)
-    return GpuLimits(found.shared_memory_per_block_optin, is_wide, found.multi_processor_count)
+    chains = dependent_launch(device)["IS_CHAINED"]
+    shared, count = found.shared_memory_per_block_optin, found.multi_processor_count
+    return GpuLimits(shared, is_wide, count, chains)

@@ -33,7 +33,7 @@ EXPECTED = {
     ),
     *("decode_up", "decode_down", "decode_combine", "decode_up_row", "decode_down_row"),
     *("block_sparse_sdd", "block_sparse_dsd"),
-    *("choose_experts_fwd", "linear_row_fwd", "rotary_step_fwd", "rms_norm_fwd"),
+    *("choose_experts_fwd", "linear_row_fwd", "split_attention_fwd", "rms_norm_fwd"),
     "fetch_experts_fwd",
 }
 

@@ -210,7 +210,7 @@ class CudaDevice:
         """Locks host memory of slots until it goes; CapacityError where the system refuses."""
         with torch.cuda.device(self.place):
             try:
-                pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
+                pin_in_parts(torch.cuda.cudart(), memory, slot_bytes, place=self.place)
             except CapacityError:
                 if self._runtime is not None:
                     self._runtime.cudaGetLastError()  # else the next launch of a kernel tells of it
@@ -218,7 +218,8 @@ class CudaDevice:
 
     def reads_host(self, memory: torch.Tensor) -> bool:
         """Whether kernels can read pinned host memory at its addresses on the host."""
-        return self._runtime is not None and is_mapped(self._runtime, memory)
+        with torch.cuda.device(self.place):
+            return self._runtime is not None and is_mapped(self._runtime, memory)
 
     def compute_here(self) -> int:
         """The caller's current stream computes from slots from now on; returns its number."""
@@ -362,7 +363,7 @@ def queue_copies(
 
 
 def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
-    """Whether a GPU has registered this host memory at its address on the host."""
+    """Whether the current GPU has registered this host memory at its address on the host."""
     found, address = ctypes.c_void_p(), memory.data_ptr()
     if runtime.cudaHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(address), 0):
         runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
@@ -371,9 +372,15 @@ def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
 
 
 def pin_in_parts(
-    runtime: Any, memory: torch.Tensor, slot_bytes: int, *, part_bytes: int = PIN_BYTES
+    runtime: Any,
+    memory: torch.Tensor,
+    slot_bytes: int,
+    *,
+    part_bytes: int = PIN_BYTES,
+    place: torch.device | None = None,
 ) -> None:
-    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes.
+    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes, and what was
+    queued on the GPU of ``place``, the current one if None, has ended.
 
     A copy must not cross two registrations, nor may these share a page: a part is a number of whole
     slots that ends with a page. Raises CapacityError: the system does not allow so much; nothing is
@@ -383,10 +390,10 @@ def pin_in_parts(
     parts = memory.split(max(1, part_bytes // unit) * unit)
     held: list[int] = []
     # the tensor itself must not be held: its memory goes with it
-    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held)
+    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held, place)
     for part in parts:
         if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _MAPPED)) != 0:
-            _unregister(runtime, held)
+            _unregister(runtime, held, place)
             size = format_bytes(memory.numel())
             raise CapacityError(
                 f"cannot lock {size} of host memory for the GPU; raise the limit of locked memory "
@@ -395,8 +402,8 @@ def pin_in_parts(
         held.append(part.data_ptr())
 
 
-def _unregister(runtime: Any, held: list[int]) -> None:
+def _unregister(runtime: Any, held: list[int], place: torch.device | None) -> None:
     if held and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # kernels may read there
+        torch.cuda.synchronize(place)  # kernels may read there
     while held:
         runtime.cudaHostUnregister(held.pop())
