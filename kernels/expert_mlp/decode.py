@@ -35,7 +35,12 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     packed_arguments,
     packed_row_block,
 )
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile, describe_device
+from moe_runtime.kernels.grouped_gemm.tile import (
+    GpuLimits,
+    Tile,
+    casts_codes,
+    describe_device,
+)
 from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, is_interpreted, power_of_2
@@ -129,6 +134,7 @@ class _Product(NamedTuple):
             block_n, block_k = packed_row_block(kind, self.dim_k, _NUM_WARPS, num_matrices)
         found = self.arguments(rows, block_n, block_k)
         del found["SCALES_TILE"]
+        found["CASTS"] = kind is not None and casts_codes(kind, self.device)
         return found
 
     def depth(self, *, has_gate: bool) -> tuple[int, int]:

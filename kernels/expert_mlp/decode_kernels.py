@@ -263,7 +263,7 @@ def decode_up_row(
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUM_CHOICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    FORMAT: tl.constexpr, HAS_GLOBAL: tl.constexpr, IS_CHAINED: tl.constexpr,
+    FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`hidden[choice] = activation(x @ weight[slot of its expert].T + bias)`.
 
@@ -300,7 +300,7 @@ def decode_up_row(
             x_ptr, codes_ptrs, scales_ptr + slot * stride_ss, zeros_ptr + slot * stride_zs,
             global_ptr + slot * stride_gs, tl.program_id(1) * BLOCK_N, offs_n, mask_n, dim_k,
             stride_w_up, stride_sn, stride_s_up, stride_zn, stride_z_up, stride_g_up,
-            IS_GATED, FORMAT, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            IS_GATED, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
@@ -324,8 +324,8 @@ def decode_down_row(
     stride_bs, stride_bn,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, FORMAT: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, FORMAT: tl.constexpr, CASTS: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`partial[choice] = hidden[choice] @ weight[slot of its expert].T + bias`."""
     slot, leads, _ = users(
@@ -359,7 +359,7 @@ def decode_down_row(
             row_ptr, codes_ptrs, scales_ptr + slot * stride_ss, zeros_ptr + slot * stride_zs,
             global_ptr + slot * stride_gs, tl.program_id(1) * BLOCK_N, offs_n, mask_n,
             dim_k, 0, stride_sn, 0, stride_zn, 0, 0,
-            False, FORMAT, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            False, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn

@@ -62,6 +62,8 @@ _ROW_BYTES = 16
 _ROWS_EACH = 8
 """Rows of weights of a thread, which share the values that they multiply."""
 _MOST_IDLE = 1.15
+_MOST_LANES = 8
+"""Threads side by side along K: what they load of a row is a line of the cache."""
 
 
 def has_word_rows(weight: Weights) -> bool:
@@ -85,7 +87,7 @@ def packed_row_block(
     """Columns of the output and summed elements of a step, for one row: threads of a warp lie side
     by side along K, as many as are not idle."""
     codes = _ROW_BYTES * 8 // kind.bits
-    lanes = 32
+    lanes = _MOST_LANES
     while lanes > 1 and -(-dim_k // (lanes * codes)) * lanes * codes > _MOST_IDLE * dim_k:
         lanes //= 2
     return 32 * num_warps // lanes * (_ROWS_EACH // num_matrices), lanes * codes

@@ -45,42 +45,61 @@ def _high(pair):
 
 
 @triton.jit
-def _row_words(
-    x_ptr, first_k, dim_k, FORMAT: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """The row as `_unit_sums` takes it: for each code of a word a value `[1, words]`."""
-    PER_WORD: tl.constexpr = 32 // FORMAT.bits
+def _values(x_ptr, first_k, dim_k, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
     k = first_k + tl.arange(0, BLOCK_K)
     x = tl.load(x_ptr + k) if EVEN_K else tl.load(x_ptr + k, mask=k < dim_k, other=0.0)
-    x = x.to(tl.float32)
-    if FORMAT.codes == "e2m1":
-        x *= _E2M1_HALF
-    elif FORMAT.codes == "e4m3":
-        x *= _E4M3_HALF
-    else:
-        # integers are multiplied by their place in half a word
-        place = (127 - FORMAT.bits * (k % (PER_WORD // 2))) << 23
-        x *= place.to(tl.float32, bitcast=True)
-    # by the lowest bit of their place first
-    x = tl.reshape(x, (BLOCK_K // PER_WORD, PER_WORD // 2, 2))
-    even, odd = tl.split(x)
-    even = tl.reshape(even, (BLOCK_K // PER_WORD, PER_WORD // 4, 2))
-    odd = tl.reshape(odd, (BLOCK_K // PER_WORD, PER_WORD // 4, 2))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _places(BITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """By what integers are too large, for their place in half a word."""
+    places = (127 - BITS * (tl.arange(0, BLOCK_K) % (16 // BITS))) << 23
+    return places.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four(x, WORDS: tl.constexpr):
+    """Values `[1, WORDS]` of each code of a word of four."""
+    even, odd = tl.split(tl.reshape(x, (WORDS, 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
-    if PER_WORD == 8:
-        x0, x4 = tl.split(x0)
-        x1, x5 = tl.split(x1)
-        x2, x6 = tl.split(x2)
-        x3, x7 = tl.split(x3)
-        row = (
-            x0[None, :], x1[None, :], x2[None, :], x3[None, :],
-            x4[None, :], x5[None, :], x6[None, :], x7[None, :],
-        )  # fmt: skip
+    return x0[None, :], x1[None, :], x2[None, :], x3[None, :]
+
+
+@triton.jit
+def _eight(x, WORDS: tl.constexpr):
+    even, odd = tl.split(tl.reshape(x, (WORDS, 4, 2)))
+    even, more = tl.split(tl.reshape(even, (WORDS, 2, 2)))
+    x0, x4 = tl.split(even)
+    x2, x6 = tl.split(more)
+    odd, more = tl.split(tl.reshape(odd, (WORDS, 2, 2)))
+    x1, x5 = tl.split(odd)
+    x3, x7 = tl.split(more)
+    return (
+        x0[None, :], x1[None, :], x2[None, :], x3[None, :],
+        x4[None, :], x5[None, :], x6[None, :], x7[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_words(
+    x_ptr, first_k, dim_k, FORMAT: tl.constexpr, CASTS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The row as `_unit_sums` takes it: for each code of a word a value `[1, words]`; with CASTS as
+    it is."""
+    x = _values(x_ptr, first_k, dim_k, EVEN_K, BLOCK_K)
+    if CASTS:
+        row = (x[None, :],)
+    elif FORMAT.codes == "e2m1":
+        row = _eight(x * _E2M1_HALF, BLOCK_K // 8)
+    elif FORMAT.codes == "uint4":
+        row = _eight(x * _places(4, BLOCK_K), BLOCK_K // 8)
+    elif FORMAT.codes == "e4m3":
+        row = _four(x * _E4M3_HALF, BLOCK_K // 4)
     else:
-        x0, x1 = tl.reshape(x0, (BLOCK_K // 4,)), tl.reshape(x1, (BLOCK_K // 4,))
-        x2, x3 = tl.reshape(x2, (BLOCK_K // 4,)), tl.reshape(x3, (BLOCK_K // 4,))
-        row = x0[None, :], x1[None, :], x2[None, :], x3[None, :]
+        row = _four(x * _places(8, BLOCK_K), BLOCK_K // 4)
     return row
 
 
@@ -119,6 +138,23 @@ def _e4m3_product(word, row):
 
 
 @triton.jit
+def _cast(
+    codes_ptrs, mask_n, first_k, dim_k, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """fp32 of codes of fp8 `[N, BLOCK_K]`, where a GPU has instructions for it."""
+    k = tl.arange(0, BLOCK_K)
+    ptrs = codes_ptrs[:, None].to(tl.pointer_type(tl.float8e4nv)) + first_k + k[None, :]
+    if EVEN_N and EVEN_K:
+        codes = tl.load(ptrs)
+    else:
+        # in whole 16 bytes, as the compiler sees
+        mask = mask_n[:, None] & (first_k + k < dim_k // 16 * 16)[None, :]
+        codes = tl.load(ptrs, mask=mask, other=0.0)
+    return codes.to(tl.float32)
+
+
+@triton.jit
 def _integer(word, unit_bits, zero, MASK: tl.constexpr, UNIT: tl.constexpr):
     """UNIT times the code under a mask less `zero`, in fp32."""
     bits = (word & MASK) | unit_bits
@@ -149,18 +185,18 @@ def _byte_product(word, row, unit_bits, zero):
     return sums
 
 
-@triton.jit
-def _unit_codes(FORMAT: tl.constexpr):
+@triton.constexpr_function
+def _unit_codes(kind):
     """Codes of a unit."""
-    MOST: tl.constexpr = 128 // FORMAT.bits
-    return FORMAT.group_cols if 0 < FORMAT.group_cols < MOST else MOST
+    most = 128 // kind.bits
+    return min(kind.group_cols or most, most)
 
 
 @triton.jit
 def _unit_sums(
     row, codes_ptrs, scales_ptr, zeros_ptr, first_n, offs_n, mask_n, first_k, dim_k, stride_sn,
-    stride_zn, FORMAT: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    stride_zn, FORMAT: tl.constexpr, CASTS: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sums `[N, units]` of products of `_row_words` with columns `first_k` to `first_k + BLOCK_K`,
     by their scales."""
@@ -188,8 +224,10 @@ def _unit_sums(
         zero = tl.broadcast_to(zero[:, :, None], (BLOCK_N, UNITS, CODES // PER_WORD))
         zero = tl.reshape(zero, (BLOCK_N, BLOCK_K // PER_WORD))
     # no constant to the compiler: with two of them and-ing and or-ing are two instructions
-    unit_bits = tl.where(dim_k < 0, 0, _INTEGER_BITS).to(tl.uint32)
-    if FORMAT.codes == "e2m1":
+    unit_bits = tl.where(stride_zn < 0, 0, _INTEGER_BITS).to(tl.uint32)
+    if CASTS:
+        sums = _cast(codes_ptrs, mask_n, first_k, dim_k, EVEN_N, EVEN_K, BLOCK_K) * row[0]
+    elif FORMAT.codes == "e2m1":
         sums = _e2m1_product(word, row)
     elif FORMAT.codes == "e4m3":
         sums = _e4m3_product(word, row)
@@ -199,10 +237,11 @@ def _unit_sums(
         sums = _byte_product(word ^ 0x80808080, row, unit_bits, 128.0)
     else:
         sums = _byte_product(word, row, unit_bits, zero)
-    sums = tl.sum(tl.reshape(sums, (BLOCK_N, UNITS, CODES // PER_WORD)), axis=2)
+    EACH: tl.constexpr = CODES if CASTS else CODES // PER_WORD
+    sums = tl.sum(tl.reshape(sums, (BLOCK_N, UNITS, EACH)), axis=2)
     if FORMAT.codes == "e2m1":
         sums *= _E2M1_HALF
-    elif FORMAT.codes == "e4m3":
+    elif FORMAT.codes == "e4m3" and not CASTS:
         sums *= _E4M3_HALF
     if GROUP > 0:
         if FORMAT.group_rows > 1 and FORMAT.group_rows % BLOCK_N == 0:
@@ -237,8 +276,8 @@ def _row_totals(
 def packed_rows(
     x_ptr, codes_ptrs, scales_ptr, zeros_ptr, global_ptr, first_n, offs_n, mask_n, dim_k,
     stride_w_up, stride_sn, stride_s_up, stride_zn, stride_z_up, stride_g_up,
-    IS_GATED: tl.constexpr, FORMAT: tl.constexpr, HAS_GLOBAL: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_GATED: tl.constexpr, FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Products `[N]` of a row with rows of the gate, and with those of up.
 
@@ -247,6 +286,7 @@ def packed_rows(
     Args:
         codes_ptrs: `[N]`: where each row of codes begins, at a multiple of 16 bytes.
         scales_ptr: Where the scales of the matrix begin; so for zero points.
+        CASTS: Codes of fp8 are converted by the GPU's own instructions.
         first_n: The first row.
         offs_n: Rows `[N]`.
         stride_w_up: How far up lies from the gate.
@@ -255,16 +295,16 @@ def packed_rows(
     gates = tl.zeros([BLOCK_N, UNITS], dtype=tl.float32)
     ups = tl.zeros([BLOCK_N, UNITS], dtype=tl.float32)
     for first_k in range(0, dim_k, BLOCK_K):
-        row = _row_words(x_ptr, first_k, dim_k, FORMAT, EVEN_K, BLOCK_K)
+        row = _row_words(x_ptr, first_k, dim_k, FORMAT, CASTS, EVEN_K, BLOCK_K)
         ups += _unit_sums(
             row, codes_ptrs + stride_w_up, scales_ptr + stride_s_up, zeros_ptr + stride_z_up,
             first_n, offs_n, mask_n, first_k, dim_k, stride_sn, stride_zn,
-            FORMAT, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            FORMAT, CASTS, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if IS_GATED:
             gates += _unit_sums(
                 row, codes_ptrs, scales_ptr, zeros_ptr, first_n, offs_n, mask_n, first_k, dim_k,
-                stride_sn, stride_zn, FORMAT, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                stride_sn, stride_zn, FORMAT, CASTS, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     up = _row_totals(
         ups, scales_ptr + stride_s_up, global_ptr + stride_g_up, offs_n, mask_n, stride_sn,

@@ -42,12 +42,14 @@ class GpuLimits:
         num_multiprocessors: Programs that run at once, at one each.
         chains_launches: Whether a kernel may begin while the one before it ends, see
             `dependent_launch`.
+        converts_fp8: Whether there are instructions for it, as from sm_89 on.
     """
 
     shared_bytes: int = 227 * 1024
     has_wide_accumulators: bool = True
     num_multiprocessors: int = 132
     chains_launches: bool = True
+    converts_fp8: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,4 +345,10 @@ def describe_device(device: torch.device) -> GpuLimits:
     is_wide = torch.version.hip is None and found.major in (9, 10, 11)
     chains = dependent_launch(device)["IS_CHAINED"]
     shared, count = found.shared_memory_per_block_optin, found.multi_processor_count
-    return GpuLimits(shared, is_wide, count, chains)
+    converts = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return GpuLimits(shared, is_wide, count, chains, converts)
+
+
+def casts_codes(kind: WeightFormat, device: GpuLimits) -> bool:
+    """Whether the kernels of one row leave codes to the GPU's own conversion."""
+    return kind.codes == "e4m3" and device.converts_fp8

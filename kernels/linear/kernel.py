@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from moe_runtime.kernels.grouped_gemm.packed import packed_arguments, packed_row_block
 from moe_runtime.kernels.grouped_gemm.packed_row_kernel import packed_rows
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, casts_codes, describe_device
 from moe_runtime.kernels.linear.gpu import Layer
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, dependent_launch, power_of_2
 
@@ -163,8 +164,9 @@ def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
 def packed_linear_row_fwd(
     x_ptr, codes_ptr, bias_ptr, out_ptr, scales_ptr, zeros_ptr, global_ptr,
     dim_n, dim_k, stride_wn, stride_sn, stride_zn,
-    FORMAT: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_CHAINED: tl.constexpr,
+    FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`out[n] = x @ weight[n] + bias[n]` of packed weights."""
     first_n = tl.program_id(0) * BLOCK_N
@@ -176,7 +178,7 @@ def packed_linear_row_fwd(
     _, sums = packed_rows(
         x_ptr, codes_ptr + offs_n.to(tl.int64) * stride_wn, scales_ptr, zeros_ptr, global_ptr,
         first_n, offs_n, mask_n, dim_k, 0, stride_sn, 0, stride_zn, 0, 0,
-        False, FORMAT, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        False, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -190,24 +192,29 @@ def _prepare_packed(
     strides: tuple[int, int, int],
     has_bias: bool,
     device: torch.device,
+    limits: GpuLimits | None,
 ) -> PreparedLaunch:
     (dim_n, dim_k), (stride_wn, stride_sn, stride_zn) = shape, strides
     block_n, block_k = packed_row_block(kind, dim_k, _NUM_WARPS, 1)
     return PreparedLaunch(
         packed_linear_row_fwd, (cdiv(dim_n, block_n),),
         dim_n=dim_n, dim_k=dim_k, stride_wn=stride_wn, stride_sn=stride_sn, stride_zn=stride_zn,
-        FORMAT=kind, HAS_GLOBAL=kind.global_scale != "none", HAS_BIAS=has_bias,
+        FORMAT=kind, CASTS=casts_codes(kind, limits or describe_device(device)),
+        HAS_GLOBAL=kind.global_scale != "none", HAS_BIAS=has_bias,
         EVEN_N=dim_n % block_n == 0, EVEN_K=dim_k % block_k == 0, BLOCK_N=block_n, BLOCK_K=block_k,
         num_warps=_NUM_WARPS, **dependent_launch(device),
     )  # fmt: skip
 
 
-def launch_packed_row(x_1K: Tensor, weight: QuantizedStack, bias_N: Tensor | None) -> Tensor:
-    """The output `[1, N]` for one row, of a stack of one matrix that `has_word_rows`."""
+def launch_packed_row(
+    x_1K: Tensor, weight: QuantizedStack, bias_N: Tensor | None, limits: GpuLimits | None = None
+) -> Tensor:
+    """The output `[1, N]` for one row, of a stack of one matrix that `has_word_rows`; for a GPU of
+    some limits instead of its own."""
     given = packed_arguments(weight, None, x_1K)
     strides = weight.codes.stride(1), given["stride_sn"], given["stride_zn"]
-    shape = weight.shape[1:]
-    prepared = _prepare_packed(weight.format, shape, strides, bias_N is not None, x_1K.device)
+    shape, has_bias = weight.shape[1:], bias_N is not None
+    prepared = _prepare_packed(weight.format, shape, strides, has_bias, x_1K.device, limits)
     out_1N = x_1K.new_empty((1, shape[0]))
     prepared(
         x_ptr=x_1K, codes_ptr=weight.codes, bias_ptr=x_1K if bias_N is None else bias_N,

@@ -27,7 +27,6 @@ TYPE_NAMES = {
     torch.int16: "i16",
     torch.uint8: "u8",
 }
-ONE_ROW = ("decode_up_row", "decode_down_row", "linear_row_fwd")
 OPTION_NAMES = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
@@ -42,8 +41,9 @@ class Binary:
         spilled_bytes: Of stack and local memory a thread uses; registers that were spilled.
         shared_bytes: Of a program.
         instructions: PTX or AMD assembly.
-        loop: Instructions of the longest loop as the GPU runs it, of kernels of one row.
+        loop: Instructions of the longest loop as the GPU runs it, of kernels of packed rows.
         loop_loads: Loads of 16 bytes of a thread among them.
+        loop_weights: Weights that a thread multiplies there.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Binary:
     instructions: str
     loop: int = 0
     loop_loads: int = 0
+    loop_weights: int = 0
 
 
 def compile_launches(call: Callable[[], Any], target: str) -> list[Binary]:
@@ -115,10 +116,13 @@ def _compile(kernel: Any, arguments: dict[str, Any], target: str) -> Binary:
         return _read_amd(compiled, target)
     capability = int(target.removeprefix("sm_"))
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _read_nvidia(compiled, target)
+    if "CASTS" not in arguments or arguments["FORMAT"] is None:
+        return _read_nvidia(compiled, target)
+    weights = arguments["BLOCK_N"] * arguments["BLOCK_K"] * (1 + arguments.get("IS_GATED", False))
+    return _read_nvidia(compiled, target, weights // (32 * arguments["num_warps"]))
 
 
-def _read_nvidia(compiled: Any, target: str) -> Binary:
+def _read_nvidia(compiled: Any, target: str, loop_weights: int = 0) -> Binary:
     import triton
 
     tools, loop = Path(triton.__file__).parent / "backends" / "nvidia" / "bin", []
@@ -131,7 +135,7 @@ def _read_nvidia(compiled: Any, target: str) -> Binary:
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
         usage = ask("cuobjdump", "-res-usage")
-        if compiled.metadata.name.endswith(ONE_ROW):
+        if loop_weights:
             loop = max(loops_of(ask("nvdisasm", "-c")), key=len, default=[])
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     return Binary(
@@ -143,6 +147,7 @@ def _read_nvidia(compiled: Any, target: str) -> Binary:
         compiled.asm["ptx"],
         len(loop),
         sum(re.search(r"\bLDG\.E\.128", one) is not None for one in loop),
+        loop_weights,
     )
 
 

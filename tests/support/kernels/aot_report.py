@@ -223,6 +223,7 @@ GPT_OSS = {"T": 4096, "K": 4, "E": 32, "D": 2880, "F": 2880}
 PACKED = {
     "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
     "fp8-block": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+    "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
     "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
     # blocks with offsets spill, on gfx942 all blocks: kernels/README.md says where and how much
@@ -231,13 +232,13 @@ PACKED = {
 SELDOM = {"fp8-block", *BLOCKS_READ} - {"q8_0"}
 """Formats of which every tile is compiled or none."""
 DEVICES = {
-    "sm_80": GpuLimits(163 * 1024, has_wide_accumulators=False, chains_launches=False),
+    "sm_80": GpuLimits(163 * 1024, False, chains_launches=False, converts_fp8=False),
     "sm_90": GpuLimits(),
     "sm_100": GpuLimits(),
-    "sm_86": GpuLimits(99 * 1024, has_wide_accumulators=False, chains_launches=False),
-    "sm_89": GpuLimits(99 * 1024, has_wide_accumulators=False, chains_launches=False),
-    "sm_120": GpuLimits(99 * 1024, has_wide_accumulators=False),
-    "gfx942": GpuLimits(64 * 1024, has_wide_accumulators=False, chains_launches=False),
+    "sm_86": GpuLimits(99 * 1024, False, chains_launches=False, converts_fp8=False),
+    "sm_89": GpuLimits(99 * 1024, False, chains_launches=False),
+    "sm_120": GpuLimits(99 * 1024, False),
+    "gfx942": GpuLimits(64 * 1024, False, chains_launches=False, converts_fp8=False),
 }
 
 
@@ -370,6 +371,17 @@ def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Gp
     )  # fmt: skip
     out = meta(rows, D, dtype=dtype)
     plain_product(hidden, down, groups, out=out, bias_SN=biases[2], tile=tile)
+
+
+def packed_rows(name: str, device: GpuLimits) -> None:
+    """Both products of a layer for one token, and a linear layer."""
+    kind, is_gpt_oss = PACKED[name], name == "mxfp4"
+    _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
+    gate, up = (packed_stack(kind, E, F, D) for _ in range(2))
+    experts = QuantizedExperts(gate=gate, up=up, down=packed_stack(kind, E, D, F))
+    x, ids, weights = meta(1, D), meta(1, K, dtype=torch.int64), meta(1, K)
+    decode_expert_mlp(x, ids, weights, experts, GPT_OSS_GATE if is_gpt_oss else SPEC, device)
+    linear_kernel.launch_packed_row(x, packed_stack(kind, 1, 4096, D), meta(4096), device)
 
 
 Calls = list[tuple[str, Callable[[], None]]]
@@ -517,6 +529,10 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[tuple[Sequence
             for dtype in sums
         ],
     )
+    rows = {name: (f"rows {name}", partial(packed_rows, name, device)) for name in PACKED}
+    yield ("sm_86", "sm_89", "sm_90", "sm_120"), [rows["mxfp4"]]
+    yield ("sm_86", "sm_89", "sm_90", "sm_120"), [rows["fp8-block"]]
+    yield ("sm_80", "sm_100"), [rows["int4"], rows["nvfp4"]]
     few, many_rows = packed_calls(target, every_tile=every_tile)
     yield ("sm_80", "sm_86", "sm_89", "sm_100"), few
     yield ("sm_90", "sm_120", "sm_86", "sm_80"), many_rows
