@@ -181,16 +181,16 @@ def split_attention_fwd(
             places = first + tl.arange(0, BLOCK_S)
             is_old = (places >= begin) & (places < place)
             at = places.to(tl.int64)[:, None]
-            mask = is_old[:, None] & (offs < dim)[None, :]
-            keys = tl.load(keys_ptr + at * dim + offs[None, :], mask=mask, other=0.0)
+            mask_k = is_old[:, None] & (offs < dim)[None, :]
+            keys = tl.load(keys_ptr + at * dim + offs[None, :], mask=mask_k, other=0.0)
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
             scores = _seen(scores, mask_ptr, places, is_old, MASK)
             above = tl.maximum(largest, tl.max(scores, axis=1))
             weights = tl.exp(scores - _finite(above)[:, None])
             factor = tl.exp(largest - _finite(above))
             largest, total = above, total * factor + tl.sum(weights, axis=1)
-            mask = is_old[:, None] & mask_v[None, :]
-            values = tl.load(values_ptr + at * value_dim + offs_v[None, :], mask=mask, other=0.0)
+            ptrs_v = values_ptr + at * value_dim + offs_v[None, :]
+            values = tl.load(ptrs_v, mask=is_old[:, None] & mask_v[None, :], other=0.0)
             mixed *= factor[:, None]
             mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision="ieee")
         if BLOCK_P == 1:
@@ -213,9 +213,9 @@ def split_attention_fwd(
                 tl.store(counters_ptr + 1 + cache_head, 0)
                 offs_p = tl.arange(0, BLOCK_P)[:, None]
                 mask = (offs_p >= first_part) & (offs_p <= last_part) & is_row[None, :]
-                sums_ptrs = sums_ptr + offs_p * 2 * num_shared + rows[None, :]
-                each = tl.load(sums_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(sums_ptrs + num_shared, mask=mask, other=0.0, cache_modifier=".cg")
+                ptrs = sums_ptr + offs_p * 2 * num_shared + rows[None, :]
+                each = tl.load(ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(ptrs + num_shared, mask=mask, other=0.0, cache_modifier=".cg")
                 largest = tl.max(each, axis=0)
                 total = tl.sum(totals * tl.exp(each - _finite(largest)[None, :]), axis=0)
                 mixed = tl.zeros([ROWS, BLOCK_V], dtype=tl.float32)
@@ -284,7 +284,8 @@ def _prepare(sizes: _Sizes) -> tuple[PreparedLaunch, int]:
         ROWS=max(_LEAST_ROWS, power_of_2(sizes.num_heads // num_key_heads)),
         BLOCK_D=block_d, BLOCK_V=block_v, BLOCK_N=_BLOCK_N, BLOCK_S=block_s, PART=part,
         BLOCK_P=power_of_2(num_parts), ADVANCES=sizes.advances,
-        num_warps=4, num_stages=2,
+        # sums in fp32 take registers
+        num_warps=8 if sizes.itemsize == 4 else 4, num_stages=2,
         # each operation is rounded by itself, in fp32 too
         enable_fp_fusion=False, **dependent_launch(sizes.device),
     )  # fmt: skip

@@ -112,11 +112,11 @@ def _between_products() -> None:
     choice_kernel.launch_choose_experts(
         meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32
     )
-    # Qwen3-30B-A3B, gpt-oss-20b, and the widest
+    # Qwen3-30B-A3B, gpt-oss-20b, and fp32
     for dtype, heads, key_heads, dim, is_whole, mask, window in (
         (torch.bfloat16, 32, 4, 128, False, torch.bool, 0),
         (torch.bfloat16, 64, 8, 64, False, torch.bfloat16, 128),
-        (torch.float32, 48, 8, 256, True, None, 0),
+        (torch.float32, 48, 8, 128, True, None, 0),
     ):
         query, key = meta(8, heads * dim, dtype=dtype), meta(8, key_heads * dim, dtype=dtype)
         widths = (heads * dim, key_heads * dim) if is_whole else (dim, dim)
