@@ -70,15 +70,13 @@ def has_word_rows(weight: Weights) -> bool:
     """Whether the kernels of one row can read these codes, 16 bytes at a time."""
     assert not isinstance(weight, Tensor)
     kind, codes = weight.format, weight.codes
-    if kind.block_codes:
+    if any(place % _ROW_BYTES for place in (codes.data_ptr(), codes.stride(0), codes.stride(1))):
         return False
-    unit = min(kind.group_cols or _ROW_BYTES * 8, _ROW_BYTES * 8 // kind.bits)
-    places = (codes.data_ptr(), codes.stride(0), codes.stride(1))
-    return (
-        weight.num_cols % (_ROW_BYTES * 8 // kind.bits) == 0
-        and kind.group_cols % unit == 0
-        and not any(place % _ROW_BYTES for place in places)
-    )
+    if kind.block_codes:
+        return kind.codes == "q4_k"
+    most = _ROW_BYTES * 8 // kind.bits
+    unit = min(kind.group_cols or most, most)
+    return weight.num_cols % most == 0 and kind.group_cols % unit == 0
 
 
 def packed_row_block(
@@ -86,7 +84,7 @@ def packed_row_block(
 ) -> tuple[int, int]:
     """Columns of the output and summed elements of a step, for one row: threads of a warp lie side
     by side along K, as many as are not idle."""
-    codes = _ROW_BYTES * 8 // kind.bits
+    codes = 32 if kind.block_codes else _ROW_BYTES * 8 // kind.bits
     lanes = _MOST_LANES
     while lanes > 1 and -(-dim_k // (lanes * codes)) * lanes * codes > _MOST_IDLE * dim_k:
         lanes //= 2

@@ -83,6 +83,24 @@ def _eight(x, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _q4k_words(x):
+    """The row as `_q4k_sums` takes it, of one block: for each of the eight codes of a word values
+    `[1, 32]`, then the sums `[1, 8]` of what low and high codes of 16 bytes are multiplied by.
+
+    Low codes of 32 bytes are columns of one group, high codes those of the next.
+    """
+    halves = tl.sum(tl.reshape(x, (4, 2, 2, 16)), axis=3)
+    low_sums, high_sums = tl.split(tl.permute(halves, (0, 2, 1)))
+    column = tl.arange(0, 256)
+    place = (127 - 4 * ((column * 2 + column // 32 % 2) % 4)) << 23
+    x *= place.to(tl.float32, bitcast=True)
+    words = tl.permute(tl.reshape(x, (4, 2, 2, 4, 4)), (0, 2, 3, 4, 1))
+    x0, x1, x2, x3, x4, x5, x6, x7 = _eight(tl.reshape(words, (256,)), 32)
+    low_sums, high_sums = tl.reshape(low_sums, (1, 8)), tl.reshape(high_sums, (1, 8))
+    return x0, x1, x2, x3, x4, x5, x6, x7, low_sums, high_sums
+
+
+@triton.jit
 def _row_words(
     x_ptr, first_k, dim_k, FORMAT: tl.constexpr, CASTS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,6 +110,8 @@ def _row_words(
     x = _values(x_ptr, first_k, dim_k, EVEN_K, BLOCK_K)
     if CASTS:
         row = (x[None, :],)
+    elif FORMAT.codes == "q4_k":
+        row = _q4k_words(x)
     elif FORMAT.codes == "e2m1":
         row = _eight(x * _E2M1_HALF, BLOCK_K // 8)
     elif FORMAT.codes == "uint4":
@@ -188,7 +208,7 @@ def _byte_product(word, row, unit_bits, zero):
 @triton.constexpr_function
 def _unit_codes(kind):
     """Codes of a unit."""
-    most = 128 // kind.bits
+    most = 32 if kind.block_codes else 128 // kind.bits
     return min(kind.group_cols or most, most)
 
 
@@ -257,13 +277,76 @@ def _unit_sums(
 
 
 @triton.jit
+def _q4k_sums(
+    row, codes_ptrs, mask_n, first_k, stride_zn, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """As `_unit_sums`, of one block of Q4_K: 16 bytes of scales (`d`, `dmin`, two six-bit numbers
+    of each group), then 128 of codes. A unit has 16 bytes of codes, of two groups."""
+    ptrs = codes_ptrs[:, None].to(tl.pointer_type(tl.uint32)) + first_k // 256 * 36
+    units, words = tl.arange(0, 8)[None, :], tl.arange(0, 32)[None, :]
+    head_ptrs = ptrs + units * 0
+    if EVEN_N:
+        word = tl.load(ptrs + 4 + words)
+        factors, first = tl.load(head_ptrs), tl.load(head_ptrs + 1)
+        second, third = tl.load(head_ptrs + 2), tl.load(head_ptrs + 3)
+    else:
+        mask = mask_n[:, None]
+        word = tl.load(ptrs + 4 + words, mask=mask, other=0)
+        factors = tl.load(head_ptrs, mask=mask, other=0)
+        first = tl.load(head_ptrs + 1, mask=mask, other=0)
+        second = tl.load(head_ptrs + 2, mask=mask, other=0)
+        third = tl.load(head_ptrs + 3, mask=mask, other=0)
+    unit_bits = tl.where(stride_zn < 0, 0, _INTEGER_BITS).to(tl.uint32)
+    high = word >> 16
+    lows = _integer(word, unit_bits, 0.0, 0x000F, 1.0) * row[0]
+    highs = _integer(word, unit_bits, 0.0, 0x00F0, 16.0) * row[1]
+    lows += _integer(word, unit_bits, 0.0, 0x0F00, 256.0) * row[2]
+    highs += _integer(word, unit_bits, 0.0, 0xF000, 4096.0) * row[3]
+    lows += _integer(high, unit_bits, 0.0, 0x000F, 1.0) * row[4]
+    highs += _integer(high, unit_bits, 0.0, 0x00F0, 16.0) * row[5]
+    lows += _integer(high, unit_bits, 0.0, 0x0F00, 256.0) * row[6]
+    highs += _integer(high, unit_bits, 0.0, 0xF000, 4096.0) * row[7]
+    lows = tl.sum(tl.reshape(lows, (BLOCK_N, 8, 4)), axis=2)
+    highs = tl.sum(tl.reshape(highs, (BLOCK_N, 8, 4)), axis=2)
+    # the bytes of both groups side by side; of the last four, six bits lie in two places
+    shift, is_early = units // 2 % 2 * 16, units < 4
+    first, second, third = first >> shift, second >> shift, third >> shift
+    scale = tl.where(is_early, first & 0x3F3F, (third & 0x0F0F) | ((first >> 2) & 0x3030))
+    least = (third >> 4) & 0x0F0F
+    least = tl.where(is_early, second & 0x3F3F, least | ((second >> 2) & 0x3030))
+    d = factors.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    d_min = (factors >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    sums = lows * (d * (scale & 255).to(tl.float32))
+    sums += highs * (d * ((scale >> 8) & 255).to(tl.float32))
+    sums -= row[8] * (d_min * (least & 255).to(tl.float32))
+    return sums - row[9] * (d_min * ((least >> 8) & 255).to(tl.float32))
+
+
+@triton.jit
+def _sums(
+    row, codes_ptrs, scales_ptr, zeros_ptr, first_n, offs_n, mask_n, first_k, dim_k, stride_sn,
+    stride_zn, FORMAT: tl.constexpr, CASTS: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`_unit_sums` of any format."""
+    if FORMAT.codes == "q4_k":
+        sums = _q4k_sums(row, codes_ptrs, mask_n, first_k, stride_zn, EVEN_N, BLOCK_N)
+    else:
+        sums = _unit_sums(
+            row, codes_ptrs, scales_ptr, zeros_ptr, first_n, offs_n, mask_n, first_k, dim_k,
+            stride_sn, stride_zn, FORMAT, CASTS, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
 def _row_totals(
     sums, scales_ptr, global_ptr, offs_n, mask_n, stride_sn, FORMAT: tl.constexpr,
     HAS_GLOBAL: tl.constexpr,
 ):  # fmt: skip
     """Products `[N]` of a row, of `_unit_sums`."""
     totals = tl.sum(sums, axis=1)
-    if FORMAT.group_cols == 0:
+    if FORMAT.group_cols == 0 and FORMAT.block_codes == 0:
         rows = row_of_scales(offs_n, FORMAT).to(tl.int64)
         scale = tl.load(scales_ptr + rows * stride_sn, mask=mask_n, other=0)
         totals *= scale_values(scale, FORMAT)
@@ -296,13 +379,13 @@ def packed_rows(
     ups = tl.zeros([BLOCK_N, UNITS], dtype=tl.float32)
     for first_k in range(0, dim_k, BLOCK_K):
         row = _row_words(x_ptr, first_k, dim_k, FORMAT, CASTS, EVEN_K, BLOCK_K)
-        ups += _unit_sums(
+        ups += _sums(
             row, codes_ptrs + stride_w_up, scales_ptr + stride_s_up, zeros_ptr + stride_z_up,
             first_n, offs_n, mask_n, first_k, dim_k, stride_sn, stride_zn,
             FORMAT, CASTS, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if IS_GATED:
-            gates += _unit_sums(
+            gates += _sums(
                 row, codes_ptrs, scales_ptr, zeros_ptr, first_n, offs_n, mask_n, first_k, dim_k,
                 stride_sn, stride_zn, FORMAT, CASTS, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip

@@ -98,7 +98,7 @@ def assert_all(target: str, found: list[dict[str, Any]]) -> None:
 
 
 # Instructions for a weight, all of a step; four codes of fp8 take eleven where none converts them.
-MOST_INSTRUCTIONS = {"mxfp4": 4.5, "fp8-block": 3.5, "int4": 3.9, "nvfp4": 4.7}
+MOST_INSTRUCTIONS = {"mxfp4": 4.5, "fp8-block": 3.5, "int4": 3.9, "nvfp4": 4.7, "q4_k": 5.1}
 MOST_WITHOUT_CONVERSION = {"fp8-block": 5.5}
 
 

@@ -1,6 +1,6 @@
 """One row times packed weights by the Triton kernels, against the values of the format in fp64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from quantized_matrices import (
 )
 from torch import Tensor
 
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
 from moe_runtime.kernels.linear import kernel as linear_kernel
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.gpu import reads_packed
@@ -43,6 +44,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(linear_kernel, "launch_packed_row", noted)
     return found
+
+
+@pytest.fixture(params=[True, False], ids=["converts", "decodes"])
+def converts_fp8(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether the GPU has instructions for codes of fp8."""
+    limits = GpuLimits(converts_fp8=request.param)
+    monkeypatch.setattr(linear_kernel, "describe_device", lambda _: limits)
+    linear_kernel._prepare_packed.cache_clear()
+    yield request.param
+    linear_kernel._prepare_packed.cache_clear()
 
 
 def placed(matrix: QuantizedMatrix) -> QuantizedMatrix:
@@ -73,6 +84,23 @@ def test_odd_sizes_against_fp64(name, num_rows, num_cols, is_row, generator, lau
     assert len(launches) == 4 * is_row
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_blocks_of_two_scales_for_each_group(generator, launches):
+    """All codes, scales and minima; rows of blocks that no step divides."""
+    kind = WeightFormat("q4_k")
+    for num_rows, num_cols in ((37, 256), (130, 768)):
+        matrix = placed(random_matrix(kind, num_rows, num_cols, generator))
+        for dtype in (torch.bfloat16, torch.float32):
+            x = torch.randn(1, num_cols, generator=generator).to(DEVICE, dtype)
+            assert_right(matrix, x, torch.ones(num_rows, device=DEVICE), impl="triton")
+    assert len(launches) == 4
+    whole = matrix.codes.clone()
+    shifted = torch.full((len(whole), whole.shape[1] + 8), 255, dtype=torch.uint8, device=DEVICE)
+    shifted[:, 8:] = whole
+    assert_right(replace(matrix, codes=shifted[:, 8:]), x, impl="triton")
+    assert len(launches) == 4
+
+
 E8M0 = torch.tensor([0, 1, 2, 7, 126, 127, 128, 200, 252], dtype=torch.uint8)
 HALVES = torch.tensor([1.0, 0.75, -3.0, 2.0**-14, 2.0**-24, 0.0, 1000.0, 0.0999, 1 / 3]).half()
 CODES = [
@@ -88,7 +116,7 @@ CODES = [
 
 
 @pytest.mark.parametrize(("kind", "scales"), CODES, ids=lambda value: getattr(value, "codes", ""))
-def test_every_code_in_every_place_under_every_scale(kind, scales):
+def test_every_code_in_every_place_under_every_scale(kind, scales, converts_fp8):
     """A row that is 1 in one place and else 0 gives the weights themselves, to the bit."""
     codes = torch.arange(256, dtype=torch.uint8)
     if kind.codes == "e4m3":
@@ -111,7 +139,7 @@ def test_every_code_in_every_place_under_every_scale(kind, scales):
         assert torch.equal(found, values[:, column])
 
 
-def test_what_is_no_number_stays_none(generator, launches):
+def test_what_is_no_number_stays_none(generator, launches, converts_fp8):
     for kind in (MXFP4, MXFP8):
         matrix = random_matrix(kind, 40, 96, generator)
         assert matrix.scales is not None
@@ -126,7 +154,7 @@ def test_what_is_no_number_stays_none(generator, launches):
     assert len(launches) == 2
 
 
-def test_large_and_small_rows_keep_their_digits(generator):
+def test_large_and_small_rows_keep_their_digits(generator, converts_fp8):
     """Up to 2 ** 64: beyond that a row is no longer multiplied by 2 ** 63 in fp32."""
     for kind in (MXFP4, FP8_BLOCK):
         matrix = random_matrix(kind, 33, 256, generator).to(torch.device(DEVICE))

@@ -375,7 +375,7 @@ def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Gp
 
 def packed_rows(name: str, device: GpuLimits) -> None:
     """Both products of a layer for one token, and a linear layer."""
-    kind, is_gpt_oss = PACKED[name], name == "mxfp4"
+    kind, is_gpt_oss = PACKED.get(name) or WeightFormat("q4_k"), name == "mxfp4"
     _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
     gate, up = (packed_stack(kind, E, F, D) for _ in range(2))
     experts = QuantizedExperts(gate=gate, up=up, down=packed_stack(kind, E, D, F))
@@ -529,10 +529,13 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[tuple[Sequence
             for dtype in sums
         ],
     )
-    rows = {name: (f"rows {name}", partial(packed_rows, name, device)) for name in PACKED}
+    rows = {
+        name: (f"rows {name}", partial(packed_rows, name, device)) for name in (*PACKED, "q4_k")
+    }
     yield ("sm_86", "sm_89", "sm_90", "sm_120"), [rows["mxfp4"]]
     yield ("sm_86", "sm_89", "sm_90", "sm_120"), [rows["fp8-block"]]
     yield ("sm_80", "sm_100"), [rows["int4"], rows["nvfp4"]]
+    yield ("sm_86", "sm_120"), [rows["q4_k"]]
     few, many_rows = packed_calls(target, every_tile=every_tile)
     yield ("sm_80", "sm_86", "sm_89", "sm_100"), few
     yield ("sm_90", "sm_120", "sm_86", "sm_80"), many_rows
