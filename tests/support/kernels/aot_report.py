@@ -540,6 +540,10 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[tuple[Sequence
     yield ("sm_80", "sm_86", "sm_89", "sm_100"), few
     yield ("sm_90", "sm_120", "sm_86", "sm_80"), many_rows
     yield ("sm_100", "sm_90"), block_sparse_calls(device, every_tile=every_tile)
+    wide_rows = partial(
+        block_sparse, BLOCK_SIZES[-1], torch.float32, device, is_even=False, gathers=True
+    )
+    yield ("sm_86", "sm_120"), [(f"block-sparse fp32 {BLOCK_SIZES[-1]} rows", wide_rows)]
     for kind in TILES_16_BIT:
         is_wide = kind in ("gated", "down_act_backward")
         yield (
