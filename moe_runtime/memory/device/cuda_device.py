@@ -105,13 +105,14 @@ class CudaTold:
 
 class CudaRecorder:
     """Records the work that is queued within a ``with`` block, in one or several CUDA graphs, which
-    share memory of their own: they are replayed one after another, in their order."""
+    share memory with other recordings: the graphs are replayed one after another, in their order,
+    before those of another recording."""
 
     def __init__(
         self, device: CudaDevice, stream: torch.cuda.Stream, beside: torch.cuda.Stream
     ) -> None:
         self._device, self._place = device, device.place
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = device.graph_pool()
         self._within = torch.cuda.stream(stream)
         self._stream, self._beside = stream, beside
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -189,6 +190,7 @@ class CudaDevice:
         self._recording, self._telling = torch.cuda.Stream(place), torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
+        self._pool: Any = None
         self._index = place.index if place.index is not None else torch.cuda.current_device()
         self._runtime = find_runtime()
         self.compute_here()
@@ -324,6 +326,13 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             for source, target in parts:
                 target.copy_(source, non_blocking=True)
+
+    def graph_pool(self) -> Any:
+        """The memory that all recordings share: of what one replay leaves there, nothing is wanted
+        once another recording is replayed."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def record(self) -> CudaRecorder:
         """Records what the caller queues, instead of computing it."""
