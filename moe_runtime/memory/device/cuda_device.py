@@ -8,7 +8,7 @@ import ctypes
 import math
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -306,6 +306,21 @@ class CudaDevice:
         self.queue(parts, self._back)
         done.record(self._back)
         return done
+
+    def time(self, queue: Callable[[], object]) -> Callable[[], float]:
+        """Queues work on the caller's current stream; what is returned waits for it, and gives the
+        seconds that it took."""
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        here = self.computing_here()
+        begun.record(here)
+        queue()
+        done.record(here)
+
+        def wait() -> float:
+            done.synchronize()
+            return begun.elapsed_time(done) / 1e3
+
+        return wait
 
     def drain(self) -> None:
         """Waits until no copy writes any more: for where an exception left one under way."""
