@@ -30,6 +30,8 @@ _BLOCK_BYTES = 16384
 _MOST_PARTS = 64
 _PROGRAMS_EACH = 2
 """Programs that each multiprocessor should have for one sequence."""
+# pyright: reportArgumentType=false
+# Triton makes a constexpr of a number, which the type checker does not know of.
 _Norm = tuple[Tensor, float, str]
 """The fields of `RowNorm`."""
 

@@ -17,6 +17,9 @@ from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fw
 from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_scales, times_global
 from moe_runtime.kernels.grouped_gemm.packed_row_kernel import packed_rows
 
+# pyright: reportArgumentType=false
+# Triton makes a constexpr of a number, which the type checker does not know of.
+
 
 @triton.jit
 def users(

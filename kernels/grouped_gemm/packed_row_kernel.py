@@ -22,7 +22,8 @@ from moe_runtime.kernels.grouped_gemm.packed_kernel import (
     times_global,
 )
 
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportOptionalMemberAccess=false
 # Triton reads attributes of a constexpr from its value, which the type checker does not know of.
 
 # 2 ** 23, below which fp32 has an integer in its lowest bits.

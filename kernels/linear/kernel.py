@@ -178,7 +178,7 @@ def packed_linear_row_fwd(
     _, sums = packed_rows(
         x_ptr, codes_ptr + offs_n.to(tl.int64) * stride_wn, scales_ptr, zeros_ptr, global_ptr,
         first_n, offs_n, mask_n, dim_k, 0, stride_sn, 0, stride_zn, 0, 0,
-        False, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        False, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,  # type: ignore[arg-type]
     )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)

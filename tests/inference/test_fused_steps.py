@@ -15,15 +15,20 @@ from emulated_layers import use_device_layers
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
 from fetched_models import THREE, Request
 from moe_families import Family
+from quantized_matrices import MXFP8, random_matrix
 from tiny_checkpoints import PROMPT, save, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
+from moe_runtime.checkpoints import dense_weights
+from moe_runtime.checkpoints.dense_weights import packed_parameter
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.cpu.step_layers import replace_dense_layers
 from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.inference.device.static_caches import static_cache
+from moe_runtime.kernels.decode_step.prepared import PreparedQuantizedLinear
+from moe_runtime.kernels.linear import quantized_linear
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,6 +127,48 @@ def test_a_family_decodes_as_by_its_own_layers(name, num_sequences):
         for part in ("keys", "values"):
             pairs = getattr(ours, part), getattr(theirs, part)
             torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_linear_layers_that_stay_packed(num_sequences):
+    """Queries, keys, values and outputs of attention, whose codes are multiplied as they lie."""
+    own = tiny_model(QWEN3).to(DEVICE).eval().requires_grad_(False)
+    fused = copy.deepcopy(own)
+    generator = torch.Generator().manual_seed(5)
+    for layers in zip(own.model.layers, fused.model.layers, strict=True):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            parts = [getattr(layer.self_attn, name) for layer in layers]
+            matrix = random_matrix(MXFP8, *parts[0].weight.shape, generator)
+            parts[0].weight = torch.nn.Parameter(matrix.dequantize().to(DEVICE))
+            packed = torch.nn.Linear(*matrix.shape[::-1], bias=False, device="meta")
+            packed.weight = packed_parameter(matrix.to(torch.device(DEVICE)), torch.float32)
+            setattr(layers[1].self_attn, name, packed)
+    fuse_steps(fused)
+    prompt = torch.cat([PROMPT.roll(shift, 1) for shift in range(num_sequences)])[:, :4]
+    with torch.no_grad(), launches() as counts, multiplied_on_a_gpu() as rows:
+        found, _ = decode(fused, prompt, torch.ones_like(prompt))
+    with torch.no_grad():
+        expected, _ = decode(own, prompt, torch.ones_like(prompt))
+    assert counts["split_attention_fwd"] == 3 * 2
+    assert counts["packed_linear_row_fwd"] == (3 * 2 * 4 if num_sequences == 1 else 0)
+    assert len(rows) == 4 * 2 * 4
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def multiplied_on_a_gpu() -> Iterator[list[int]]:
+    """Has weights that are packed multiplied by the Triton kernels; the rows of each product."""
+    rows: list[int] = []
+
+    def multiply(x: torch.Tensor, matrix: Any, bias: Any, **_: Any) -> torch.Tensor:
+        rows.append(len(x))
+        return quantized_linear(x, matrix, bias, impl="triton")
+
+    with (
+        patch.object(dense_weights, "quantized_linear", multiply),
+        patch.object(PreparedQuantizedLinear, "__call__", lambda *_: None),
+    ):
+        yield rows
 
 
 def test_what_takes_the_place_of_a_layer_is_in_its_mode():

@@ -111,9 +111,10 @@ class DeviceAttention(FusedAttention):
             return None
         if len(layer.keys) != batch or {cos.dtype, sin.dtype, layer.keys.dtype} != {dtype}:
             return None
+        query, key, value = _project(self._module, hidden_states)
         counters = _counters_of(layer)
         mixed = split_attention(
-            tuple(_project(self._module, hidden_states)),
+            (query, key, value),
             (cos.flatten(1), sin.flatten(1)),
             (layer.keys, layer.values),
             layer.cumulative_length,

@@ -110,11 +110,11 @@ class HostTables:
     def measure(self, fetch: Callable[[int, npt.NDArray[np.int64]], object]) -> None:
         """Finds out whether it is slow. ``fetch`` queues that a layer's experts, which lie in the
         host's memory, are fetched."""
-        experts, waits = np.empty(0, np.int64), list[Callable[[], float]]()
-        layer = next(iter(self._listed), None)
-        if layer is not None:
-            absent = np.flatnonzero(self._listed[layer].slots < 0)
-            experts = absent[: len(self.layers[layer].tables.landing_L)]
+        if not self._listed:
+            return
+        layer, found = next(iter(self._listed.items()))
+        experts = np.flatnonzero(found.slots < 0)[: len(self.layers[layer].tables.landing_L)]
+        waits = list[Callable[[], float]]()
         if not len(experts):
             return
 

@@ -169,7 +169,8 @@ def loops_of(text: str) -> list[list[str]]:
 def _read_amd(compiled: Any, target: str) -> Binary:
     text = compiled.asm["amdgcn"]
     registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
-    spills = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", text)
+    # scalars that are spilled lie in vector registers
+    spills = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
     scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)
     return Binary(
         compiled.metadata.name,
