@@ -272,7 +272,8 @@ def _prepare(sizes: _Sizes) -> tuple[PreparedLaunch, int]:
     # the parts of a sequence do not depend on others
     programs = describe_device(sizes.device).num_multiprocessors * _PROGRAMS_EACH
     most = min(_MOST_PARTS, power_of_2(cdiv(programs, num_key_heads)))
-    part = cdiv(cdiv(num_places, most), block_s) * block_s
+    # few lengths, each of which is compiled
+    part = power_of_2(cdiv(cdiv(num_places, most), block_s)) * block_s
     num_parts = cdiv(num_places, part)
     prepared = PreparedLaunch(
         split_attention_fwd, (num_sequences, num_key_heads, num_parts),
