@@ -53,11 +53,11 @@ def _policy(name: str) -> str:
     return name
 
 
-def _shaped(expected: str, pattern: str) -> Callable[..., str]:
+def _shaped(expected: str, pattern: str) -> Callable[..., Any]:
     """Refuses a device or type that torch cannot have, before torch is imported."""
 
-    def check(param: typer.CallbackParam, text: str) -> str:
-        if text.isprintable() and not re.fullmatch(pattern, text):
+    def check(param: typer.CallbackParam, text: Any) -> Any:
+        if text is not None and text.isprintable() and not re.fullmatch(pattern, text):
             raise ValueError(f"{param.opts[0]} must be {expected}, got {text!r}")
         return text
 

@@ -89,11 +89,13 @@ class Plan:
             state=state,
             chosen=[(token, _ENDINGS[end]) for token, end in chosen],
             cancelled=plain[num_chosen:cancelled_end],
-            came=[
-                (number, GenerationRequest(**dict(zip(_TOLD, [tuple(ids), *rest], strict=True))))
-                for number, ids, *rest in (json.loads(told) if told else ())
-            ],
+            came=[_request_of(*words) for words in (json.loads(told) if told else ())],
         )
+
+
+def _request_of(number: int, prompt_ids: Sequence[int], *others: Any) -> tuple[int, Any]:
+    named: dict[str, Any] = dict(zip(_TOLD[1:], others, strict=True))
+    return number, GenerationRequest(prompt_ids=tuple(prompt_ids), **named)
 
 
 class Plans:

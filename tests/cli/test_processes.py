@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -90,7 +89,8 @@ SMALL = ("--host-memory", "64MiB", "--policy", "lru", "--prefetch", "off", "--js
 def asked(address: str, path: str, body: dict[str, Any] | None = None) -> bytes:
     data = None if body is None else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    return urllib.request.urlopen(urllib.request.Request(address + path, data, headers)).read()
+    request = urllib.request.Request(address + path, data, headers)
+    return urllib.request.urlopen(request).read()
 
 
 def started_server(checkpoint: Path, folder: Path, *words: str) -> tuple[Launch, str]:
@@ -110,9 +110,12 @@ def test_two_processes_serve_what_one_does(checkpoint, tmp_path):
         drawn = {"prompt": PROMPT, "max_tokens": 20, "temperature": 1.5, "seed": 3}
         drawn_twice = [json.loads(asked(address, "/v1/completions", drawn)) for _ in range(2)]
         assert len({one["choices"][0]["text"] for one in drawn_twice}) == 1
-        grammar = {"prompt": PROMPT, "max_tokens": 9, "structured_outputs": {"regex": "[ab]{3}"}}
+        schema = {"name": "one", "schema": {"enum": ["ab", "ba"]}}
+        asked_for = {"type": "json_schema", "json_schema": schema}
+        grammar = {"prompt": PROMPT, "max_tokens": 9, "response_format": asked_for}
         (choice,) = json.loads(asked(address, "/v1/completions", grammar))["choices"]
-        assert re.fullmatch("[ab]{3}", choice["text"])
+        assert json.loads(choice["text"]) in ("ab", "ba")
+        assert choice["finish_reason"] == "stop"
         lines = asked(address, "/metrics").decode().splitlines()
         found = dict(line.rsplit(" ", 1) for line in lines)
         label = f'{{engine="0",model_name="{checkpoint.name}"}}'

@@ -171,7 +171,7 @@ def test_what_travels_with_a_step_is_small():
     class Counted(LocalTransport):
         size = 2
 
-        def routes(self, sent_CP, received_CP):
+        def routes(self, sent_CP, received_CP) -> Any:
             sent.append((int(sent_CP.sum()), int(received_CP.sum())))
             return [sent_CP]
 
