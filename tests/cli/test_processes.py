@@ -151,7 +151,8 @@ def test_a_server_names_the_process_that_died_to_its_clients(victim, checkpoint,
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] == 2
         (line,) = launch.errors()
-        assert f"rank {victim} of 2 has ended" in line
+        assert f"rank {victim}" in line
+        assert "has ended" in line
     finally:
         launch.close()
 
