@@ -288,7 +288,7 @@ class AdaptedLoading(Loading):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processes:
+class SeveralProcesses:
     """How processes divide a model.
 
     Args:

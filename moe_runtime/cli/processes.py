@@ -43,13 +43,13 @@ _POLL_S = 0.01
 _SEEN_S = 0.5
 
 
-def divided(several: options.Processes, group: "ProcessGroup | None") -> dict[str, Any]:
+def divided(several: options.SeveralProcesses, group: "ProcessGroup | None") -> dict[str, Any]:
     """What `moe_runtime.load` is told of the processes."""
     given = {"placement": several.placement, "group": group}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def start_processes(several: options.Processes, session: Session) -> None:
+def start_processes(several: options.SeveralProcesses, session: Session) -> None:
     """Runs the command in several processes, where that was asked for, and ends with its exit code.
 
     torch's own launcher starts them and ends all when one fails. Signals go on to all of them, so

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moe_runtime.checkpoints.adapter_files import AdapterFolder
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
@@ -314,10 +315,13 @@ class Engine:
         try:
             with torch.inference_mode():
                 self._work()
-        except Exception as error:
+        except MoERuntimeError as error:
             if self._plans is None:
                 raise
             self.failure = error.with_traceback(None)
+        except Exception as error:
+            self.failure = None if self._plans is None else error
+            raise
         finally:
             self._end_all()
 

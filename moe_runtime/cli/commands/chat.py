@@ -50,7 +50,7 @@ def chat(
     sampling: options.Sampling,
     max_tokens: Annotated[int | None, typer.Option(min=16)] = None,
     loading: options.AdaptedLoading,
-    several: options.Processes,
+    several: options.SeveralProcesses,
     config: options.Config = None,
 ) -> None:
     """Talk to a model; each line is a message, and /help lists the commands.

@@ -50,7 +50,7 @@ def generate(
     exact: options.Exact = False,
     max_tokens: options.Count | None = None,
     loading: options.AdaptedLoading,
-    several: options.Processes,
+    several: options.SeveralProcesses,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
     config: options.Config = None,

@@ -52,7 +52,7 @@ def run(
     sampling: options.Sampling,
     max_tokens: options.Count | None = None,
     loading: options.AdaptedLoading,
-    several: options.Processes,
+    several: options.SeveralProcesses,
     trace: Path | None = None,
     timeline: Path | None = None,
     as_json: options.Json = False,

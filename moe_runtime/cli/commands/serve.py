@@ -59,7 +59,7 @@ def serve(
     cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN")] = None,
     max_tokens: options.Count | None = None,
     loading: options.Loading,
-    several: options.Processes,
+    several: options.SeveralProcesses,
     max_running: options.Count = 32,
     max_waiting: options.Count = 256,
     step_tokens: options.Count = 256,
