@@ -34,7 +34,7 @@ from moe_runtime.research.parallelism_switching import cheapest_degree
 from moe_runtime.training.exchange_choice import (
     DEGREES,
     ExchangeChoice,
-    LayerShape,
+    RoutedLayerShape,
     SecondsOfMoves,
 )
 
@@ -53,7 +53,7 @@ class Layer:
     """
 
     cluster: Cluster
-    shape: LayerShape
+    shape: RoutedLayerShape
     dim: int
 
     @property
@@ -77,9 +77,9 @@ def clusters() -> dict[str, Cluster]:
     slow = replace(ASSUMED, inter=Link(alpha_s=3e-5, bytes_per_s=2.5e9))
     gloo = Link(alpha_s=1e-4, bytes_per_s=2e9, occupies_compute=True)
     return {
-        "one machine of 8": replace(ASSUMED, num_ranks=8),
-        "two machines of 4 H800": replace(measured, ranks_per_node=4, num_ranks=8),
-        "two machines of 4 on a slow network": replace(slow, ranks_per_node=4, num_ranks=8),
+        "one machine of 4": replace(ASSUMED, num_ranks=4),
+        "two machines of 2 H800": replace(measured, ranks_per_node=2, num_ranks=4),
+        "two machines of 2 on a slow network": replace(slow, ranks_per_node=2, num_ranks=4),
         "4 processes of a CPU": Cluster(
             num_ranks=4, ranks_per_node=4, intra=gloo, inter=gloo, flops_per_s=1e11
         ),
@@ -239,7 +239,7 @@ def main() -> int:
     worst = 0.0
     for (where, cluster), (what, sizes) in itertools.product(clusters().items(), SHAPES.items()):
         tokens, experts, dim, width = sizes
-        shape = LayerShape(
+        shape = RoutedLayerShape(
             rows=tokens * TOP_K[experts], row_bytes=2 * dim, num_experts=experts,
             expert_numbers=3 * dim * width, number_bytes=2,
         )  # fmt: skip

@@ -53,7 +53,7 @@ _ROWS, _REPEATS = (32, 512), 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerShape:
+class RoutedLayerShape:
     """A layer of experts.
 
     Attributes:
@@ -85,7 +85,7 @@ class ExchangeChoice:
     """
 
     def __init__(
-        self, cluster: Cluster, shape: LayerShape, schedules: Sequence[LayerSchedule]
+        self, cluster: Cluster, shape: RoutedLayerShape, schedules: Sequence[LayerSchedule]
     ) -> None:
         self.cluster, self.shape, self.schedules = cluster, shape, list(schedules)
 
@@ -215,7 +215,7 @@ class AutoExchange:
             intra, inter = (Link(**first.pop(name)) for name in ("intra", "inter"))
             tokens = data.tokens_per_step // data.micro_batches // (own.tp * own.cp)
             is_narrow = config.run.precision == "bfloat16" or own.wire != "exact"
-            shape = LayerShape(
+            shape = RoutedLayerShape(
                 rows=tokens * layer.gate.top_k,
                 row_bytes=experts.hidden_size * (2 if is_narrow else 4),
                 num_experts=experts.num_experts,

@@ -10,11 +10,11 @@ from moe_runtime.parallel.parallel_experts import RebalanceRule, rank_loads
 from moe_runtime.training.exchange_choice import (
     DEGREES,
     ExchangeChoice,
-    LayerShape,
+    RoutedLayerShape,
     SecondsOfMoves,
 )
 
-SHAPE = LayerShape(rows=1200, row_bytes=100, num_experts=6, expert_numbers=50, number_bytes=2)
+SHAPE = RoutedLayerShape(rows=1200, row_bytes=100, num_experts=6, expert_numbers=50, number_bytes=2)
 FREE = Link(alpha_s=0.0, bytes_per_s=1e18)
 PLAIN = LayerSchedule(is_local_first=True)
 
