@@ -595,6 +595,10 @@ class MoveCosts(Protocol):
     def cost(self, num_transfers: int) -> float: ...
 
 
+_PERSISTENCE = 0.9
+"""Share of a gain that is left at the next look, at most."""
+
+
 class RebalanceRule:
     """Decides from look to look whether experts move: EPLB's placement by loads, if it pays.
 
@@ -654,7 +658,9 @@ class RebalanceRule:
             self._trust = (self._trust + kept) / 2
         gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
         self._promised = (slots, proposed, gain) if gain > 0 else None
-        return transfers > 0 and self._trust * gain > costs.cost(transfers)
+        # what is saved until the next look goes on as far as gains have come true
+        saved = self._trust * gain / (1 - _PERSISTENCE * self._trust)
+        return transfers > 0 and saved > costs.cost(transfers)
 
 
 class Rebalancer:

@@ -85,13 +85,13 @@ def test_a_move_saves_products_and_takes_messages():
 
 
 class Balance:
-    """Gains by the load of the busiest rank; a move costs 5."""
+    """Gains by the load of the busiest rank; a move costs 8."""
 
     def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
         return rank_loads(loads_E, before).max() - rank_loads(loads_E, after).max()
 
     def cost(self, num_transfers: int) -> float:
-        return 5.0
+        return 8.0
 
 
 def test_gains_count_as_far_as_they_came_true():
