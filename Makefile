@@ -31,11 +31,12 @@ PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models po
 # Clients that the server is tried with, unchanged, those of Node.js beside them (with two coding
 # agents, 0.9 GB), and the tests that run these and TRAINERS; the page's need chromium.
 CLIENTS ?= "lm_eval[api]==0.4.13" llama-benchy==0.4.0 instructor==1.17.0 litellm==1.110.2 \
-  llama-index-llms-openai-like==0.8.1 langchain-openai==1.7.4 langchain-anthropic==1.7.10 llm==0.32.1
+  llama-index-llms-openai-like==0.8.1 langchain-openai==1.7.4 langchain-anthropic==1.7.10 llm==0.32.1 \
+  "ray[serve]==2.60.0"
 NODE_CLIENTS ?= openai@7.59.0 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 \
   @ai-sdk/anthropic@4.0.105 zod@4.6.7 @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332
 CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_clients.py \
-  node_clients.py coding_agents.py page.py) tests/offload/test_saving.py
+  node_clients.py coding_agents.py page.py) tests/offload/test_saving.py tests/integrations/test_ray.py
 
 # What tests of llama.cpp's and vLLM's servers need, and which of vLLM's ask a server.
 PROTOCOL_PACKAGES ?= wget==3.2 requests filelock jsonschema==4.26.0 pybase64==1.5.1 \
