@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import queue
@@ -23,9 +24,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
-
-import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import RankFailureError
@@ -40,6 +38,11 @@ from moe_runtime.serving.batches.batch_run import (
     needs_of,
 )
 from moe_runtime.serving.batches.offline import News, order_of_work
+
+# Not by a statement: where Ray is absent, type checkers take this module for it.
+ray: Any = importlib.import_module("ray")
+RayActorError: Any = ray.exceptions.RayActorError
+RayTaskError: Any = ray.exceptions.RayTaskError
 
 HELD_SHARE = 0.75
 """Of its share of what is left, an engine has so much at hand; the rest goes to the first that has
@@ -340,9 +343,12 @@ class Replica:
 
     def __init__(self, words: list[str]) -> None:
         command = [sys.executable, "-P", "-c", _SERVER, "serve", *words]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipe = subprocess.PIPE
         self._server = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", "0", "--json"], **pipes
+            [*command, "--host", "127.0.0.1", "--port", "0", "--json"],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
         )
         self._last = ""
         threading.Thread(target=self._read_log, daemon=True).start()
@@ -438,8 +444,7 @@ def application(options: Mapping[str, str]) -> Any:
     Raises:
         ValueError: there is no ``model``, or a number is none.
     """
-    from ray import serve
-
+    serve: Any = importlib.import_module("ray.serve")
     words = dict(options)
     if "model" not in words:
         raise ValueError("expected model=PATH, the checkpoint that replicas serve")

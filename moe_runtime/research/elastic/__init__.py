@@ -296,7 +296,7 @@ def call(store: Store, change: Change, numbers: Tokens) -> None:
     """Tells processes that stand by to join."""
     for number in numbers:
         num_calls = store.add(f"calls/{number}", 1)
-        store.set(f"call/{number}/{num_calls - 1}", pickle.dumps(change))
+        cast(Any, store).set(f"call/{number}/{num_calls - 1}", pickle.dumps(change))
 
 
 def _running_future() -> Future[Any]:
