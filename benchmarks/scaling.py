@@ -27,7 +27,7 @@ from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, re
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate import scaling
-from moe_runtime.lab.simulate.system import SimulatedModel, StepTimes, simulate_training
+from moe_runtime.lab.simulate.system import SimulatedModel, SimulatedSteps, simulate_training
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -302,7 +302,7 @@ class Stack:
     def predict_s(cluster: Cluster, fixed_s: float) -> dict[str, float]:
         """The simulator's seconds of each step; what is fixed is a cost of each layer's call."""
         cluster = replace(cluster, launch_s=cluster.launch_s + fixed_s)
-        times, found = StepTimes(cluster, STACK), {}
+        times, found = SimulatedSteps(cluster, STACK), {}
         for name, (tokens, is_training) in STEPS.items():
             found[name] = times.step_s(tokens)
             if is_training:

@@ -94,8 +94,8 @@ class BatchEngine:
                 self._done.put,
                 self._news,
             )
-        except BaseException as error:
-            self._done.put(error)
+        finally:
+            self._done.put(sys.exception())
 
 
 @dataclasses.dataclass(eq=False)
@@ -389,7 +389,7 @@ class Replica:
             print(self._last, file=sys.stderr)
 
 
-class Front:
+class Entrance:
     """What Ray Serve's proxies call: hands requests on to the replica that suits their prompts."""
 
     def __init__(self, replicas: Any) -> None:
@@ -477,7 +477,7 @@ def application(options: Mapping[str, str]) -> Any:
     )(Replica)
     front = serve.deployment(
         name="front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0}
-    )(Front)
+    )(Entrance)
     return front.bind(replicas.bind(line))
 
 

@@ -36,6 +36,7 @@ SMALLER = {
     "run.steps=4000": "run.steps=9",
     "run.steps=100": "run.steps=1",
     "8,64,512,4096": "8,16",
+    "512,4096": "64",
     "256": "16",
 }
 # Options that end a command soon, where a line has not others.
@@ -44,6 +45,7 @@ BRIEFLY = {
     "chat": {"--max-new-tokens": "4"},
     "generate": {"--max-new-tokens": "4"},
     "simulate layer": {"--ranks": "8"},
+    "simulate serve": {"--requests": "20"},
     "finetune": {"--context": "16", "--steps": "1"},
     "bench quality": {"--context": "16", "--chunks": "2"},
     "bench io": {"--time": "1", "--experts": "4"},

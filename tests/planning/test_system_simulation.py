@@ -13,7 +13,7 @@ from moe_runtime.lab.simulate.system import (
     Arrivals,
     Failures,
     SimulatedModel,
-    StepTimes,
+    SimulatedSteps,
     best_interval_s,
     poisson_arrivals,
     read_arrivals,
@@ -56,7 +56,7 @@ class ConstantSteps:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_step_is_its_products(num_ranks):
     """With free links and memory: two operations for every weight that a token passes."""
-    times = StepTimes(machine(num_ranks), MODEL)
+    times = SimulatedSteps(machine(num_ranks), MODEL)
     flops = 2 * (MODEL.dense_parameters + MODEL.num_layers * MODEL.top_k * 3 * 8 * 5)
     for tokens in (1, 3, 48):
         assert times.step_s(tokens) == pytest.approx(tokens * flops / 1e3)
@@ -67,7 +67,7 @@ def test_a_step_of_one_token_reads_what_it_passes():
     """Weights once: those of the dense part, and of the experts that a token is expected to
     choose; keys and values of the context."""
     memory = 1e2
-    times = StepTimes(machine(1, flops_per_s=1e30, memory_bytes_per_s=memory), MODEL)
+    times = SimulatedSteps(machine(1, flops_per_s=1e30, memory_bytes_per_s=memory), MODEL)
     touched = 4 * (1 - math.exp(-2 / 4))
     read = 2 * (300 + 3 * touched * 120) + 11 * 7
     assert times.step_s(1, context=11) == pytest.approx(read / memory)
@@ -77,27 +77,32 @@ def test_experts_that_memory_lacks_come_from_disk():
     dense, experts = 600, 3 * 4 * 240
     room = (dense + experts / 2) / 0.9
     rates = {"flops_per_s": 1e30, "memory_bytes_per_s": 1e9, "memory_bytes": room}
-    times = StepTimes(machine(1, disk_bytes_per_s=10.0, **rates), MODEL)
+    times = SimulatedSteps(machine(1, disk_bytes_per_s=10.0, **rates), MODEL)
     assert times.resident_share == pytest.approx(0.5)
     assert times.step_s(1e6) == pytest.approx(experts / 2 / 10, rel=1e-3)
     with pytest.raises(CapacityError, match="give more ranks, or disk_bytes_per_s"):
-        StepTimes(machine(1, **rates), MODEL)
-    assert StepTimes(machine(2, **rates), MODEL).resident_share == 1
+        SimulatedSteps(machine(1, **rates), MODEL)
+    assert SimulatedSteps(machine(2, **rates), MODEL).resident_share == 1
 
 
 def test_exchanges_and_stragglers():
     """Rows of other ranks go there and back; the slowest rank decides."""
     link = Link(alpha_s=0.0, bytes_per_s=100.0)
-    times = StepTimes(machine(2, flops_per_s=1e30, intra=link), MODEL)
+    times = SimulatedSteps(machine(2, flops_per_s=1e30, intra=link), MODEL)
     sent = 3 * 2 * (4 * 2 / 2) * 16  # layers, both ways, half of the rows, their bytes
     assert times.step_s(4) == pytest.approx(sent / 100)
-    slow = StepTimes(machine(2), MODEL, Imbalance(straggler=3.0))
-    assert slow.step_s(8) == pytest.approx(3 * StepTimes(machine(2), MODEL).step_s(8))
+    slow = SimulatedSteps(machine(2), MODEL, Imbalance(straggler=3.0))
+    assert slow.step_s(8) == pytest.approx(3 * SimulatedSteps(machine(2), MODEL).step_s(8))
 
 
 def test_more_ranks_than_experts_have_copies():
-    times = StepTimes(machine(8), MODEL)
-    assert times.step_s(8) == pytest.approx(StepTimes(machine(1), MODEL).step_s(8))
+    for num_ranks in (4, 8):
+        times = SimulatedSteps(machine(num_ranks), MODEL)
+        assert times.step_s(8) == pytest.approx(SimulatedSteps(machine(1), MODEL).step_s(8))
+    # of six slots, those of experts with a copy have half of the work
+    uneven = SimulatedSteps(machine(6), replace(MODEL, dense_parameters=1e-9))
+    rows = 8 * 6 * 2 / 4
+    assert uneven.step_s(8) == pytest.approx(3 * rows * 2 * 120 / 1e3)
 
 
 def test_a_request_alone_takes_a_step_for_each_token():
@@ -178,7 +183,7 @@ def test_a_training_step_has_its_parts():
     link = Link(alpha_s=0.5, bytes_per_s=50.0)
     cluster = replace(machine(2, memory_bytes_per_s=1e3, flops_per_s=1e30), inter=link, intra=link)
     found = simulate_training(cluster, MODEL, tokens=4, micro_batches=3)
-    times = StepTimes(cluster, MODEL)
+    times = SimulatedSteps(cluster, MODEL)
     assert found.layers_s == pytest.approx(3 * times.step_s(4, is_training=True))
     assert found.reduce_s == pytest.approx(2 * 0.5 + 2 * 300 * 2 / 2 / 50)
     assert found.optimizer_s == pytest.approx((300 + 3 * 2 * 120) * 2 * 14 / 1e3)

@@ -245,7 +245,7 @@ def serve(
     found = []
     with loading_bar() as progress:
         for num_ranks in numbers:
-            times: Any = functools.cache(simulated.StepTimes)
+            times: Any = functools.cache(simulated.SimulatedSteps)
             for factor in factors:
                 progress(f"simulating {num_ranks} ranks", len(found), len(numbers) * len(factors))
                 asked = (

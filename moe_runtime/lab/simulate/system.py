@@ -94,7 +94,7 @@ def read_model(path: str | os.PathLike[str]) -> SimulatedModel:
         raise ValueError(f"{path}: {error}") from None
 
 
-class StepTimes:
+class SimulatedSteps:
     """Seconds of a step of a model on a cluster, by the tokens of each rank.
 
     Weights are read once a step: an expert's by the rank that has it, if a token chose it. What a
@@ -111,10 +111,8 @@ class StepTimes:
     ) -> None:
         self.cluster, self.model = cluster, model
         num_ranks = cluster.num_ranks
-        if model.num_experts < num_ranks and not imbalance.replicas_per_rank:
-            replicas = -(-num_ranks // model.num_experts) * model.num_experts - model.num_experts
-        else:
-            replicas = imbalance.replicas_per_rank * num_ranks
+        # every rank has as many slots
+        replicas = imbalance.replicas_per_rank * num_ranks + -model.num_experts % num_ranks
         loads_E = expert_loads(model.num_experts, imbalance)
         placement = placed(cluster, loads_E, imbalance.algorithm, replicas, place)
         self._probability_E = loads_E / loads_E.sum()
@@ -277,7 +275,7 @@ class ServePrediction:
 class _Pool:
     """A group of ranks that takes steps together."""
 
-    times: StepTimes
+    times: SimulatedSteps
     step_tokens: int
     failures: Failures
     num_failures: int = 0
@@ -362,7 +360,7 @@ def simulate_serving(
     imbalance: Imbalance = EVEN,
     failures: Failures = NEVER,
     place: Callable[..., Placement] = place_experts,
-    times: Callable[..., StepTimes] = StepTimes,
+    times: Callable[..., SimulatedSteps] = SimulatedSteps,
 ) -> ServePrediction:
     """Simulates a service step by step.
 
@@ -437,7 +435,7 @@ def simulate_training(
         tokens: of a micro-batch on each rank.
         checkpoint_every_s: None for the interval that loses least.
     """
-    times = StepTimes(cluster, model, imbalance, place=place)
+    times = SimulatedSteps(cluster, model, imbalance, place=place)
     num_ranks = cluster.num_ranks
     layers_s = micro_batches * times.step_s(tokens, is_training=True)
     # Gradients of the dense part: a reduce-scatter and an all-gather over the slowest link.

@@ -41,7 +41,7 @@ from moe_runtime.research.elastic.member import (
     ElasticRequest,
     Member,
     Orders,
-    Report,
+    RankReport,
     decide,
 )
 from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
@@ -171,7 +171,7 @@ class RequestFront:
             return self._begin_change(self._resizes[0], orders)
         return replace(orders, ends=self._is_closing and not self._served)
 
-    def read(self, rank: int, report: Report) -> None:
+    def read(self, rank: int, report: RankReport) -> None:
         """Takes what a rank generated."""
         for number, tokens in report.tokens.items():
             served = self._served[number]

@@ -327,7 +327,7 @@ class Orders:
 
 
 @dataclass(kw_only=True, slots=True)
-class Report:
+class RankReport:
     """What a rank tells rank 0: new tokens and finished requests by number, loads if asked for."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -338,12 +338,12 @@ class Report:
 POLL_S = 0.02
 
 
-class Front(Protocol):
+class Reception(Protocol):
     """Rank 0's side of the messages."""
 
     def write(self) -> Orders: ...
 
-    def read(self, rank: int, report: Report) -> None: ...
+    def read(self, rank: int, report: RankReport) -> None: ...
 
 
 class Member:
@@ -380,12 +380,12 @@ class Member:
         self._spread.enter(epoch, preparation.arrivals)
         return True
 
-    def serve(self, front: Front | None = None) -> None:
+    def serve(self, front: Reception | None = None) -> None:
         """Generates until this rank has left the group or the service ends; `front` on rank 0."""
         while self._step(front):
             pass
 
-    def _step(self, front: Front | None) -> bool:
+    def _step(self, front: Reception | None) -> bool:
         """An exchange and the passes after it; False where this rank has left."""
         transport = self._spread.epoch.transport
         running = [one for one in self._requests.values() if not one.is_finished]
@@ -411,9 +411,9 @@ class Member:
                 self.model.serve_others()
         return self._obey(orders)
 
-    def _report(self) -> Report:
+    def _report(self) -> RankReport:
         requests = self._requests
-        report = Report(
+        report = RankReport(
             tokens={n: one.take_report() for n, one in requests.items() if one.unreported},
             finished=[number for number, one in requests.items() if one.is_finished],
         )
