@@ -97,6 +97,7 @@ EXPERT_ROWS = (16, 128, 512, 2048)
 EXCHANGED_BYTES = (12 << 10, 48 << 10, 768 << 10, 3 << 20)
 STAYING_TOKENS = (16, NUM_TOKENS)
 READ_BYTES = 128 << 20
+SMALL_TOKENS = 16
 
 
 def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
@@ -176,14 +177,16 @@ def stay_here(num_tokens: int, transport: Transport | None) -> None:
 class Layer:
     """One case on this rank: a layer to be timed, and the rows that the simulator is given."""
 
-    def __init__(self, case: Case, transport: Transport, seed: int = 1) -> None:
+    def __init__(
+        self, case: Case, transport: Transport, seed: int = 1, num_tokens: int = NUM_TOKENS
+    ) -> None:
         self._case, self._transport = case, transport
         rank, size = transport.rank, transport.size
         popularity_E = torch.arange(1, NUM_EXPERTS + 1) ** -case.zipf
         order = torch.randperm(NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
         popularity_E = popularity_E[order]
         random = torch.Generator().manual_seed(rank)
-        ids_TK = popularity_E.expand(NUM_TOKENS, -1).multinomial(TOP_K, generator=random)
+        ids_TK = popularity_E.expand(num_tokens, -1).multinomial(TOP_K, generator=random)
         placement = place_experts(
             case.algorithm,
             RoutingProfile.from_loads(popularity_E.numpy()[None]),
@@ -195,7 +198,7 @@ class Layer:
         self._experts = make_experts(self._slots.slots_per_rank)
         weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
         self._routing = Routing(ids_TK, weights_TK, NUM_EXPERTS)
-        self._x_TD = torch.randn(NUM_TOKENS, DIM)
+        self._x_TD = torch.randn(num_tokens, DIM)
 
     def run(self) -> None:
         case = self._case
@@ -326,11 +329,15 @@ def measure(rounds: int) -> dict[str, Any]:
         grid, cases = HierarchicalTransport(inside, across), CASES
     layers = [Layer(case, grid if case.hierarchical else flat) for case in cases if size > 1]
     stack = Stack(flat)
-    probes = machine_probes(flat)
+    small = Layer(Case(), flat, num_tokens=SMALL_TOKENS)
+    probes = {"small layer": small.run, **machine_probes(flat)}
     probes |= {f"layer {index}": layer.run for index, layer in enumerate(layers)}
     probes |= {name: partial(stack.run, *step) for name, step in STEPS.items()}
     seconds = time_in_turn(probes, rounds)
     cluster, fixed_s = as_machine(seconds, size)
+    # Waking each other costs ranks more than exchanges alone show: what a layer of few rows does.
+    rest_s = max(0.0, seconds["small layer"] - small.predict_s(cluster, fixed_s))
+    fixed_s += rest_s / max(1.0, size / len(os.sched_getaffinity(0)))
     rows = []
     for name, predicted_s in stack.predict_s(cluster, fixed_s).items():
         error = predicted_s / seconds[name] - 1
@@ -393,6 +400,13 @@ def main() -> int:
             spread = f"median {statistics.median(errors):.0%}, largest {max(errors):.0%}"
             print(f"error of the prediction: {spread} of {len(errors)} {what}")
     machines = [{"cluster": group["cluster"], "fixed_s": group["fixed_s"]} for group in measured]
+    for machine in machines:
+        finite = {name: v for name, v in machine["cluster"].items() if v != float("inf")}
+        finite |= {
+            name: {key: v for key, v in finite[name].items() if v != float("inf")}
+            for name in ("intra", "inter")
+        }
+        machine["cluster"] = finite
     metrics = {name: Metric("s") for name in rows}
     results = ScriptResults("scaling", options, {"machines": machines}, metrics)
     for what in ("measured", "predicted"):

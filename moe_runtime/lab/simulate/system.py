@@ -157,16 +157,20 @@ class SimulatedSteps:
     def _layers_s(self, tokens: float, is_training: bool) -> float:
         key = tokens, is_training
         if key not in self._known:
-            layer = self._layer(tokens, 3.0 if is_training else 1.0)
             schedules = [LayerSchedule()]
             if self.cluster.num_nodes > 1 and self.cluster.local_ranks > 1:
                 schedules.append(LayerSchedule(hierarchical=True))
-            seconds = min(predict_layer(self.cluster, layer, one).layer_s for one in schedules)
+            # A backward pass has twice the products, and sends gradients as the other sends rows.
+            layers = [self._layer(tokens, products) for products in (1, 2)[: 1 + is_training]]
+            seconds = sum(
+                min(predict_layer(self.cluster, layer, one).layer_s for one in schedules)
+                for layer in layers
+            )
             self._known[key] = self.model.num_layers * seconds
         return self._known[key]
 
-    def _layer(self, tokens: float, passes: float) -> LayerWorkload:
-        """One layer of a step; its gate is the dense part. A backward pass is two forward ones."""
+    def _layer(self, tokens: float, products: int) -> LayerWorkload:
+        """One layer of a step, with so many products by each matrix; its gate is the dense part."""
         model, cluster, num_ranks = self.model, self.cluster, self.cluster.num_ranks
         choices = tokens * num_ranks * model.top_k
         rows_S = (self._probability_E / self._copies_E)[self._experts_S] * choices
@@ -191,11 +195,10 @@ class SimulatedSteps:
         slowdown_P[0] = self._straggler
         return LayerWorkload(
             rows_PP=np.broadcast_to(rows_P / num_ranks, (num_ranks, num_ranks)),
-            # a backward pass takes gradients there and back too
-            row_bytes=model.model_dim * model.bytes_per_activation * (2 if passes > 1 else 1),
-            flops_per_row=passes * 2 * model.expert_parameters,
-            gate_s=passes * dense_s,
-            weights_s_P=passes * weights_s,
+            row_bytes=model.model_dim * model.bytes_per_activation,
+            flops_per_row=products * 2 * model.expert_parameters,
+            gate_s=products * dense_s,
+            weights_s_P=products * weights_s,
             slowdown_P=slowdown_P,
         )
 
