@@ -36,7 +36,7 @@ SMALLER = {
     "run.steps=4000": "run.steps=9",
     "run.steps=100": "run.steps=1",
     "8,64,512,4096": "8,16",
-    "1024,4096": "1024",
+    "384,4096": "384",
     "256": "16",
 }
 # Options that end a command soon, where a line has not others.

@@ -1,6 +1,5 @@
 """Simulated services and training against closed forms, a queue's theory, and random failures."""
 
-import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -189,11 +188,15 @@ def test_a_training_step_has_its_parts():
     assert found.reduce_s == pytest.approx(2 * 0.5 + 2 * 300 * 2 / 2 / 50)
     assert found.optimizer_s == pytest.approx((300 / 2 + 3 * 2 * 120) * 2 * 14 / 1e3)
     assert found.tokens_per_s == pytest.approx(4 * 3 * 2 / found.step_s)
-    needed = 12 * (150 + 720) + 4 * (300 + 720)
-    for memory, fits in ((needed + 1, True), (needed - 1, False)):
+    whole, parts = 12 * (150 + 720) + 4 * (300 + 720), 16 * (150 + 720)
+    for memory, rounds in ((whole + 1, 2), (whole - 1, 3), (parts + 1, 3), (parts - 1, None)):
         narrow = replace(cluster, memory_bytes=memory / 0.9, disk_bytes_per_s=1e6)
-        with contextlib.nullcontext() if fits else pytest.raises(CapacityError, match="optimizer"):
-            simulate_training(narrow, MODEL, tokens=4)
+        if rounds is None:
+            with pytest.raises(CapacityError, match="weights, gradients and optimizer"):
+                simulate_training(narrow, MODEL, tokens=4)
+        else:
+            found = simulate_training(narrow, MODEL, tokens=4)
+            assert found.reduce_s == pytest.approx(rounds * (0.5 + 300 * 2 / 2 / 50))
     failing = simulate_training(cluster, MODEL, tokens=4, failures=Failures(1e5, 100.0))
     assert 0 < failing.useful_share < 1
 

@@ -441,20 +441,24 @@ def simulate_training(
     times = SimulatedSteps(cluster, model, imbalance, place=place)
     num_ranks = cluster.num_ranks
     layers_s = micro_batches * times.step_s(tokens, is_training=True)
-    # Gradients of the dense part: a reduce-scatter and an all-gather over the slowest link.
-    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
-    sent = 2 * model.dense_parameters * model.bytes_per_activation * (num_ranks - 1) / num_ranks
-    reduce_s = float(link.seconds(2 * (num_ranks - 1), sent)) if num_ranks > 1 else 0.0
     # Experts are updated where they are, the dense part by every rank in part (ZeRO's first stage).
     experts = times.expert_bytes / model.bytes_per_weight
     held = model.dense_parameters / num_ranks + experts
     kept = model.bytes_per_weight + model.bytes_per_activation
-    needed = OPTIMIZER_BYTES * held + kept * (model.dense_parameters + experts)
-    if needed > (room := cluster.memory_bytes * (1 - WORKING_SHARE)):
+    room = cluster.memory_bytes * (1 - WORKING_SHARE)
+    # Where weights and gradients of the dense part have no room, ranks have parts of these too.
+    is_whole = OPTIMIZER_BYTES * held + kept * (model.dense_parameters + experts) <= room
+    needed = (OPTIMIZER_BYTES + kept) * held
+    if not is_whole and needed > room:
         raise CapacityError(
             f"{num_ranks} ranks: each needs {needed / 2**30:.1f} GiB for weights, gradients and "
             f"optimizer, and has {room / 2**30:.1f}; give more ranks"
         )
+    # A reduce-scatter and an all-gather over the slowest link; of parts, two all-gathers.
+    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    rounds, others = 2 if is_whole else 3, num_ranks - 1
+    sent = rounds * model.dense_parameters * model.bytes_per_activation * others / num_ranks
+    reduce_s = float(link.seconds(rounds * others, sent)) if others else 0.0
     per_parameter = 2 * (OPTIMIZER_BYTES + model.bytes_per_weight)
     optimizer_s = held * per_parameter / cluster.memory_bytes_per_s
     state = model.parameters * (OPTIMIZER_BYTES + model.bytes_per_weight) / num_ranks
