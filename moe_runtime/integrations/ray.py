@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import moe_runtime
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import RankFailureError
 from moe_runtime.serving.batches.batch_run import (
@@ -33,9 +34,9 @@ from moe_runtime.serving.batches.batch_run import (
     BatchWork,
     Job,
     answer_jobs,
-    load_for,
     make_batch,
     needs_of,
+    room_of,
 )
 from moe_runtime.serving.batches.offline import News, order_of_work
 
@@ -70,7 +71,10 @@ class BatchEngine:
 
             torch.set_num_threads(self._num_threads)
         self._batch, _ = make_batch((), self._settings)
-        self._loaded = load_for(needs, self._settings)
+        room = room_of(needs, self._settings)
+        self._loaded: Any = moe_runtime.load(
+            self._settings.model, max_tokens=room, **self._settings.loading
+        )
 
     def add(self, jobs: Mapping[int, Job]) -> None:
         self._jobs.update(jobs)

@@ -72,6 +72,7 @@ SYSTEM = {
     "failure_days": ("--failure-days 2.5", ("mean_s", 216000.0)),
     "restart_seconds": ("--restart-seconds 251", ("restart_s", 251.0)),
 }
+SEVERAL = dict.fromkeys(("processes", "gpus", "placement"), "tests/cli/test_processes.py")
 CASES = {
     "inspect": Case(
         ("moe_runtime.inference.inspection.inspect_checkpoint",),
@@ -121,7 +122,7 @@ CASES = {
             "device": ("--device cuda", ("device", "cuda")),
             "warm_up": ("--warm-up", ("warm_up", True)),
         },
-        {"dry_run": "tests/serving/test_serve_command.py"},
+        {"dry_run": "tests/serving/test_serve_command.py", **SEVERAL},
     ),
     "generate": Case(
         ("moe_runtime.serving.batches.batch_run.run_batch",),
@@ -144,8 +145,8 @@ CASES = {
         },
         {
             "verbose": "tests/serving/test_generate_command.py",
-            "ray": "tests/integrations/test_ray_options.py",
-            "ray_engines": "tests/integrations/test_ray_options.py",
+            **dict.fromkeys(("ray", "ray_engines"), "tests/integrations/test_ray_options.py"),
+            **SEVERAL,
         },
     ),
     "pack": Case(

@@ -60,6 +60,7 @@ def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
     of_the_command.add("verbose")  # of the table: tests of `run`
     of_the_command.add("image")  # read before the model is loaded: tests of pictures
     of_the_command.add("teach")  # takes no value: tests of arrivals
+    of_the_command |= {"processes", "gpus"}  # other processes load: tests of processes
     flags, valued = {"chat"}, {}
     kinds = get_type_hints(plain("run"))
     for param in COMMANDS["run"].params:

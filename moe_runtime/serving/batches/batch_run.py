@@ -605,11 +605,13 @@ def run_batch(
     on_loaded: Callable[[int], None],
     on_done: Callable[[BatchOutcome], None],
     answer: Callable[[BatchWork], None] | None = None,
+    on_room: Callable[[int], None] = lambda room: None,
 ) -> BatchOutcome:
     """Answers what has no answer yet.
 
-    ``on_loaded`` gets the number of requests to answer; ``on_done`` is called after each.
-    ``answer`` answers them elsewhere; by default an engine of this process does.
+    ``on_room`` gets the tokens that the model is loaded for, 0 where there is nothing to answer;
+    ``on_loaded`` the number of requests to answer; ``on_done`` is called after each. ``answer``
+    answers them elsewhere; by default an engine of this process does.
 
     Raises:
         ValueError: a line cannot be answered, with its number, or an option is out of range.
@@ -624,6 +626,10 @@ def run_batch(
         left = {n: job for n, job in enumerate(jobs) if n not in answers.answered}
         kept = len(jobs) - len(left)
         outcome = BatchOutcome(requests=len(jobs), sampling=sampling, kept=kept)
+        room = 0
+        if left and answer is None:
+            room = room_of(needs_of(left.values()), settings)
+        on_room(room)
         if left:
             work = BatchWork(
                 settings,
@@ -634,7 +640,7 @@ def run_batch(
                 on_loaded=on_loaded,
                 on_done=on_done,
             )
-            (answer or functools.partial(_answer_here, batch))(work)
+            (answer or functools.partial(_answer_here, batch, room))(work)
         if not outcome.is_interrupted:
             answers.finish()
     return outcome
@@ -667,6 +673,9 @@ def make_batch(
     check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
     tokenizer, model_config = load_tokenizer(folder), read_config(folder)
     beside = Path(settings.file).parent
+    reader = None
+    if settings.loading.get("group") is None:  # several processes take no pictures
+        reader = PictureReader.of(folder, model_config, tokenizer, beside=beside)
     batch = Batch(
         lines,
         tokenizer,
@@ -675,7 +684,7 @@ def make_batch(
         chat=settings.chat,
         sampling=SamplingOptions(**own, seed=settings.seed, repetition_penalty=penalty),
         stops=stop_strings_of(config),
-        reader=PictureReader.of(folder, model_config, tokenizer, beside=beside),
+        reader=reader,
     )
     return batch, own
 
@@ -685,11 +694,8 @@ def needs_of(jobs: Iterable[Job]) -> dict[str, int]:
     return {job.line.place: rounded_up(tokens_of(job.request)) for job in jobs}
 
 
-def load_for(
-    needs: Mapping[str, int], settings: BatchSettings, progress: Progress | None = None
-) -> Any:
-    """The model, with room for requests. Raises as `moe_runtime.load`; ValueError: ``max_tokens``
-    is too few for one."""
+def room_of(needs: Mapping[str, int], settings: BatchSettings) -> int:
+    """Tokens to load the model for. Raises ValueError: ``max_tokens`` is too few for a request."""
     room = settings.max_tokens
     if room is None:
         sizes, most = list(needs.values()), settings.engine.most_running
@@ -700,17 +706,19 @@ def load_for(
             f"--max-tokens {room} is too small: {longest}, with its answer, may need "
             f"{needs[longest]}"
         )
-    return moe_runtime.load(settings.model, max_tokens=room, progress=progress, **settings.loading)
+    return room
 
 
-def _answer_here(batch: Batch, work: BatchWork) -> None:
-    loaded = load_for(needs_of(work.jobs.values()), work.settings, work.progress)
+def _answer_here(batch: Batch, room: int, work: BatchWork) -> None:
+    settings, outcome = work.settings, work.outcome
+    loaded: Any = moe_runtime.load(
+        settings.model, max_tokens=room, progress=work.progress, **settings.loading
+    )
     with contextlib.closing(loaded.moe):
         with work.answering():
-            work.outcome.engine = answer_jobs(
-                loaded, batch, work.jobs, work.settings.engine, work.take
-            )
-        work.outcome.stats = loaded.moe.stats()
+            outcome.engine = answer_jobs(loaded, batch, work.jobs, settings.engine, work.take)
+        engine = outcome.engine
+        outcome.stats = loaded.moe.stats() if engine is None else engine.experts
 
 
 def answer_jobs(
