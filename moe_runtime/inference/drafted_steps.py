@@ -187,8 +187,8 @@ class DraftedSteps:
             self.control.begin_anew()
             message = (
                 "the draft is given up: answers come sooner where experts have its "
-                f"{format_bytes(draft_bytes)}; lookup goes on, which takes none: give it as draft, "
-                "or more memory"
+                f"{format_bytes(draft_bytes)}; lookup, which takes none, goes on; name it as "
+                "draft, or give more memory"
             )
             warnings.warn(message, MoERuntimeWarning, stacklevel=2)
 

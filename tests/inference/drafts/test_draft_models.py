@@ -251,7 +251,7 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
         assert waited_s > 0
         assert 0 < spared < misses
         model._drafts.control.is_too_dear = True
-        with pytest.warns(MoERuntimeWarning, match=r"the draft is given up: .* MiB; leave draft"):
+        with pytest.warns(MoERuntimeWarning, match=r"the draft is given up: .* MiB; lookup"):
             found = model.generate(PROMPT, do_sample=False, **options)[0].tolist()
         assert found == plain[0]
         after = model.moe.stats()
