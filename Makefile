@@ -39,7 +39,7 @@ CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_cl
 
 # What tests of llama.cpp's and vLLM's servers need, and which of vLLM's ask a server.
 PROTOCOL_PACKAGES ?= wget==3.2 requests filelock jsonschema==4.26.0 pybase64==1.5.1 \
-  pytest-asyncio==1.5.0
+  pytest-asyncio==1.5.0 fastapi==0.165.0
 VLLM_TESTS ?= $(addprefix tests/entrypoints/,anthropic/test_messages.py \
   $(addprefix openai/chat_completion/test_,chat.py chat_completion.py chat_echo.py \
   chat_logit_bias_validation.py completion_with_function_calling.py enable_force_include_usage.py \

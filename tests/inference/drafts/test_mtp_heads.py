@@ -60,6 +60,9 @@ def with_head(name: str, folder: Path, **sizes: Any) -> tuple[Any, Any, Path]:
         text.mtp_mlp_layer_types = ["dense"]
         place, renamed = "model.mtp.layers.0.", MIMO_NAMES
     head = modeling_layers.MtpModel(model, 1).float().eval()
+    for key, vector in head.layers.named_parameters():
+        if key.endswith("sinks"):  # which a head of transformers leaves as memory was
+            vector.data.zero_()
     randomise(head.layers)
     tensors = load_file(folder / "model.safetensors")
     for key, value in head.layers[0].state_dict().items():
