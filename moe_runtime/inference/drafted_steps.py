@@ -72,6 +72,7 @@ class _Text:
         expected: the tokens of it that the caller has not come to.
         logits_RV: what follows each of them.
         make: makes an answer of logits.
+        passed_by: tokens of steps without a look for drafts, which the drafter does not have yet.
         places: positions of the pass's first token, ``[1, 1]`` or of several kinds
             ``[P, 1, 1]``; None where the caller gave none.
         is_inference: whether the pass was in torch's inference mode.
@@ -81,6 +82,7 @@ class _Text:
     num_tokens: int = 0
     draft: Draft = field(default_factory=lambda: Draft([], 0))
     expected: list[int] = field(default_factory=list)
+    passed_by: list[int] = field(default_factory=list)
     logits_RV: list[torch.Tensor] = field(default_factory=list)
     make: Callable[[torch.Tensor], Any] | None = None
     is_inference: bool = False
@@ -138,6 +140,8 @@ class DraftedSteps:
         with self.turn:
             given = {**kwargs, **dict(zip(self._names, args, strict=False))}
             cache: Any = given.get(self._cache_name)
+            if self._rests(cache, given.get("input_ids")):
+                return run(*args, **kwargs)
             token = self._single_token(given)
             if token is None:
                 return self._other(run, args, kwargs, given)
@@ -168,6 +172,20 @@ class DraftedSteps:
                 out = run(*args, **kwargs)
                 self.source.passed([text.drafter], [text.num_tokens - 1], [1])
             return out
+
+    def _rests(self, cache: Any, ids: Any) -> bool:
+        """Whether a step goes without a look for drafts, which takes as long as a tenth of one of a
+        small model. Its token is noted for when they are looked for again."""
+        text = None if cache is None else self._texts.get(cache)
+        if text is None or text.expected or not isinstance(self.source, Lookups):
+            return False
+        if ids is not None and ids.shape == (1, 1) and self.control.rests():
+            text.passed_by.append(int(ids))
+            return True
+        text.drafter.extend(text.passed_by)
+        text.num_tokens += len(text.passed_by)
+        text.passed_by = []
+        return False
 
     @contextlib.contextmanager
     def timed(self, num_base: int, num_rows: int, drafting_s: float = 0.0) -> Iterator[None]:

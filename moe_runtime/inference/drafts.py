@@ -136,6 +136,10 @@ MOST_DEAR = 8
 given up."""
 
 
+BARREN = 16
+"""Passes without a draft after which drafts are looked for in one pass of so many."""
+
+
 COUNTS = ("draft_steps", "drafted_tokens", "accepted_drafts", "draft_failures")
 
 
@@ -176,6 +180,7 @@ class DraftControl:
         self._total_s = self._lost_s = self._debt_s = self._dear_s = 0.0
         self._spared_share = _Time()  # of a step without drafts
         self._could_draft = False  # in the step that comes
+        self._barren = 0  # passes since the last draft
 
     def reset_counts(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -216,6 +221,14 @@ class DraftControl:
             chosen[index] += 1
         return chosen
 
+    def rests(self) -> bool:
+        """Whether the next pass is not worth a look for drafts. It is then not measured."""
+        if self._barren < BARREN or self._barren % BARREN == 0:
+            return False
+        self._barren += 1
+        self._counts["draft_steps"] += 1
+        return True
+
     def measured(
         self,
         num_base: int,
@@ -229,6 +242,7 @@ class DraftControl:
         ``spared_s`` less, which counts where drafts could be chosen."""
         could_draft, self._could_draft = self._could_draft, False
         self._num_passes += 1
+        self._barren = 0 if num_rows > num_base else self._barren + 1
         self._counts["draft_steps"] += num_base
         self._counts["drafted_tokens"] += num_rows - num_base
         self._total_s += seconds + drafting_s
@@ -267,6 +281,7 @@ class DraftControl:
     def passed(self, seconds: float) -> None:
         """A pass that no draft may go with took so long, as one for a prompt does."""
         self._total_s += seconds
+        self._barren = 0
 
     def _lose(self, seconds: float, num_tokens: int, num_base: int) -> None:
         """Seconds were spent, and tokens came that steps of so many sequences take time for. What

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripted_drafts import EveryDraft, Scripted, Told
 from tiny_checkpoints import PROMPT, save, tiny_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
@@ -188,6 +188,49 @@ def test_what_a_draft_cannot_go_with_is_computed_as_always(plain, drafted):
             texts.append(generated(model, **options).sequences.tolist())
         assert texts[0] == texts[1]
     assert drafted._drafts.control.counts()["drafted_tokens"] == 0
+
+
+class Dictated(LogitsProcessor):
+    """Makes a model write a given text."""
+
+    def __init__(self, text: list[int]) -> None:
+        self.text = text
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, self.text[input_ids.shape[1]]] = 0.0
+        return forced
+
+
+def test_a_text_that_begins_to_repeat_itself_late_is_drafted_then(plain, drafted):
+    """Up to there, most steps do not look for drafts."""
+    prompt = PROMPT[0].tolist()
+    new = [token for token in range(100, 160) if token not in prompt]
+    text = [*prompt, *new, *new]
+    answers = [
+        model.generate(
+            PROMPT,
+            max_new_tokens=2 * len(new),
+            min_new_tokens=2 * len(new),
+            do_sample=False,
+            logits_processor=LogitsProcessorList([Dictated(text)]),
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for model in (plain, with_lookups(drafted))
+    ]
+    assert answers[0].sequences.tolist() == answers[1].sequences.tolist() == [text]
+    assert all(map(torch.equal, answers[0].logits, answers[1].logits))
+    counts = drafted._drafts.control.counts()
+    assert counts["accepted_drafts"] >= len(new) // 4
+    # the first token comes with the prompt
+    assert counts["draft_steps"] + counts["accepted_drafts"] == 2 * len(new) - 1
+
+
+def with_lookups(model: Any) -> Any:
+    drafts = model._drafts
+    drafts.source, drafts.control = Lookups(), EveryDraft(drafts.control.most_rows)
+    return model
 
 
 def test_drafts_keep_within_the_tokens_that_memory_is_set_aside_for(plain):
