@@ -197,7 +197,7 @@ test-protocols: $(INSTALLED)
 	    -c 'import sysconfig; print(sysconfig.get_path("purelib"))'):$$PWD" \
 	  $(CURDIR)/$(BIN)/python -P -m pytest -q -rfEs --tb=short -p no:warnings "$$@"; }; \
 	status=0; \
-	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests -m "not slow" unit) || status=1; \
+	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests unit) || status=1; \
 	test -z "$(VLLM)" || (run "$(VLLM)" -p vllm_tests -c /dev/null --rootdir . --confcutdir tests/entrypoints \
 	  -o asyncio_mode=auto --continue-on-collection-errors $(VLLM_TESTS)) || status=1; \
 	exit $$status
