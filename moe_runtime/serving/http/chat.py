@@ -394,7 +394,6 @@ class ChatAnswers(ChoiceAnswers):
             {"role": "assistant", "content": None} for _ in sections
         ]
         self._silent = set(range(len(sections)))
-        self._begun = {"role": "assistant", "content": None if _needs_call(body) else ""}
 
     def take(self, index: int, piece: Piece) -> str | None:
         message = self._messages[index]
@@ -419,7 +418,7 @@ class ChatAnswers(ChoiceAnswers):
         tokens = piece.tokens
         if index in self._silent:
             # Not before the model has begun: clients take it for the first token.
-            first = {"delta": self._begun}
+            first = {"delta": {"role": "assistant", "content": ""}}
             is_first = len(self._silent) == len(self._messages)
             self._silent.discard(index)
             more = self._prompt_ids(0) if is_first else {}

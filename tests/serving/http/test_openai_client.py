@@ -196,7 +196,6 @@ def test_a_required_tool_is_called(client):
     assert [(delta.index, delta.function and delta.function.arguments) for delta in deltas] == [
         (0, call.function.arguments)
     ]
-    assert chunks[0].choices[0].delta.content is None
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     # The result of the call goes back into the conversation.
     history = [

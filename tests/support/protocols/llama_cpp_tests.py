@@ -75,6 +75,7 @@ _REASONS = {
     "asks for another form than OpenAI's or Anthropic's": """
         test_invalid_chat_completion_req[messages7] test_logprobs_stream
         test_completion_without_tool_call_fast
+        test_completion_with_required_tool_real_model[CompletionMode.STREAMED]
         test_context_size_exceeded test_context_size_exceeded_stream
         test_anthropic_tool_result_with_image test_anthropic_vision_format_accepted
         test_anthropic_empty_messages""",
