@@ -59,8 +59,7 @@ _REASONS = {
     "calls in functionary's form, which is not known here": """
         test_completion_with_required_tool_real_model[template_override24]
         test_completion_with_required_tool_real_model[template_override25]
-        test_completion_without_tool_call_slow[meetkai-functionary-medium-v3.2-256-tools1-None-CompletionMode.NORMAL]
-        test_completion_without_tool_call_slow[meetkai-functionary-medium-v3.2-256-tools1-None-CompletionMode.STREAMED]""",
+        test_completion_without_tool_call_slow[meetkai-functionary-medium-v3.2-256-tools1-None-CompletionMode.NORMAL]""",
     "embeddings and ranking are refused": """
         test_embedding.py test_rerank.py test_vision_embeddings
         test_vision_embeddings_oai_content""",
@@ -76,6 +75,7 @@ _REASONS = {
         test_invalid_chat_completion_req[messages7] test_logprobs_stream
         test_completion_without_tool_call_fast
         test_completion_with_required_tool_real_model[CompletionMode.STREAMED]
+        test_completion_without_tool_call_slow[CompletionMode.STREAMED]
         test_context_size_exceeded test_context_size_exceeded_stream
         test_anthropic_tool_result_with_image test_anthropic_vision_format_accepted
         test_anthropic_empty_messages""",
