@@ -36,10 +36,12 @@ Progress = Callable[[str, int, int], None]
 class Session:
     """What the entry point must know about the running command.
 
-    `say` reports an error, with its line, where several processes run the command. `on_loaded` is
-    given the models that `serve` has loaded, before it says so.
+    `words` are those of the command line. `say` reports an error, with its line, where several
+    processes run the command. `on_loaded` is given the models that `serve` has loaded, before it
+    says so.
     """
 
+    words: Sequence[str] = ()
     debug: bool = False
     as_json: bool = False
     say: Callable[[Exception, str], None] | None = None

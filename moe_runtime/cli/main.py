@@ -96,7 +96,7 @@ def _run_words(args: Sequence[str] | None, request: StopRequest, session: Sessio
     words = sys.argv[1:] if args is None else list(args)
     completion_init()  # where the environment asks for completions, the command prints them
     # Errors in the words themselves come before any command has read its options.
-    session.as_json = "--json" in words
+    session.words, session.as_json = words, "--json" in words
     try:
         code = _command()(args=words, prog_name=_NAME, standalone_mode=False, obj=session)
         sys.stdout.flush()

@@ -53,11 +53,11 @@ def _policy(name: str) -> str:
     return name
 
 
-def _shaped(expected: str, pattern: str) -> Callable[..., str]:
+def _shaped(expected: str, pattern: str) -> Callable[..., Any]:
     """Refuses a device or type that torch cannot have, before torch is imported."""
 
-    def check(param: typer.CallbackParam, text: str) -> str:
-        if text.isprintable() and not re.fullmatch(pattern, text):
+    def check(param: typer.CallbackParam, text: Any) -> Any:
+        if text is not None and text.isprintable() and not re.fullmatch(pattern, text):
             raise ValueError(f"{param.opts[0]} must be {expected}, got {text!r}")
         return text
 
@@ -185,8 +185,8 @@ KVCache = Annotated[
 Misses = Annotated[
     str,
     option(
-        "Where to compute experts that are not on the GPU: device (copy first), cpu, or "
-        "auto (the faster). cpu and auto can change the last digits. On a CPU: stand-in, int4 "
+        "Where to compute experts that are not on the GPU: device (copy first), or auto (there or "
+        "on the CPU, whichever is faster; can change the last digits). On a CPU: stand-in, int4 "
         "copies in memory answer for missing experts (lossy).",
         callback=named("misses", lambda: MISSES),
     ),
@@ -285,6 +285,33 @@ class AdaptedLoading(Loading):
     ] = None
 
     __doc__ = Loading.__doc__
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralProcesses:
+    """How processes divide a model.
+
+    Args:
+        processes: Divide the experts among so many processes here, each with --host-memory of its
+            own. On several machines start the command with `torchrun` instead.
+        gpus: The same with a process for each of these GPUs: 0,1 or all.
+        placement: Map made by `moe-runtime place` that assigns experts to processes.
+    """
+
+    processes: Annotated[int | None, typer.Option(min=2)] = None
+    gpus: Annotated[
+        str | None, typer.Option(callback=_shaped("all, or numbers such as 0,1", r"all|\d+(,\d+)*"))
+    ] = None
+    placement: Path | None = None
+
+    def check(self, ctx: typer.Context) -> None:
+        """Refuses two numbers of processes."""
+        if self.processes is not None and self.gpus is not None:
+            raise ValueError("--gpus starts a process for each GPU: leave --processes out")
+
+    @property
+    def are_asked_for(self) -> bool:
+        return self.processes is not None or self.gpus is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,24 +1,28 @@
-"""A command that several processes run together, as `torchrun` starts them.
+"""A command that several processes run together, as `torchrun` starts them, or this command.
 
 The first one prints results; whatever goes wrong is one line on the terminal.
 """
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import typer
 
+from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, launched_rank
+from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.errors import RankFailureError
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from moe_runtime.parallel.communication.watch import CollectiveMonitor
+    from moe_runtime.serving.requests import EngineOptions
 
 ValueT = TypeVar("ValueT")
 
@@ -36,6 +41,104 @@ _BACKEND_LIMIT = timedelta(hours=6)
 _FIRST_SPEAKS = timedelta(seconds=1)
 _POLL_S = 0.01
 _SEEN_S = 0.5
+
+
+def divided(several: options.SeveralProcesses, group: "ProcessGroup | None") -> dict[str, Any]:
+    """What `moe_runtime.load` is told of the processes."""
+    given = {"placement": several.placement, "group": group}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def start_processes(several: options.SeveralProcesses, session: Session) -> None:
+    """Runs the command in several processes, where that was asked for, and ends with its exit code.
+
+    torch's own launcher starts them and ends all when one fails. Signals go on to all of them, so
+    that each means what it means to one process.
+    """
+    if not several.are_asked_for:
+        return
+    visible = _visible_gpus(several.gpus)
+    size = several.processes or len(visible)
+    if launched_rank() is not None:
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started != size:
+            name = "--processes" if several.gpus is None else "--gpus"
+            raise ValueError(f"{name} asks for {size} processes, torchrun started {started}")
+        return
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Without it torch takes all cores in each process.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // size)))
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    words = ("-P", "-m", "moe_runtime.cli.program", *session.words)
+    with _forwarded_signals(), tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            run_id=secrets.token_hex(8),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGQUIT",
+        )
+        try:
+            elastic_launch(config, sys.executable)(*words)
+        except ChildFailedError as error:
+            codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
+            # a process that was killed; the others say why they ended
+            raise typer.Exit(next((c for c in codes if c > 0), 128 - min(codes))) from None
+    raise typer.Exit
+
+
+def _visible_gpus(gpus: str | None) -> list[str]:
+    """The GPUs that an option names."""
+    if gpus is None:
+        return []
+    import torch
+
+    here = [str(number) for number in range(torch.cuda.device_count())]
+    asked = here if gpus == "all" else gpus.split(",")
+    if launched_rank() is not None and gpus != "all":
+        return asked  # this process sees those alone
+    if len(asked) < 2 or not {*asked} <= {*here} or len({*asked}) < len(asked):
+        found = f"{len(here)} here: {', '.join(here)}" if here else "none here"
+        raise ValueError(f"--gpus {gpus}: expected two different GPUs or more, there are {found}")
+    return asked
+
+
+@contextlib.contextmanager
+def _forwarded_signals() -> Iterator[None]:
+    """Within the block the signals that end a command go on to the processes it has started."""
+    import psutil
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
+    """Takes part in the steps of the first process's engine until it ends; signals are for that
+    one to hear."""
+    from moe_runtime.serving.following import follow
+
+    with contextlib.closing(model.moe), stop_on_signals(is_held=lambda: True):
+        follow(model, options=engine)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from moe_runtime.files import (
 
 OUTPUTS = frozenset({"--csv", "--markdown", "--output", "--plot", "--png", "--timeline", "--trace"})
 """Options that name a file or folder to write; other options with paths name what is read."""
-_WITH_OTHERS = frozenset({"run", "train", "finetune", "dispatch"})
+_WITH_OTHERS = frozenset({"run", "serve", "generate", "chat", "train", "finetune", "dispatch"})
 """Commands that the processes of `torchrun` run together."""
 FOLDER = "DIR"
 """How the help shows an output that is a folder."""
@@ -188,7 +188,7 @@ class StrictCommand(TyperCommand):
         if several and self.name not in _WITH_OTHERS:
             raise ValueError(
                 f"{self.name} works in one process; start it without torchrun "
-                "(run, train, finetune and bench dispatch take several)"
+                "(run, serve, generate, chat, train, finetune and bench dispatch take several)"
             )
         as_json = ctx.params.get("as_json", False)
         ctx.obj.begin(debug=ctx.params.get("debug", False), as_json=as_json)

@@ -38,6 +38,8 @@ _SUMMED = (
     *("guesses", "useful_guesses", "late_guesses", "wasted_guesses"),
 )
 _SLOWEST = ("stall_s", "load_s", "predict_s")
+COUNTED = (*_SUMMED, *_SLOWEST)
+"""Statistics in which the processes of a model differ."""
 
 
 class ExpertPartition:
@@ -221,3 +223,14 @@ def add_up(parts: Sequence[RuntimeStats]) -> RuntimeStats:
     changes = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
     times = {name: max(getattr(part, name) for part in parts) for name in _SLOWEST}
     return replace(parts[0], **changes, **times)
+
+
+def counted(stats: RuntimeStats) -> list[float]:
+    """The values of `COUNTED`."""
+    return [getattr(stats, name) for name in COUNTED]
+
+
+def recounted(like: RuntimeStats, numbers: Sequence[float]) -> RuntimeStats:
+    """The statistics of which another process sent the values of `COUNTED`."""
+    pairs = zip(COUNTED, numbers, strict=True)
+    return replace(like, **{name: type(getattr(like, name))(value) for name, value in pairs})

@@ -33,6 +33,7 @@ from moe_runtime.serving.requests import (
     PromptRead,
     SamplingOptions,
 )
+from moe_runtime.types import RuntimeStats
 
 _LOOKING_S = 0.05
 """Seconds between two looks at whether the user asked to stop, while no token comes."""
@@ -120,6 +121,15 @@ class Conversation:
             raise ValueError("this model takes no pictures")
         (picture,) = self._reader.open_all([file])
         self._waiting.append((os.path.abspath(at_home(file)), picture))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine answers nothing more."""
+        return not self._engine.is_open
+
+    def expert_stats(self) -> RuntimeStats:
+        """What experts have cost, in all processes of a divided model."""
+        return self._engine.statistics().experts
 
     @property
     def said(self) -> Said:
@@ -236,7 +246,7 @@ class Conversation:
             handle.cancel()
         if isinstance(event, Finished):
             if event.reason == "error":
-                raise MoERuntimeError(event.problem)
+                raise self._engine.failure or MoERuntimeError(event.problem)
             reason = show(text.end(event.reason))
         assert reason is not None
         return content, Turn(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import itertools
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from moe_runtime.checkpoints.adapter_files import AdapterFolder
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
@@ -25,6 +24,7 @@ from moe_runtime.inference.sequence_cache import bring_back, own_states, set_roo
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.plans import BEAT_S, Plans, checksum
 from moe_runtime.serving.prefixes import Filled, PrefixDisk, Prefixes, account_for
 from moe_runtime.serving.requests import (
     EngineClosedError,
@@ -44,120 +44,10 @@ from moe_runtime.serving.scheduling import (
     Failure,
     Scheduler,
     Sequence,
+    StepSizes,
     beside_prompts,
     groups_of,
 )
-
-MIN_TOKENS = 16
-"""Tokens of prompts that a step may always have."""
-MAX_COST_RATIO = 3.0
-"""A token takes at most so many times its time in the most efficient step."""
-FREE_GROWTH = 1.25
-"""Where all steps take too long, more tokens may make them so much longer: then there are fewer."""
-_NEW_SHARE = 0.3
-_STEPS_KEPT = 500
-"""Steps after which larger sizes count as never measured: one slow time would exclude them for
-ever."""
-
-
-class StepSizes:
-    """Chooses sizes of steps that keep decoding sequences from waiting long.
-
-    Sizes are doubled from `MIN_TOKENS`. A step with prompts takes at most ``max_slowdown`` times as
-    long as one without, as far as `MAX_COST_RATIO` allows: with experts on a disk, a step of few
-    tokens reads nearly as much as one of many. A larger size is tried when it would still be short
-    enough: it takes at most twice the time of the one before, and no more per additional token than
-    that one did. Where every efficient step takes longer than that, it takes as many tokens as cost
-    little more time.
-    """
-
-    def __init__(
-        self, most_tokens: int, max_slowdown: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        sizes = [MIN_TOKENS]
-        while sizes[-1] < most_tokens:
-            sizes.append(2 * sizes[-1])
-        self._sizes = [min(size, most_tokens) for size in sizes]
-        self._max_slowdown = max_slowdown
-        self._clock = clock
-        self._seconds: dict[int, float] = {}
-        self._num_timed = 0
-        self._decode_s: float | None = None
-        self._least_token_s = math.inf
-        self._is_ignored = False
-
-    @contextmanager
-    def timed(self, *, num_prompt: int, num_decoding: int) -> Iterator[None]:
-        self._is_ignored = False
-        begin = self._clock()
-        yield
-        seconds = self._clock() - begin
-        if self._is_ignored:
-            return
-        if not num_prompt:
-            if num_decoding:
-                self._decode_s = _mean(self._decode_s, seconds)
-            return
-        token_s = seconds / num_prompt
-        self._least_token_s = min(token_s, self._least_token_s)
-        size = max((size for size in self._sizes if size <= num_prompt), default=None)
-        if num_decoding and size is not None:
-            self._seconds[size] = _mean(self._seconds.get(size), token_s * size)
-            self._num_timed += 1
-            if self._num_timed % _STEPS_KEPT == 0:
-                most = self.most_tokens()
-                self._seconds = {one: s for one, s in self._seconds.items() if one <= most}
-
-    def ignore_step(self) -> None:
-        self._is_ignored = True
-
-    def most_tokens(self) -> int:
-        """Tokens of prompts for the next step beside sequences that decode."""
-        size = self._sizes[0]
-        for index, larger in enumerate(self._sizes[1:]):
-            if size not in self._seconds:
-                break
-            seconds = self._seconds[size]
-            expected = self._seconds.get(larger, self._expected(index))
-            most_s = seconds * larger / size
-            if expected is not None:
-                most_s = min(expected, most_s)
-            is_efficient = seconds / size <= MAX_COST_RATIO * self._least_token_s
-            if not self._is_short(most_s) and is_efficient:
-                break
-            size = larger
-        if size in self._seconds and not self._is_short(self._seconds[size]):
-            return self._at_nearly_the_same_time(size)
-        return size
-
-    def _at_nearly_the_same_time(self, size: int) -> int:
-        """The largest size whose steps take little longer, by measured times and their slope."""
-        most_s = FREE_GROWTH * self._seconds[size]
-        index = self._sizes.index(size)
-        while index + 1 < len(self._sizes):
-            larger = self._seconds.get(self._sizes[index + 1], self._expected(index))
-            if larger is None or larger > most_s:
-                break
-            index += 1
-        return self._sizes[index]
-
-    def _expected(self, index: int) -> float | None:
-        """Seconds of a step of the next size, if more tokens cost what the last ones did."""
-        smaller, size, larger = self._sizes[max(index - 1, 0)], *self._sizes[index : index + 2]
-        if smaller == size or not {smaller, size} <= self._seconds.keys():
-            return None
-        seconds = self._seconds[size]
-        token_s = max(seconds - self._seconds[smaller], 0.0) / (size - smaller)
-        return seconds + token_s * (larger - size)
-
-    def _is_short(self, seconds: float) -> bool:
-        if self._decode_s is None:
-            return math.isinf(self._max_slowdown)
-        return seconds <= self._max_slowdown * self._decode_s
-
-
-def _mean(before: float | None, seconds: float) -> float:
-    return seconds if before is None else before + _NEW_SHARE * (seconds - before)
 
 
 class Turns:
@@ -191,11 +81,15 @@ class Engine:
     """Answers requests with a model; a context manager that closes itself.
 
     A step computes one more token for each sequence whose prompt was read, and some tokens of
-    prompts, in one forward pass where the model allows it. The model stays the caller's.
+    prompts, in one forward pass where the model allows it. The model stays the caller's. Where its
+    experts are divided among processes, this is the first one's; see `serving.following`.
 
     Attributes:
         most_request_tokens: tokens that a request may have, prompt and answer together.
+        failure: what ended the steps of several processes.
     """
+
+    _is_leading = True
 
     def __init__(
         self,
@@ -222,8 +116,16 @@ class Engine:
             UnsupportedModelError: the model is none that generates text from tokens alone, or keeps
                 no prefixes for ``prefix_disk``.
             ValueError: ``max_tokens`` is more than memory is reserved for, or too few;
-                ``prefix_disk`` has no room, or its folder cannot be made.
+                ``prefix_disk`` has no room, or its folder cannot be made; the model is divided
+                among processes and this is not the first one, or one is given what they lack.
+            RankFailureError: the processes would not take the same steps.
         """
+        self._plans = Plans.of(model)
+        if self._plans is not None:
+            if prefix_disk is not None or turns is not None:
+                raise ValueError("a prefix disk and further models are for one process")
+            if self._is_leading != (self._plans.rank == 0):
+                raise ValueError("requests go to the first process; the others follow it")
         pieces = getattr(model, "_pieces", None)  # of a model from ``load``
         self._options = _within_pass(options or EngineOptions(), pieces)
         self._turns = turns or Turns()
@@ -259,12 +161,18 @@ class Engine:
             known = known_positions(model.config)
             own = self._rows.most_request_tokens
             self.most_request_tokens = own if known is None else min(own, known)
+            if self._plans is not None:
+                room = self._account.capacity, self._account.block_tokens, self._most_logprobs
+                facts = room, self._passes.abilities
+                self._plans.require_same({"the engine's steps": f"{self._options} {facts}"})
             undo.pop_all()
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
         self._awaited: list[Arrival[Filled]] = []
-        self._num_requests = 0
-        self._is_open, self._is_closed = True, False
+        self._num_requests = self._beside_tokens = 0
+        self._known = self._state()
+        self._is_open, self._is_closed = self._is_leading, False
+        self.failure: Exception | None = None
         self._counts: Counter[str] = Counter()
         self._finished: Counter[FinishReason] = Counter()
         self._thread = threading.Thread(target=self._run, name="moe-runtime engine", daemon=True)
@@ -289,12 +197,8 @@ class Engine:
             most_room=self._rows.most_request_tokens,
             vocab_size=self._passes.vocab_size,
         )
-        root = f"{self._adapters.number(request.adapter)} {request.prefix_owner}"
-        # several rows of an adapter's products have other bits than one
-        is_apart = self._adapters.goes_alone(request.adapter) or (
-            self._options.exact and request.adapter is not None
-        )
-        is_apart |= any(one.picture.kinds_by_id for one in request.pictures)
+        if self._plans is not None:
+            self._plans.check(request)
         with self._changed:
             if not self._is_open:
                 raise EngineClosedError("the server is shutting down and takes no more requests")
@@ -305,10 +209,19 @@ class Engine:
                     "again later"
                 )
             self._num_requests += 1
-            sequence = Sequence(request, on_event, self._num_requests, root, is_apart=is_apart)
+            sequence = self._sequence_of(request, on_event, self._num_requests)
             self._arrived.append(sequence)
             self._changed.notify_all()
         return EngineHandle(self, sequence)
+
+    def _sequence_of(self, request: GenerationRequest, on_event: OnEvent, number: int) -> Sequence:
+        root = f"{self._adapters.number(request.adapter)} {request.prefix_owner}"
+        # several rows of an adapter's products have other bits than one
+        is_apart = self._adapters.goes_alone(request.adapter) or (
+            self._options.exact and request.adapter is not None
+        )
+        is_apart |= any(one.picture.kinds_by_id for one in request.pictures)
+        return Sequence(request, on_event, number, root, is_apart=is_apart)
 
     def add_adapter(self, name: str, folder: AdapterFolder) -> None:
         """Takes an adapter that requests may name from now on; from any thread.
@@ -325,7 +238,14 @@ class Engine:
         return self._is_open
 
     def statistics(self) -> EngineStatistics:
+        """Of experts, what all processes did: sums, and the longest of the times."""
         account, counts = self._account, self._counts
+        if self._plans is not None:
+            with self._changed:  # the others report when the last step is over
+                self._changed.wait_for(self._is_settled, 2 * BEAT_S)
+        experts = self._model.moe.stats()
+        if self._plans is not None:
+            experts = self._plans.of_all(experts)
         return EngineStatistics(
             running=len(self._scheduler.running),
             waiting=self._num_waiting(),
@@ -343,7 +263,7 @@ class Engine:
             generated_tokens=counts["generated_tokens"],
             finished=dict(self._finished),
             **({} if self._drafts is None else self._drafts.control.counts()),
-            experts=self._model.moe.stats(),
+            experts=experts,
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -387,25 +307,51 @@ class Engine:
     def _has_work(self) -> bool:
         return bool(self._arrived or self._scheduler.waiting or self._scheduler.running)
 
+    def _is_settled(self) -> bool:
+        is_resting = self._plans is None or self._plans.is_resting
+        return is_resting or self._has_work() or self._is_closed or self.failure is not None
+
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._wait():
-                    with self._turns.turn():
-                        self._step()
+                self._work()
+        except MoERuntimeError as error:
+            if self._plans is None:
+                raise
+            self.failure = error.with_traceback(None)
+        except Exception as error:
+            self.failure = None if self._plans is None else error
+            raise
         finally:
             self._end_all()
 
+    def _work(self) -> None:
+        while self._wait():
+            with self._turns.turn():
+                self._step()
+        if self._plans is not None:
+            self._plans.send("end", self._known)
+
     def _wait(self) -> bool:
+        while not self._is_called():
+            assert self._plans is not None
+            self._plans.send("rest", self._known)
         with self._changed:
-            if not self._has_work():
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_closed or self._has_work())
             awaited, self._awaited = self._awaited, []
             self._changed.wait_for(lambda: self._is_closed or self._has_news(awaited))
             while self._arrived:
-                self._scheduler.add(self._arrived.popleft())
+                self._add(self._arrived.popleft())
             return not self._is_closed
+
+    def _is_called(self) -> bool:
+        """Waits for work, or the end; with other processes only until they must hear of this."""
+        limit_s = None
+        if self._plans is not None:
+            limit_s = BEAT_S if self._plans.is_resting else 0
+        with self._changed:
+            if not self._has_work():
+                self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._is_closed or self._has_work(), limit_s)
 
     def _has_news(self, awaited: list[Arrival[Filled]]) -> bool:
         """Whether a step can do more than the last one, which only waited."""
@@ -423,26 +369,53 @@ class Engine:
             self._is_open, self._is_closed = False, True
             while self._arrived:
                 self._scheduler.add(self._arrived.popleft())
+        message = "the engine was closed"
+        if self.failure is not None:
+            message = f"the model's processes stopped: {self.failure}"
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
-            self._finish(sequence, Finished(reason, "the engine was closed"))
+            self._finish(sequence, Finished(reason, message))
         self._rows.close()
         with self._changed:
             self._changed.notify_all()
 
+    def _add(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+        if self._plans is not None:
+            self._plans.take(sequence.number, sequence.request)
+
+    def _state(self) -> int:
+        """A checksum by which processes see that they know the same."""
+        account, scheduler = self._account, self._scheduler
+        known = [(one.number, one.num_computed, len(one.tokens)) for one in scheduler.running]
+        waiting = (one.number for one in scheduler.waiting)
+        room = account.sequence_tokens, account.prefix_tokens
+        return checksum(*itertools.chain(*known), *waiting, *room)
+
     def _step(self) -> None:
-        for sequence in (*self._scheduler.running, *self._scheduler.waiting):
-            if sequence.is_cancelled:
-                self._finish(sequence, Finished("cancelled"))
+        known = (*self._scheduler.running, *self._scheduler.waiting)
+        cancelled = [sequence for sequence in known if sequence.is_cancelled]
+        self._beside_tokens = self._sizes.most_tokens()
+        if self._plans is not None:
+            numbers = [sequence.number for sequence in cancelled]
+            self._plans.send("step", self._known, numbers, self._beside_tokens)
+        self._compute(cancelled)
+        if self._plans is not None:
+            self._known = self._state()
+
+    def _compute(self, cancelled: Iterable[Sequence]) -> None:
+        """A step, after the end of sequences that were cancelled."""
+        for sequence in cancelled:
+            self._finish(sequence, Finished("cancelled"))
         look_up, is_held = self._prefixes.look_up, self._prefixes.are_coming
         while (sequence := self._scheduler.next_to_start(look_up, is_held)) is not None:
-            with Failure() as failure:
+            with self._catching() as failure:
                 self._start(sequence)
             if failure.has_failed:
                 self._finish(sequence, failure.finished)
         for sequence in [*self._scheduler.running]:
             if sequence.arrival is None or not sequence.arrival.is_done:
                 continue
-            with Failure() as failure:
+            with self._catching() as failure:
                 self._begin(sequence, sequence.arrival.result())
             if failure.has_failed:
                 self._finish(sequence, failure.finished)
@@ -573,7 +546,7 @@ class Engine:
         if options.exact or (self._turns.is_wanted and not is_beside):
             most = options.prompt_tokens
         else:
-            most = self._sizes.most_tokens() if is_beside else options.idle_prompt_tokens
+            most = self._beside_tokens if is_beside else options.idle_prompt_tokens
         return most, self._most_logprobs
 
     def _start(self, sequence: Sequence) -> None:
@@ -614,7 +587,7 @@ class Engine:
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
     ) -> None:
         logits_BV = None
-        with Failure() as failure:
+        with self._catching() as failure:
             for sequence, _ in chosen:
                 self._fit(sequence)
             logits_BV = self._shown(chosen, compute)
@@ -625,7 +598,11 @@ class Engine:
         for row, (sequence, num_new) in enumerate(chosen):
             self._advance(sequence, num_new, logits_BV[row])
 
-    def _advance(self, sequence: Sequence, num_new: int, logits_V: torch.Tensor) -> None:
+    def _catching(self) -> Failure:
+        """What one process catches, several cannot: the others have computed something else."""
+        return Failure(is_fatal=self._plans is not None)
+
+    def _advance(self, sequence: Sequence, num_new: int, logits_V: torch.Tensor | None) -> None:
         was_reading = sequence.is_reading
         sequence.num_computed += num_new
         if was_reading and not sequence.is_reading:
@@ -646,24 +623,32 @@ class Engine:
             set_room(sequence.cache, room)
             sequence.room = room
 
-    def _go_on(self, sequence: Sequence, logits_V: torch.Tensor) -> None:
+    def _go_on(self, sequence: Sequence, logits_V: torch.Tensor | None) -> None:
         sequence.is_alone = sequence.is_apart
-        if not sequence.request.max_new_tokens:
-            self._finish(sequence, Finished("length"))
-            return
+        finished: Finished | None = Finished("length")
+        if sequence.request.max_new_tokens:
+            finished = self._add_token(sequence, logits_V)
+        if finished is not None:
+            self._finish(sequence, finished)
+
+    def _add_token(self, sequence: Sequence, logits_V: torch.Tensor | None) -> Finished | None:
+        """An answer is one token longer; gives how it ends, if it does."""
         assert sequence.sampler is not None
+        assert logits_V is not None
         token: NewToken | None = None
         with Failure() as failure:
             token = sequence.sampler.choose(logits_V, sequence.answer)
-        if token is None:
-            self._finish(sequence, failure.finished)
-            return
-        self._counts["generated_tokens"] += 1
-        if sequence.drafter is not None:
-            sequence.drafter.extend([token.token_id])
-        reason = sequence.add(token)
-        if reason is not None:
-            self._finish(sequence, Finished(reason))
+        finished: Finished | None = failure.finished
+        if token is not None:
+            self._counts["generated_tokens"] += 1
+            if sequence.drafter is not None:
+                sequence.drafter.extend([token.token_id])
+            reason = sequence.add(token)
+            finished = None if reason is None else Finished(reason)
+        if self._plans is not None:
+            ending = None if finished is None else finished.reason
+            self._plans.chose(0 if token is None else token.token_id, ending)
+        return finished
 
     def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""

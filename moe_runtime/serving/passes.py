@@ -176,6 +176,13 @@ class ModelPasses:
             self._model.set_attn_implementation(self._borrowed)
 
     @property
+    def abilities(self) -> tuple[Any, ...]:
+        """All that the trials found out, on which steps depend."""
+        states = None if self.states is None else (self.states.can_cut, self.states.num_bytes)
+        found = self.can_join, self.most_exact, self.reads_in_pieces, self.keeps_prefixes, states
+        return *found, self.token_bytes, self.state_tokens, self.reserved_bytes, self.can_have_rows
+
+    @property
     def reads_together(self) -> bool:
         """Whether prompts can go together, also with those that decode."""
         return self.can_join and not self._has_states

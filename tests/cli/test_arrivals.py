@@ -52,6 +52,7 @@ LOADING = {
     "dtype": ("--dtype float16", ("dtype", "float16")),
     "teach": ("--no-teach", ("teach", False)),
 }
+SEVERAL = dict.fromkeys(("processes", "gpus", "placement"), "tests/cli/test_processes.py")
 CASES = {
     "inspect": Case(
         ("moe_runtime.inference.inspection.inspect_checkpoint",),
@@ -101,7 +102,7 @@ CASES = {
             "device": ("--device cuda", ("device", "cuda")),
             "warm_up": ("--warm-up", ("warm_up", True)),
         },
-        {"dry_run": "tests/serving/test_serve_command.py"},
+        {"dry_run": "tests/serving/test_serve_command.py", **SEVERAL},
     ),
     "generate": Case(
         ("moe_runtime.serving.batches.batch_run.run_batch",),
@@ -122,7 +123,7 @@ CASES = {
             "adapter": ("--adapter there", ("adapter", Path("there"))),
             "device": ("--device cpu", ("device", "cpu")),
         },
-        {"verbose": "tests/serving/test_generate_command.py"},
+        {"verbose": "tests/serving/test_generate_command.py", **SEVERAL},
     ),
     "pack": Case(
         ("moe_runtime.checkpoints.packing.pack_checkpoint",),

@@ -36,7 +36,7 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     """A value of an option that is not its default: as a word, and as it must arrive."""
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
-    words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "cpu"}
+    words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "auto"}
     words |= {"routing": "cache-aware:0.375"}
     words |= {"activations": "int8", "draft": "lookup", "kv_cache": "int8"}
     words |= {"prefetch": "observe", "predictor": "running-counts"}
@@ -60,6 +60,7 @@ def test_every_option_of_run_arrives_where_its_name_is_a_parameter(
     of_the_command.add("verbose")  # of the table: tests of `run`
     of_the_command.add("image")  # read before the model is loaded: tests of pictures
     of_the_command.add("teach")  # takes no value: tests of arrivals
+    of_the_command |= {"processes", "gpus"}  # other processes load: tests of processes
     flags, valued = {"chat"}, {}
     kinds = get_type_hints(plain("run"))
     for param in COMMANDS["run"].params:

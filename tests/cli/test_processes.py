@@ -1,18 +1,26 @@
 """`run` and `train` under `torchrun`: what one process gives, printed once; deaths named once."""
 
+import contextlib
+import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from finetuning_runs import MIXTRAL, checkpoint_of, write_text
+from http_server import TEMPLATE
 from launched import Launch
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from training_runs import train, training_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,23 +63,216 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        *(["serve", "m"], ["generate", "m"], ["chat", "m"], ["inspect", "m"], ["pack", "m", "out"]),
+        *(["inspect", "m"], ["pack", "m", "out"]),
         *(["doctor"], ["bench", "experts"]),
     ],
     ids=lambda words: words[0],
 )
 def test_what_works_in_one_process_is_refused_by_the_first_of_several(words, monkeypatch, capsys):
     name = words[1] if words[0] == "bench" else words[0]
-    if words[0] == "generate":
-        words = [*words, "--prompts", "in.jsonl", "-o", "out.jsonl"]
     for rank in (0, 1):
-        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
+        launched_as(rank, monkeypatch)
         assert main(words) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == (1 if rank == 0 else 0)
         assert all(f"{name} works in one process; start it without torchrun" in n for n in lines)
+
+
+def launched_as(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+
+
+SMALL = ("--host-memory", "64MiB", "--policy", "lru", "--prefetch", "off", "--json")
+
+
+def asked(address: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(address + path, data, headers)
+    return urllib.request.urlopen(request).read()
+
+
+def started_server(checkpoint: Path, folder: Path, *words: str) -> tuple[Launch, str]:
+    given = ["serve", str(checkpoint), "--port", "0", "--max-tokens", "512", *SMALL, *words]
+    launch = Launch(given, 2, folder)
+    launch.wait_for_text(1)
+    return launch, json.loads(launch.stdout())["address"]
+
+
+def test_two_processes_serve_what_one_does(checkpoint, tmp_path):
+    launch, address = started_server(checkpoint, tmp_path)
+    try:
+        body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": 1}
+        (choice,) = json.loads(asked(address, "/v1/completions", body))["choices"]
+        assert choice["text"] == text_of_transformers(checkpoint, 20)
+        assert len(choice["logprobs"]["token_logprobs"]) == 20
+        drawn = {"prompt": PROMPT, "max_tokens": 20, "temperature": 1.5, "seed": 3}
+        drawn_twice = [json.loads(asked(address, "/v1/completions", drawn)) for _ in range(2)]
+        assert len({one["choices"][0]["text"] for one in drawn_twice}) == 1
+        schema = {"name": "one", "schema": {"enum": ["ab", "ba"]}}
+        asked_for = {"type": "json_schema", "json_schema": schema}
+        grammar = {"prompt": PROMPT, "max_tokens": 9, "response_format": asked_for}
+        (choice,) = json.loads(asked(address, "/v1/completions", grammar))["choices"]
+        assert json.loads(choice["text"]) in ("ab", "ba")
+        assert choice["finish_reason"] == "stop"
+        lines = asked(address, "/metrics").decode().splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines)
+        label = f'{{engine="0",model_name="{checkpoint.name}"}}'
+        assert float(found[f"moe:expert_slots{label}"]) == 24
+        assert 12 < float(found[f"moe:expert_misses_total{label}"]) <= 24
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            asked(address, "/models/unload", {"model": checkpoint.name})
+        os.kill(launch.processes[0].pid or 0, signal.SIGTERM)
+        assert launch.ended() == [143, 0]
+        assert launch.stdout(1) == ""
+        assert not launch.errors()
+    finally:
+        launch.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_names_the_process_that_died_to_its_clients(victim, checkpoint, tmp_path):
+    launch, address = started_server(checkpoint, tmp_path)
+    try:
+        body = {"prompt": PROMPT, "max_tokens": 240, "stream": True}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), headers
+        )
+        cut = contextlib.suppress(OSError, http.client.HTTPException)
+        with cut, urllib.request.urlopen(request) as response:
+            assert response.readline().startswith(b"data: {")
+            launch.processes[victim].kill()
+            rest = response.read()
+            assert victim == 0 or b"rank 1 of 2 has ended" in rest
+        codes = launch.ended()
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] == 2
+        (line,) = launch.errors()
+        assert f"rank {victim}" in line
+        assert "has ended" in line
+    finally:
+        launch.close()
+
+
+def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path):
+    output = tmp_path / "out.jsonl"
+    lines = [{"prompt": PROMPT, "max_tokens": 10 + 30 * number} for number in range(6)]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = ["generate", str(checkpoint), "--prompts", "-", "-o", str(output), *SMALL]
+    typed = (tmp_path / "in.jsonl").read_text()
+    launch = Launch([*words, "--max-running", "2"], 2, tmp_path, typed=typed)
+    try:
+        while not (output.exists() and output.read_text().count("\n")) and launch.is_running:
+            pass
+        launch.processes[1].kill()
+        assert launch.ended() == [2, -signal.SIGKILL]
+        assert "rank 1 of 2 has ended" in launch.errors()[0]
+        begun = [json.loads(line) for line in output.read_text().splitlines()]
+        assert 0 < len(begun) < 6
+        assert not any("error" in one for one in begun)
+    finally:
+        launch.close()
+    launch = Launch(words, 2, tmp_path, typed=typed)
+    try:
+        assert launch.ended() == [0, 0], launch.errors()
+        counts = json.loads(launch.stdout())
+        assert counts["kept"] == len(begun)
+        found = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [one["new_tokens"] for one in found] == [line["max_tokens"] for line in lines]
+        whole = text_of_transformers(checkpoint, 160)
+        assert all(whole.startswith(one["text"]) for one in found)
+    finally:
+        launch.close()
+
+
+def test_two_processes_chat_as_one(checkpoint, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    said = ["What is a list?", "And a tuple?"]
+    folder = tmp_path / "two"
+    folder.mkdir()
+    words = ["chat", str(model), "-n", "12", *SMALL[:-1]]
+    launch = Launch(words, 2, folder, typed="".join(f"{line}\n" for line in (*said, "/stats")))
+    try:
+        assert launch.ended() == [0, 0], launch.errors()
+        first, second = launch.stdout().strip("\n").split("\n", 1)
+        assert main(["run", str(model), "--chat", "-p", said[0], "-n", "12", *SMALL]) == 0
+        assert json.loads(capsys.readouterr().out)["text"].strip("\n") == first
+        assert second
+        assert "24 experts of" in (folder / "err-0").read_text()
+    finally:
+        launch.close()
+    launch = Launch(words, 2, folder, typed="/model other\n")
+    try:
+        assert launch.ended() == [2, 0]
+        assert "/model: several processes keep their model" in launch.errors()[0]
+    finally:
+        launch.close()
+
+
+def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
+    launched_as(0, monkeypatch)
+    for words, complaint in (
+        (["m", "--prefix-disk", "1GiB"], "--prefix-disk is for one process: leave it out"),
+        (["m", "--adapter", "a=b"], "--adapter is for one process: leave it out"),
+        (["m", "n"], "several processes serve one model, got 2"),
+        (["m", "--processes", "3"], "--processes asks for 3 processes, torchrun started 2"),
+    ):
+        assert main(["serve", *words]) == 2
+        assert complaint in capsys.readouterr().err
+    assert main(["run", "m", "-p", "x", "--processes", "2", "--gpus", "0,1"]) == 2
+    assert "--gpus starts a process for each GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [({}, 0), ({0: 2}, 2), ({1: -9}, 137), ({0: 143, 1: -15}, 143)]
+)
+def test_a_command_starts_its_own_processes(codes, expected, monkeypatch):
+    """With torch's launcher, whose exit code is that of the first process that says one."""
+    given: list[Any] = []
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def launch(config: Any, program: str) -> Any:
+        def start(*words: str) -> None:
+            given.extend([config, program, words])
+            failures = {
+                rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+                for rank, code in codes.items()
+            }
+            if failures:
+                raise ChildFailedError("moe-runtime", failures)
+
+        return start
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
+    words = ["run", "m", "-p", "x", "--processes", "2"]
+    assert main(words) == expected
+    config, program, started = given
+    assert (config.nproc_per_node, config.max_restarts, program) == (2, 0, sys.executable)
+    assert started[-len(words) :] == tuple(words)
+    assert os.environ["OMP_NUM_THREADS"] == str(max(1, torch.get_num_threads() // 2))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert main([*words[:-2], "--gpus", "0,2"]) == expected
+    assert (given[-3].nproc_per_node, os.environ["CUDA_VISIBLE_DEVICES"]) == (2, "0,2")
+
+
+def test_gpus_that_are_not_here(capsys):
+    for gpus in ("all", "7,8"):
+        assert main(["run", "m", "-p", "x", "--gpus", gpus]) == 2
+        assert f"--gpus {gpus}: expected two different GPUs or more" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_launcher_itself(checkpoint):
+    program = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "run"]
+    words = [str(checkpoint), "-p", PROMPT, "-n", "20", "--processes", "2"]
+    done = subprocess.run([*program, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == text_of_transformers(checkpoint, 20).strip()
 
 
 def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path):

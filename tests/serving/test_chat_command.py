@@ -310,8 +310,8 @@ def test_options_arrive(
     assert {name: told[name] for name in given} == given
     assert told["sampling"] == sampling
     options = {param.name for param in all_commands()["chat"].params}
-    # refused beside a draft, or not there; test_arrivals.py and a test below follow them
-    others = {"routing", "skip_below", "adapter"}
+    # refused beside a draft, or not there; test_arrivals.py, test_processes.py and a test below
+    others = {"routing", "skip_below", "adapter", "processes", "gpus", "placement"}
     followed = given.keys() | others | {"temperature", "top_p", "seed"}
     assert options - {"debug", "config", "help"} == followed
 

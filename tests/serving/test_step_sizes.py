@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moe_runtime.serving.engine import FREE_GROWTH, MAX_COST_RATIO, MIN_TOKENS, StepSizes
+from moe_runtime.serving.scheduling import FREE_GROWTH, MAX_COST_RATIO, MIN_TOKENS, StepSizes
 
 MOST = 256
 DECODING = 4

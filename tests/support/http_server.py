@@ -283,6 +283,7 @@ class ScriptedEngine:
     """
 
     most_request_tokens = 1000
+    failure = None
 
     def __init__(self, script: Callable[[GenerationRequest], Sequence[Event]]) -> None:
         self.script = script

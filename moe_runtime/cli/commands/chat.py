@@ -16,6 +16,7 @@ import typer
 from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
+from moe_runtime.cli.processes import divided, follow_first, joined_processes, start_processes
 from moe_runtime.cli.stopping import TextOutput, say_at_once, stop_on_signals
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
@@ -49,6 +50,7 @@ def chat(
     sampling: options.Sampling,
     max_tokens: Annotated[int | None, typer.Option(min=16)] = None,
     loading: options.AdaptedLoading,
+    several: options.SeveralProcesses,
     config: options.Config = None,
 ) -> None:
     """Talk to a model; each line is a message, and /help lists the commands.
@@ -62,20 +64,28 @@ def chat(
         max_tokens: Memory for the whole conversation, in tokens; when omitted 4096, or more where
             experts leave it.
     """
-    console.quiet_transformers(ctx.obj)
+    start_processes(several, ctx.obj)
+    with joined_processes(ctx.obj) as group:
+        console.quiet_transformers(ctx.obj)
+        own = {**loading.settings(), **divided(several, group), "max_tokens": max_tokens}
+        if group is not None and group.rank():
+            import moe_runtime
 
-    def prepare(name: str) -> _Prepared:
-        return _Prepared(
-            name,
-            find_settings=lambda: find_sampling(ctx, name, sampling, is_engine=True),
-            loading={**loading.settings(), "max_tokens": max_tokens},
-            system=system,
-            seed=sampling.seed,
-            max_new_tokens=max_new_tokens,
-        )
+            follow_first(moe_runtime.load(model, **own))
+            return
 
-    with contextlib.ExitStack() as stack:
-        _Terminal(_opened(prepare(model), stack), prepare, stack).run()
+        def prepare(name: str) -> _Prepared:
+            return _Prepared(
+                name,
+                find_settings=lambda: find_sampling(ctx, name, sampling, is_engine=True),
+                loading=own,
+                system=system,
+                seed=sampling.seed,
+                max_new_tokens=max_new_tokens,
+            )
+
+        with contextlib.ExitStack() as stack:
+            _Terminal(_opened(prepare(model), stack), prepare, stack).run()
 
 
 class _Prepared:
@@ -107,7 +117,10 @@ class _Prepared:
         folder = find_checkpoint(name, weights=False)
         self.config = read_config(folder)
         check_room(self.config, "--max-tokens", loading["max_tokens"] or 0)
-        self.reader = PictureReader.of(folder, self.config, self.tokenizer)
+        self.is_divided = "group" in loading
+        self.reader = None
+        if not self.is_divided:  # several processes take no pictures
+            self.reader = PictureReader.of(folder, self.config, self.tokenizer)
         first = [] if system is None else [{"role": "system", "content": system}]
         # a template that cannot be used is refused before weights are read
         self._check([*first, {"role": "user", "content": "Hello"}], [])
@@ -145,14 +158,14 @@ class _Meter:
     """What an answer costs, from its first token on."""
 
     def __init__(self, opened: _Opened) -> None:
-        self._talk, self._moe = opened.talk, opened.loaded.moe
-        self._num_before, self._before = self._talk.num_generated, self._moe.stats()
+        self._talk = opened.talk
+        self._num_before, self._before = self._talk.num_generated, self._talk.expert_stats()
         self._first_s = self._last_s = 0.0
         self._num = 0
 
     def words(self) -> str:
         """Tokens, tokens a second and the share of experts that were in memory."""
-        num, stats = self._talk.num_generated - self._num_before, self._moe.stats()
+        num, stats = self._talk.num_generated - self._num_before, self._talk.expert_stats()
         if num != self._num:
             self._num, self._last_s = num, time.monotonic()
             self._first_s = self._first_s or self._last_s
@@ -237,7 +250,7 @@ class _Terminal:
                     return
             except (ValueError, MoERuntimeError, OSError) as error:
                 # without a terminal the first error ends the command, without a model any
-                if not (self._is_terminal and self._is_loaded):
+                if not (self._is_terminal and self._is_loaded) or self._opened.talk.has_ended:
                     raise
                 console.say_line(str(error))
 
@@ -286,6 +299,8 @@ class _Terminal:
             console.print_rows("what answers", said, to_stderr=True)
             return
         old, said = self._opened.prepared, self._opened.talk.said
+        if old.is_divided:
+            raise ValueError("/model: several processes keep their model; start again with another")
         prepared = self._prepare(name)
         pictures = prepared.pictures_of(said)
         console.fetch_model(name)
@@ -352,7 +367,7 @@ class _Terminal:
             speed = "" if rate is None else f", {rate:.2f} tokens/s"
             prompt = f"{last.prompt_tokens} tokens, {last.cached_tokens} of them known before"
             rows += [("conversation", prompt), ("last answer", f"after {last.ttft_s:.2f} s{speed}")]
-        rows += runtime_rows(self._opened.loaded.moe.stats())
+        rows += runtime_rows(self._opened.talk.expert_stats())
         console.print_rows("what the runtime did", rows, to_stderr=True)
 
     def _save(self, name: str) -> None:

@@ -11,12 +11,19 @@ import typer
 
 from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import runtime_rows
+from moe_runtime.cli.processes import (
+    divided,
+    follow_first,
+    from_first,
+    joined_processes,
+    start_processes,
+)
 from moe_runtime.cli.prompts import read_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from moe_runtime.serving.batches.batch_run import BatchOutcome
+    from moe_runtime.serving.batches.batch_run import BatchOutcome, BatchSettings
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
 _MOST_TOGETHER = 256
@@ -43,6 +50,7 @@ def generate(
     exact: options.Exact = False,
     max_tokens: options.Count | None = None,
     loading: options.AdaptedLoading,
+    several: options.SeveralProcesses,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
     config: options.Config = None,
@@ -63,46 +71,64 @@ def generate(
         max_tokens: Room for prompts and answers of all requests at a time; when omitted, what they
             need, up to a quarter of the memory that experts lack.
     """
-    text = read_text(prompts)
-    console.quiet_transformers(ctx.obj)
-    from moe_runtime.serving.batches.batch_run import BatchSettings, run_batch
+    start_processes(several, ctx.obj)
     from moe_runtime.serving.requests import EngineOptions
 
-    settings = BatchSettings(
-        model=model,
-        file=str(prompts),
-        output=output,
-        chat=chat,
-        **dataclasses.asdict(sampling),
-        max_new_tokens=max_new_tokens,
-        loading=loading.settings(),
-        max_tokens=max_tokens,
-        # only the whole batch's time counts, not the time of each token
-        engine=EngineOptions(
-            most_running=max_running, max_slowdown=math.inf, exact=exact, decode_rows=0
-        ),
+    # only the whole batch's time counts, not the time of each token
+    engine = EngineOptions(
+        most_running=max_running, max_slowdown=math.inf, exact=exact, decode_rows=0
     )
-    with contextlib.ExitStack() as shown:
-        bar = _Bar(shown)
-        outcome = run_batch(
-            text,
-            settings,
-            progress=shown.enter_context(console.loading_bar()),
-            on_loaded=bar.begin,
-            on_done=bar.show,
+    with joined_processes(ctx.obj) as group:
+        text = "" if group is not None and group.rank() else read_text(prompts)
+        console.quiet_transformers(ctx.obj)
+        from moe_runtime.serving.batches.batch_run import BatchSettings, run_batch
+
+        settings = BatchSettings(
+            model=model,
+            file=str(prompts),
+            output=output,
+            chat=chat,
+            **dataclasses.asdict(sampling),
+            max_new_tokens=max_new_tokens,
+            loading={**loading.settings(), **divided(several, group)},
+            max_tokens=max_tokens,
+            engine=engine,
         )
-    _tell(outcome, model, as_json=as_json, verbose=verbose)
-    if outcome.is_interrupted:
-        has_some = outcome.kept or outcome.answered or outcome.failed
-        so_far = f"{output} has the answers so far" if has_some else "nothing was answered yet"
-        said = f"{so_far}; the same command goes on from there"
-    elif outcome.failed:
-        said = f"{outcome.failed} of {outcome.requests} requests failed, {output} says why; the "
-        said += "same command tries them again"
-    else:
-        return
-    console.say_line(said)
-    raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else _SOME_FAILED)
+        if group is not None and group.rank():
+            _follow(settings, from_first(group, "room", lambda: 0))
+            return
+        with contextlib.ExitStack() as shown:
+            bar = _Bar(shown)
+            outcome = run_batch(
+                text,
+                settings,
+                progress=shown.enter_context(console.loading_bar()),
+                on_loaded=bar.begin,
+                on_done=bar.show,
+                on_room=lambda room: from_first(group, "room", lambda: room),
+            )
+        _tell(outcome, model, as_json=as_json, verbose=verbose)
+        if outcome.is_interrupted:
+            has_some = outcome.kept or outcome.answered or outcome.failed
+            so_far = f"{output} has the answers so far" if has_some else "nothing was answered yet"
+            said = f"{so_far}; the same command goes on from there"
+        elif outcome.failed:
+            said = f"{outcome.failed} of {outcome.requests} requests failed, {output} says why; "
+            said += "the same command tries them again"
+        else:
+            return
+        console.say_line(said)
+        raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else _SOME_FAILED)
+
+
+def _follow(settings: "BatchSettings", room: int) -> None:
+    """Computes with the first process, if that answers anything."""
+    import moe_runtime
+    from moe_runtime.serving.batches.offline import batch_options
+
+    if room:
+        loaded = moe_runtime.load(settings.model, max_tokens=room, **settings.loading)
+        follow_first(loaded, batch_options(settings.engine))
 
 
 def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) -> None:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.cli.processes import at_first, from_first, joined_processes
+from moe_runtime.cli.processes import (
+    at_first,
+    divided,
+    from_first,
+    joined_processes,
+    start_processes,
+)
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.stopping import TextOutput
 from moe_runtime.cli.strict import refuse_given
@@ -46,7 +52,7 @@ def run(
     sampling: options.Sampling,
     max_tokens: options.Count | None = None,
     loading: options.AdaptedLoading,
-    placement: Path | None = None,
+    several: options.SeveralProcesses,
     trace: Path | None = None,
     timeline: Path | None = None,
     as_json: options.Json = False,
@@ -56,8 +62,8 @@ def run(
     """Generate text; experts that do not fit in memory stream from disk.
 
     The text goes to stdout as it is generated, a table of statistics to stderr. Several prompts are
-    answered one after another, each as if it were alone. Under `torchrun` the processes divide the
-    experts between them and print the text once.
+    answered one after another, each as if it were alone. Several processes divide the experts
+    between them and print the text once.
 
     Args:
         prompt: Text to continue; repeat it for several prompts.
@@ -68,11 +74,10 @@ def run(
             for several pictures.
         chat: Put the prompt into the model's chat template.
         max_tokens: Room for prompt and new tokens; just enough when omitted.
-        placement: Map made by `moe-runtime place` that assigns experts to processes, under
-            torchrun.
         trace: Record every routing decision into this .npz file.
         timeline: Write the times of layers, waits and reads as a Chrome trace (.json).
     """
+    start_processes(several, ctx.obj)
     with joined_processes(ctx.obj) as group:
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
         from moe_runtime.checkpoints.opening import find_checkpoint
@@ -90,10 +95,8 @@ def run(
             room = _room_for(found, tokenizer, texts, max_new_tokens, max_tokens, **form)
             import moe_runtime
 
-            several = {"placement": placement, "group": group}
-            given = {name: value for name, value in several.items() if value is not None}
             outputs = {"trace": trace, "timeline": timeline}
-            settings: dict[str, Any] = {**loading.settings(), **outputs, **given}
+            settings: dict[str, Any] = {**loading.settings(), **outputs, **divided(several, group)}
             loaded: Any = moe_runtime.load(model, **settings, max_tokens=room, progress=progress)
         with contextlib.closing(loaded.moe):
             asked = {**chosen, "seed": seed, "max_new_tokens": max_new_tokens, **form}

@@ -1,6 +1,7 @@
 """``moe-runtime serve``: answer requests over HTTP, as OpenAI's API does."""
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
 import json
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
+from moe_runtime.cli.processes import divided, follow_first, joined_processes, start_processes
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client", "llguidance")
 _MOST_KEY_BYTES = 1 << 20
+_OF_ONE_PROCESS = frozenset(
+    {
+        *("on_demand", "unload_idle", "adapters", "adapter_memory", "allow_adapter_loading"),
+        "prefix_disk",
+    }
+)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STOPPING = (
     "finishing running answers; Ctrl-C or SIGTERM once more cuts them off",
@@ -51,6 +59,7 @@ def serve(
     cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN")] = None,
     max_tokens: options.Count | None = None,
     loading: options.Loading,
+    several: options.SeveralProcesses,
     max_running: options.Count = 32,
     max_waiting: options.Count = 256,
     step_tokens: options.Count = 256,
@@ -149,7 +158,7 @@ def serve(
     console.quiet_transformers(ctx.obj)
     from moe_runtime.allocator import use_one_heap
     from moe_runtime.serving.http.dividing import is_on_cpu
-    from moe_runtime.serving.http.model_loader import ServeSettings
+    from moe_runtime.serving.http.model_loader import ServeSettings, load_to_follow
     from moe_runtime.serving.http.server import Access, Limits
     from moe_runtime.serving.http.starting import run_server
     from moe_runtime.serving.requests import EngineOptions
@@ -194,7 +203,18 @@ def serve(
         on_demand=on_demand,
         idle_s=unload_idle,
     )
-    with contextlib.ExitStack() as stack:
+    if console.launched_rank() is not None or several.are_asked_for:
+        refuse_given(ctx, _OF_ONE_PROCESS, "is for one process: leave it out")
+        if len(models) > 1:
+            raise ValueError(f"several processes serve one model, got {len(models)}")
+    start_processes(several, ctx.obj)
+    with joined_processes(ctx.obj) as group, contextlib.ExitStack() as stack:
+        if group is not None:
+            own = {**settings.loading, **divided(several, group)}
+            settings = dataclasses.replace(settings, loading=own)
+            if group.rank():
+                follow_first(load_to_follow(settings), settings.engine)
+                return
         progress = stack.enter_context(console.loading_bar())
         stop: StopRequest | None = None
         # An interrupt would end the connections in the middle of what is sent.
@@ -224,8 +244,8 @@ def serve(
             on_answered=answering.clear,
             progress=progress,
         )
-    if stop is not None and stop.is_set:
-        raise typer.Exit(stop.exit_code)
+        if stop is not None and stop.is_set:
+            raise typer.Exit(stop.exit_code)
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

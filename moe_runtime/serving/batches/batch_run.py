@@ -543,10 +543,12 @@ def run_batch(
     progress: Callable[[str, int, int], None] | None = None,
     on_loaded: Callable[[int], None],
     on_done: Callable[[BatchOutcome], None],
+    on_room: Callable[[int], None] = lambda room: None,
 ) -> BatchOutcome:
     """Answers what has no answer yet.
 
-    ``on_loaded`` gets the number of requests to answer; ``on_done`` is called after each.
+    ``on_room`` gets the tokens that the model is loaded for, 0 where there is nothing to answer;
+    ``on_loaded`` the number of requests to answer; ``on_done`` is called after each.
 
     Raises:
         ValueError: a line cannot be answered, with its number, or an option is out of range.
@@ -561,8 +563,9 @@ def run_batch(
         left = [number for number in range(len(jobs)) if number not in answers.answered]
         kept = len(jobs) - len(left)
         outcome = BatchOutcome(requests=len(jobs), sampling=sampling, kept=kept)
+        room = _tokens_for([jobs[number] for number in left], settings) if left else 0
+        on_room(room)
         if left:
-            room = _tokens_for([jobs[number] for number in left], settings)
             loaded: Any = moe_runtime.load(
                 settings.model, max_tokens=room, progress=progress, **settings.loading
             )
@@ -570,7 +573,8 @@ def run_batch(
             with contextlib.closing(loaded.moe):
                 wanted = {number: jobs[number] for number in left}
                 _answer(loaded, batch, wanted, answers, settings.engine, outcome, on_done)
-                outcome.stats = loaded.moe.stats()
+                engine = outcome.engine
+                outcome.stats = loaded.moe.stats() if engine is None else engine.experts
         if not outcome.is_interrupted:
             answers.finish()
     return outcome
@@ -591,7 +595,9 @@ def _read(
     check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
     tokenizer, model_config = load_tokenizer(folder), read_config(folder)
     beside = Path(settings.file).parent
-    reader = PictureReader.of(folder, model_config, tokenizer, beside=beside)
+    reader = None
+    if settings.loading.get("group") is None:  # several processes take no pictures
+        reader = PictureReader.of(folder, model_config, tokenizer, beside=beside)
     batch = Batch(
         lines,
         tokenizer,

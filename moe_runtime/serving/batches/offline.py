@@ -210,10 +210,12 @@ def answer_all(
             answer.
         on_answer: called once for each request, in the caller's thread.
         whole: gives a request as the engine gets it, with what only those under way have in memory.
+
+    Raises:
+        RankFailureError: another process of a divided model died or stalled; unfinished requests
+            are not reported.
     """
-    # all that may be open are the engine's at once
-    most_open = max(options.most_waiting, options.most_running)
-    options = dataclasses.replace(options, most_waiting=most_open)
+    options = batch_options(options)
     with contextlib.ExitStack() as stack:
         flow = _Flow(requests, options, on_token, on_answer, whole or requests.__getitem__)
         # after the engine's end: its last events
@@ -221,6 +223,12 @@ def answer_all(
         engine = stack.enter_context(Engine(model, options))
         flow.run(engine)
         return engine.statistics()
+
+
+def batch_options(options: EngineOptions) -> EngineOptions:
+    """With all that may be open the engine's at once."""
+    most_open = max(options.most_waiting, options.most_running)
+    return dataclasses.replace(options, most_waiting=most_open)
 
 
 def order_of_work(requests: Mapping[int, GenerationRequest]) -> list[int]:
@@ -272,8 +280,10 @@ class _Flow:
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._open: dict[int, _Open] = {}
         self._open_tokens = 0
+        self._engine: Engine | None = None
 
     def run(self, engine: Engine) -> None:
+        self._engine = engine
         capacity = engine.statistics().kv_capacity
         while self._ready or self._open:
             while self._ready and self._fits(self._ready[0], capacity):
@@ -287,8 +297,13 @@ class _Flow:
             if request.is_taking or not request.events:
                 continue
             last = request.events[-1]
-            if isinstance(last, Finished) and last.reason != "cancelled":
+            if isinstance(last, Finished) and not self._is_cut_off(last):
                 self._take(number)
+
+    def _is_cut_off(self, last: Finished) -> bool:
+        """Whether the engine ended, and not the answer."""
+        has_failed = self._engine is not None and self._engine.failure is not None
+        return last.reason == "cancelled" or (has_failed and last.reason == "error")
 
     def _fits(self, number: int, capacity: int) -> bool:
         """Whether it can go on to its end without taking room from others."""
@@ -328,8 +343,10 @@ class _Flow:
                 request.handle.cancel()
                 answer.reason = "stop"
         elif isinstance(event, Finished):
-            if event.reason == "cancelled":
-                raise EngineClosedError(event.message or "the engine was closed")
+            if self._is_cut_off(event):
+                assert self._engine is not None
+                closed = EngineClosedError(event.message or "the engine was closed")
+                raise self._engine.failure or closed
             answer.reason = event.reason
             answer.message = event.problem if event.reason == "error" else None
         if answer.reason is not None:

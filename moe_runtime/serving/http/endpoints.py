@@ -255,6 +255,9 @@ class Endpoints:
 
     async def unload_model(self, request: Request) -> Response:
         body = await self._body(request, ModelBody)
+        if self._server.is_divided:
+            message = "model: its processes keep it until the server ends; it cannot be unloaded"
+            raise ApiError(message, param="model")
         self._server.models.unload(self._server.name_of(body.model))
         return json_response({"success": True})
 

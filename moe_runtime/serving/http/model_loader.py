@@ -77,6 +77,11 @@ class ServeSettings:
     on_demand: bool = False
     idle_s: float | None = None
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether processes divide the model, which then has no adapters and takes no pictures."""
+        return self.loading.get("group") is not None
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
@@ -160,7 +165,7 @@ class ModelLoader:
             for name in names
         }
         self.places = [
-            Place(name, list(self._adapters[name]), self._takes_pictures(folder))
+            Place(name, list(self._adapters[name]), self._reader(folder, None) is not None)
             for name, folder in self._folders.items()
         ]
         loading = settings.loading
@@ -290,7 +295,7 @@ class ModelLoader:
                     loaded,
                     self._templates,
                     self._trials,
-                    PictureReader.of(folder, read_config(folder), tokenizer),
+                    self._reader(folder, tokenizer),
                     fetches_pictures=settings.fetches_pictures,
                 )
             self._open[name] = loaded, stack.pop_all()
@@ -302,9 +307,10 @@ class ModelLoader:
         if self._progress is not None:
             self._progress(stage, done, total)
 
-    @staticmethod
-    def _takes_pictures(folder: Path) -> bool:
-        return PictureReader.of(folder, read_config(folder), None) is not None
+    def _reader(self, folder: Path, tokenizer: Any) -> PictureReader | None:
+        if self._settings.is_divided:
+            return None
+        return PictureReader.of(folder, read_config(folder), tokenizer)
 
 
 def _collect(*, unfreezes: bool = False) -> None:
@@ -320,6 +326,12 @@ def _collect(*, unfreezes: bool = False) -> None:
     if freezes:
         gc.freeze()
     give_back_free_pages()
+
+
+def load_to_follow(settings: ServeSettings) -> Any:
+    """The model of a server in a process that is not the first one."""
+    budget = rest_for_model(settings.loading)
+    return moe_runtime.load(settings.models[0], **{**settings.loading, "host_memory": budget})
 
 
 def user_cache(name: str) -> Path:

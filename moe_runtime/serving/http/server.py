@@ -102,8 +102,9 @@ class Asked:
 class Server:
     """The state of one server; the first model answers requests that name none.
 
-    ``has_ended``: what is not answered by now is not answered. ``num_body_bytes`` are of the bodies
-    that are held now, until the engine has the tokens.
+    ``is_divided``: among processes, which keep the model. ``has_ended``: what is not answered by
+    now is not answered. ``num_body_bytes`` are of the bodies that are held now, until the engine
+    has the tokens.
     """
 
     models: ModelTable
@@ -111,6 +112,7 @@ class Server:
     access: Access
     log: Log
     loads_adapters: bool = False
+    is_divided: bool = False
     is_draining: bool = False
     has_ended: bool = False
     num_body_bytes: int = 0
@@ -168,6 +170,11 @@ class Server:
     def is_ready(self) -> bool:
         """Whether it takes requests: it does not drain, and no engine has ended by itself."""
         return not self.is_draining and all(engine.is_open for engine in self._engines().values())
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the engine of a model that is divided among processes."""
+        return next(filter(None, (engine.failure for engine in self._engines().values())), None)
 
     def drain(self) -> None:
         """Takes no more requests, and waits for no more bodies."""

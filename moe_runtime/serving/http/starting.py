@@ -179,6 +179,9 @@ def serve(
 
     ``drain_s`` are seconds that taken requests may still need, None for as long as they take;
     ``is_cut_off`` ends that time.
+
+    Raises:
+        RankFailureError: another process of a divided model died or stalled, and requests ended.
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -194,7 +197,7 @@ def serve(
     async def run() -> None:
         serving = asyncio.ensure_future(running.serve([listening]))
         giving = asyncio.ensure_future(_give_back_memory())
-        while not is_stopping() and not serving.done():
+        while not is_stopping() and not serving.done() and server.failure is None:
             server.models.unload_idle()
             await asyncio.sleep(_LOOK_S)
         server.drain()
@@ -216,6 +219,8 @@ def serve(
 
     with contextlib.closing(server.models), server.worker, server.grammar_worker:
         asyncio.run(run())
+    if server.failure is not None:
+        raise server.failure
 
 
 async def _give_back_memory() -> None:
@@ -306,6 +311,7 @@ def run_server(
             access=settings.access,
             log=log,
             loads_adapters=settings.loads_adapters,
+            is_divided=settings.is_divided,
             kept=KeptResponses(responses),
         )
         # Connections from now on are answered, if a moment later.

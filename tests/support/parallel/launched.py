@@ -26,7 +26,10 @@ class Launch:
         *,
         store_port: int | None = None,
         attempt: int = 0,
+        typed: str = "",
     ) -> None:
+        """``typed`` is the standard input of them all."""
+        (folder / "in").write_text(typed)
         self.folder = folder
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -55,6 +58,16 @@ class Launch:
         path = self.folder / f"out-{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    @property
+    def is_running(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def ended(self) -> list[int | None]:
+        """The exit codes of all processes, once they have ended."""
+        for process in self.processes:
+            process.join()
+        return [process.exitcode for process in self.processes]
+
     def errors(self) -> list[str]:
         """The error lines of all processes."""
         texts = [(self.folder / f"err-{r}").read_text() for r in range(len(self.processes))]
@@ -73,9 +86,10 @@ class Launch:
 
 
 def _run(words: list[str], environment: dict[str, str], folder: Path, rank: int) -> None:
-    for number, name in ((1, "out"), (2, "err")):
-        with open(folder / f"{name}-{rank}", "w") as file:
+    for number, name in ((0, "in"), (1, f"out-{rank}"), (2, f"err-{rank}")):
+        with open(folder / name, "w" if number else "r") as file:
             os.dup2(file.fileno(), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ |= environment
     import torch
 

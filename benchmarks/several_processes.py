@@ -1,0 +1,236 @@
+"""One model in several processes: `python benchmarks/several_processes.py --save`.
+
+A batch of requests is answered by one process and by two, which divide the experts. Counted are the
+bytes read from the disk, with the same slots in all and with the same memory in all, and the bytes
+that travel, beside those of the rows that each process lacks. Then a single text of the pocket
+model: what plans take of a step. Answers must be equal. All processes share this machine.
+"""
+
+import dataclasses
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import moe_runtime
+from moe_runtime.benchmarks.cases.dispatch import CountingTransport
+from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.suite import facts
+from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
+from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
+from moe_runtime.benchmarks.synthetic.texts import cut_prompts
+from moe_runtime.checkpoints.opening import load_tokenizer
+from moe_runtime.config import parse_bytes
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.models.pocket import pocket_path
+from moe_runtime.parallel.communication.transport import Pending
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.following import follow
+from moe_runtime.serving.requests import EngineOptions, Event, Finished, GenerationRequest, NewToken
+
+METRICS = {
+    **facts("bytes", "read_bytes", "row_bytes", "needed_bytes", "plan_bytes"),
+    **facts("count", "expert_slots", better="more"),
+    **facts("ratio", "reads_of_one", "travel_of_needed", "plan_of_step"),
+    **facts("s", "step_s", "plan_s"),
+}
+OPTIONS = EngineOptions(prompt_tokens=4, idle_prompt_tokens=4, reuses_prefixes=False)
+"""Steps of few tokens, as those that decode: the tokens of a text, not those that random weights
+choose, which repeat themselves."""
+
+
+class Counted(CountingTransport):
+    """Counts plans apart from rows."""
+
+    plan_bytes = 0
+
+    def exchange(self, rows_RD: torch.Tensor, route: object, **options: Any) -> Pending:
+        if rows_RD.dtype == torch.int64:
+            self.plan_bytes += rows_RD.nbytes
+            return self._inner.exchange(rows_RD, route, **options)
+        return super().exchange(rows_RD, route, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What processes answer, one request after another; each has ``host_memory``."""
+
+    checkpoint: Path
+    prompts: Sequence[tuple[int, ...]]
+    new_tokens: int
+    host_memory: int
+    size: int = 1
+
+
+def answer(work: Work, rank: int, store: str) -> dict[str, Any]:
+    """A process's counts; of the first one also the tokens, and the seconds of plans and steps."""
+    group, transport = None, None
+    torch.set_num_threads(1)
+    if work.size > 1:
+        keeper = dist.FileStore(store, work.size)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=keeper, rank=rank, world_size=work.size)
+        group = dist.group.WORLD
+    model: Any = moe_runtime.load(
+        work.checkpoint,
+        device="cpu",
+        host_memory=work.host_memory,
+        max_tokens=sum(map(len, work.prompts)) + len(work.prompts) * (work.new_tokens + 16),
+        policy="lru",
+        prefetch="off",
+        group=group,
+    )
+    layers = [part for part in model.modules() if isinstance(part, OffloadedExperts)]
+    if layers[0].partition is not None:
+        transport = layers[0].partition.transport = Counted(layers[0].partition.transport)
+    with model.moe:
+        found: dict[str, Any] = {"tokens": [], "plan_s": [], "begun_s": []}
+        if rank:
+            follow(model, options=OPTIONS)
+        else:
+            with Engine(model, OPTIONS) as engine:
+                if transport is not None:
+                    transport.row_bytes = 0  # those of trials
+                    _time_plans(engine, found)
+                found["tokens"] = _texts(engine, work)
+        stats = model.moe.stats()
+    rows_of_token = len(layers) * model.moe.facts.signature.top_k
+    return found | {
+        "read_bytes": stats.bytes_read,
+        "expert_slots": stats.expert_slots,
+        "row_bytes": 0 if transport is None else transport.row_bytes,
+        "plan_bytes": 0 if transport is None else transport.plan_bytes,
+        "token_bytes": rows_of_token * model.config.hidden_size * model.dtype.itemsize,
+    }
+
+
+def _time_plans(engine: Any, found: dict[str, Any]) -> None:
+    send = engine._plans.send
+
+    def timed(kind: str, *args: Any) -> None:
+        begun_s = time.perf_counter()
+        send(kind, *args)
+        if kind == "step":
+            found["begun_s"].append(begun_s)
+            found["plan_s"].append(time.perf_counter() - begun_s)
+
+    engine._plans.send = timed
+
+
+def _texts(engine: Engine, work: Work) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in work.prompts]
+    ends: list[Future[None]] = [Future() for _ in work.prompts]
+    for prompt, tokens, end in zip(work.prompts, found, ends, strict=True):
+
+        def hear(event: Event, tokens: list[int] = tokens, end: Future[None] = end) -> None:
+            if isinstance(event, NewToken):
+                tokens.append(event.token_id)
+            if isinstance(event, Finished):
+                end.set_result(None)
+
+        engine.submit(GenerationRequest(prompt_ids=prompt, max_new_tokens=work.new_tokens), hear)
+        end.result()
+    return found
+
+
+def _work(work: Work, rank: int, store: str, answers: Any) -> None:
+    answers.put((rank, answer(work, rank, store)))
+
+
+def answers_of(work: Work) -> list[dict[str, Any]]:
+    """Of all processes, by rank."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers: Any = context.Queue()
+        given = (str(Path(folder, "store")), answers)
+        ranks = range(work.size)
+        processes = [context.Process(target=_work, args=(work, rank, *given)) for rank in ranks]
+        for process in processes:
+            process.start()
+        found = dict(answers.get() for _ in processes)
+        for process in processes:
+            process.join()
+    return [found[rank] for rank in ranks]
+
+
+def counted(work: Work) -> dict[str, float]:
+    """Of a work in all its processes together, and of its texts."""
+    ranks = answers_of(work)
+    names = ("read_bytes", "expert_slots", "row_bytes", "plan_bytes")
+    found = {name: sum(one[name] for one in ranks) for name in names}
+    first = ranks[0]
+    if work.size > 1:
+        num_tokens = sum(len(prompt) + work.new_tokens - 1 for prompt in work.prompts)
+        needed = num_tokens * first["token_bytes"] * (work.size - 1)
+        found |= {"needed_bytes": needed}
+        found["travel_of_needed"] = (found["row_bytes"] + found["plan_bytes"]) / needed
+        pairs = zip(first["begun_s"][1:], first["begun_s"], strict=False)
+        found["step_s"] = statistics.median(after - before for after, before in pairs)
+        found["plan_s"] = statistics.median(first["plan_s"])
+        found["plan_of_step"] = found["plan_s"] / found["step_s"]
+    return found | {"tokens": first["tokens"]}
+
+
+def measure(results: scripting.ScriptResults, works: dict[str, Work], rounds: int) -> None:
+    """Adds rows of works that answer alike; the first is that of one process."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in works}
+    for _ in range(rounds):
+        texts, of_one = None, None
+        for name, work in works.items():
+            found = counted(work)
+            own = found.pop("tokens")
+            if texts is None:
+                texts, of_one = own, found["read_bytes"]
+            elif own != texts:
+                raise SystemExit(f"{name}: another text than that of one process")
+            else:
+                found["reads_of_one"] = found["read_bytes"] / of_one
+            rows[name].append(found)
+    for name, found in rows.items():
+        results.add(name, found)
+
+
+def main() -> int:
+    parser = scripting.results_parser(__doc__)
+    parser.add_argument("--shape", default="olmoe-small", help="as of `bench latency`")
+    parser.add_argument("--host-memory", default="700MiB", help="of all processes together")
+    parser.add_argument("--prompts", type=scripting.positive, default=8)
+    parser.add_argument("--prompt-tokens", type=scripting.positive, default=48)
+    parser.add_argument("--new-tokens", type=scripting.positive, default=16)
+    parser.add_argument("--rounds", type=scripting.positive, default=3)
+    options = parser.parse_args()
+    names = ("shape", "host_memory", "prompts", "prompt_tokens", "new_tokens", "rounds")
+    settings = {name: getattr(options, name) for name in names} | {"weights": "random"}
+    results = scripting.ScriptResults("several-processes", options, settings, METRICS)
+    total = parse_bytes(options.host_memory)
+    writing: dict[str, Any] = {"keep": False, "needs_gguf": False, "say": print}
+    with shape_checkpoint(SHAPES[options.shape], shapes_folder(), **writing) as files:
+        folder = files.checkpoint
+        cut = cut_prompts(load_tokenizer(folder), options.prompts, options.prompt_tokens)
+        given = (folder, [*map(tuple, cut)], options.new_tokens)
+        tokens = options.prompts * (options.prompt_tokens + options.new_tokens + 16)
+        found = inspect_checkpoint(folder, max_tokens=tokens)
+        twice = found.dense_bytes - found.embedding_bytes + found.reserve_bytes
+        works = {
+            "one process": Work(*given, total),
+            "two, the same experts in memory": Work(*given, (total + twice) // 2, 2),
+            "two, the same memory": Work(*given, total // 2, 2),
+        }
+        measure(results, works, options.rounds)
+    own = [*map(tuple, cut_prompts(load_tokenizer(pocket_path()), 1, 64))]
+    pocket = (pocket_path(), own, 192, 256 << 20)
+    works = {"pocket, one process": Work(*pocket), "pocket, two": Work(*pocket, 2)}
+    measure(results, works, options.rounds)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(scripting.run_script(main))

@@ -1,0 +1,100 @@
+"""The engine of a process that takes the steps which the first process of a group plans."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moe_runtime.errors import RankFailureError
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.plans import Plan
+from moe_runtime.serving.requests import Event, Finished, FinishReason, NewToken
+from moe_runtime.serving.scheduling import Sequence
+
+
+def follow(model: Any, **options: Any) -> None:
+    """Takes part in the steps of the first process's engine until that is closed.
+
+    Args:
+        model: from ``load``, with the group of all processes.
+        options: as the first process gives them to `Engine`.
+
+    Raises:
+        RankFailureError: another process died, stalled, or does something else.
+    """
+    with Follower(model, **options) as engine:
+        engine.join()
+
+
+class Follower(Engine):
+    """Knows what the first process's engine knows, a step later: which tokens it chose, the next
+    plan says."""
+
+    _is_leading = False
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self._computed: list[list[tuple[Sequence, int]]] = []
+        self._told: deque[tuple[int, FinishReason | None]] = deque()
+        super().__init__(model, **options)
+
+    def join(self) -> None:
+        """Returns when the first process's engine was closed; raises what went wrong before."""
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """Ends nothing that the first process has not ended."""
+        self._threads.shutdown()
+        self._passes.close()
+
+    def _work(self) -> None:
+        assert self._plans is not None
+        while (plan := self._plans.receive(self._model.moe.stats)).kind != "end":
+            self._settle(plan)
+            if plan.kind == "step":
+                self._begin_step(plan)
+        self._is_closed = True
+
+    def _settle(self, plan: Plan) -> None:
+        """Ends the step before, with the tokens that were chosen."""
+        self._told.extend(plan.chosen)
+        computed, self._computed = self._computed, []
+        for chosen in computed:
+            for sequence, num_new in chosen:
+                self._advance(sequence, num_new, None)
+        if self._told or plan.state != self._state():
+            raise RankFailureError(
+                f"this process and the first one disagree after step {self._counts['steps']} "
+                "(a bug of moe-runtime); start all of them again"
+            )
+
+    def _begin_step(self, plan: Plan) -> None:
+        for number, request in plan.came:
+            self._scheduler.add(self._sequence_of(request, _hear_nothing, number))
+        ended = {*plan.cancelled}
+        self._beside_tokens = plan.beside_tokens
+        known = (*self._scheduler.running, *self._scheduler.waiting)
+        self._compute([sequence for sequence in known if sequence.number in ended])
+
+    def _pass(
+        self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
+    ) -> None:
+        for sequence, _ in chosen:
+            self._fit(sequence)
+        self._shown(chosen, compute)
+        self._counts["steps"] += 1
+        self._computed.append(chosen)
+
+    def _add_token(self, sequence: Sequence, logits_V: torch.Tensor | None) -> Finished | None:
+        token, ending = self._told.popleft()
+        if ending != "error":
+            self._counts["generated_tokens"] += 1
+            sequence.add(NewToken(token))
+        return None if ending is None else Finished(ending)
+
+
+def _hear_nothing(event: Event) -> None: ...

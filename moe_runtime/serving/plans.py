@@ -1,0 +1,211 @@
+"""The plans of an engine's steps, where several processes take them together.
+
+Each process has an engine and its own experts of the model. The first one's gets requests and
+chooses tokens. Before each step it sends the others a plan: what came, what was cancelled, and the
+tokens with which the step before ended. Equal plans make equal steps: nothing else has to travel.
+
+Shape suffixes: N numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.expert_partition import COUNTED, add_up, counted, recounted
+from moe_runtime.parallel.communication.transport import Transport, require_same
+from moe_runtime.serving.requests import FinishReason, GenerationRequest
+from moe_runtime.types import RuntimeStats
+
+Kind = Literal["step", "rest", "end"]
+
+_KINDS: tuple[Kind, ...] = ("step", "rest", "end")
+_ENDINGS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
+_TOLD = (
+    *("prompt_ids", "max_new_tokens", "num_prompt_logprobs", "priority", "client", "prefix_owner"),
+    "returns_routing",
+)
+"""What steps depend on of a request; how tokens are chosen is the first process's concern."""
+_BLOCK = 32
+"""Numbers that travel with each plan; a longer plan takes a second exchange."""
+_WORD_BYTES = 8
+_REPORT_S = 0.5
+"""Seconds between two reports of what the others did, while there is work."""
+BEAT_S = 2.0
+"""Seconds between two plans while there is none: a process that is gone is missed by then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the next step begins with.
+
+    Attributes:
+        kind: a step follows; none does, for now; or never again.
+        beside_tokens: most tokens of prompts that it computes beside sequences that decode.
+        state: checksum of all that the engine knew after the step before.
+        chosen: of each sequence that got a token in that step, in their order: the token, and why
+            the answer ended with it, if it did.
+        cancelled: numbers of sequences that end before the step.
+        came: new requests and their numbers.
+    """
+
+    kind: Kind
+    beside_tokens: int = 0
+    state: int = 0
+    chosen: Sequence[tuple[int, FinishReason | None]] = ()
+    cancelled: Sequence[int] = ()
+    came: Sequence[tuple[int, GenerationRequest]] = ()
+
+    def numbers(self) -> np.ndarray:
+        """``[N]`` int64."""
+        told = b""
+        if self.came:
+            came = [[n, *(getattr(one, name) for name in _TOLD)] for n, one in self.came]
+            told = json.dumps(came).encode()
+            told = told.ljust(-(-len(told) // _WORD_BYTES) * _WORD_BYTES)
+        chosen = [token * len(_ENDINGS) + _ENDINGS.index(end) for token, end in self.chosen]
+        head = (_KINDS.index(self.kind), self.beside_tokens, self.state, len(chosen))
+        plain = [*head, len(self.cancelled), *chosen, *self.cancelled]
+        return np.concatenate([np.array(plain, np.int64), np.frombuffer(told, np.int64)])
+
+    @staticmethod
+    def of(numbers_N: np.ndarray) -> Plan:
+        kind, beside_tokens, state, num_chosen, num_cancelled, *plain = numbers_N.tolist()
+        cancelled_end = num_chosen + num_cancelled
+        told = numbers_N[5 + cancelled_end :].tobytes()
+        chosen = [divmod(number, len(_ENDINGS)) for number in plain[:num_chosen]]
+        return Plan(
+            kind=_KINDS[kind],
+            beside_tokens=beside_tokens,
+            state=state,
+            chosen=[(token, _ENDINGS[end]) for token, end in chosen],
+            cancelled=plain[num_chosen:cancelled_end],
+            came=[_request_of(*words) for words in (json.loads(told) if told else ())],
+        )
+
+
+def _request_of(number: int, prompt_ids: Sequence[int], *others: Any) -> tuple[int, Any]:
+    named: dict[str, Any] = dict(zip(_TOLD[1:], others, strict=True))
+    return number, GenerationRequest(prompt_ids=tuple(prompt_ids), **named)
+
+
+class Plans:
+    """Sends an engine's plans from the first process of a group to the others.
+
+    Attributes:
+        rank: of this process; 0 sends.
+    """
+
+    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rank = transport.rank
+        self._transport, self._clock = transport, clock
+        self._reports: list[np.ndarray] = []
+        self._reported_s = -math.inf
+        self._chosen: list[tuple[int, FinishReason | None]] = []
+        self._came: list[tuple[int, GenerationRequest]] = []
+        self.is_resting = False
+
+    @staticmethod
+    def of(model: Any) -> Plans | None:
+        """Those of a model whose experts are divided among processes; None where they are not."""
+        layers = (part for part in model.modules() if isinstance(part, OffloadedExperts))
+        partitions = (layer.partition for layer in layers)
+        found = next((one for one in partitions if one is not None), None)
+        return None if found is None else Plans(found.transport)
+
+    def require_same(self, facts: dict[str, str]) -> None:
+        """RankFailureError unless all processes would take the same steps; a collective call."""
+        require_same(self._transport, facts)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ValueError: it needs what only one process alone has."""
+        given = {"an adapter": request.adapter is not None, "pictures": bool(request.pictures)}
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(f"{name}: a model in several processes takes none; leave it out")
+
+    def take(self, number: int, request: GenerationRequest) -> None:
+        """The next plan has a request more."""
+        self._came.append((number, request))
+
+    def chose(self, token: int, ending: FinishReason | None) -> None:
+        """The next plan has a token more."""
+        self._chosen.append((token, ending))
+
+    def send(
+        self, kind: Kind, state: int, cancelled: Sequence[int] = (), beside_tokens: int = 0
+    ) -> None:
+        """Sends the next plan; a collective call, with `receive` of the others.
+
+        Raises:
+            RankFailureError: one of them died or stalled.
+        """
+        plan = Plan(
+            kind=kind,
+            beside_tokens=beside_tokens,
+            state=state,
+            chosen=self._chosen,
+            cancelled=cancelled,
+            came=self._came,
+        )
+        self._chosen, self._came = [], []
+        numbers_N, now_s = plan.numbers(), self._clock()
+        asks = kind == "rest" or now_s - self._reported_s > _REPORT_S
+        first_N = np.zeros(_BLOCK, np.int64)
+        first_N[:2] = len(numbers_N), asks
+        own = numbers_N[: _BLOCK - 2]
+        first_N[2 : 2 + len(own)] = own
+        self._send(first_N, 0)
+        rest_N = numbers_N[_BLOCK - 2 :]
+        if asks or len(rest_N):
+            arrived_N = self._send(rest_N, len(COUNTED) * asks)
+            if asks:
+                self._reports = [*arrived_N.view(np.float64).reshape(-1, len(COUNTED))]
+                self._reported_s = now_s
+        self.is_resting = kind == "rest"
+
+    def receive(self, report: Callable[[], RuntimeStats]) -> Plan:
+        """The next plan; a collective call. ``report`` gives what this process did so far.
+
+        Raises:
+            RankFailureError: another process died or stalled.
+        """
+        first_N = self._receive(_BLOCK, np.zeros(0, np.int64))
+        length, asks = first_N[:2].tolist()
+        rest = max(0, length - (_BLOCK - 2))
+        numbers_N = first_N[2 : 2 + length]
+        if asks or rest:
+            back_N = np.array(counted(report()) if asks else [], np.float64)
+            numbers_N = np.concatenate([numbers_N, self._receive(rest, back_N.view(np.int64))])
+        return Plan.of(numbers_N)
+
+    def of_all(self, own: RuntimeStats) -> RuntimeStats:
+        """What all processes did, by their last reports."""
+        return add_up([own, *(recounted(own, report.tolist()) for report in self._reports)])
+
+    def _send(self, sent_N: np.ndarray, num_back: int) -> np.ndarray:
+        others = self._transport.size - 1
+        sent = [0, *([len(sent_N)] * others)]
+        received = [0, *([num_back] * others)]
+        return self._exchange(np.tile(sent_N, others), sent, received)
+
+    def _receive(self, num_received: int, back_N: np.ndarray) -> np.ndarray:
+        nothing = [0] * (self._transport.size - 1)
+        return self._exchange(back_N, [len(back_N), *nothing], [num_received, *nothing])
+
+    def _exchange(self, sent_N: np.ndarray, sent: list[int], received: list[int]) -> np.ndarray:
+        (route,) = self._transport.routes(torch.tensor([sent]), torch.tensor([received]))
+        rows_N1 = torch.from_numpy(sent_N)[:, None]
+        return self._transport.exchange(rows_N1, route).wait().flatten().numpy()
+
+
+def checksum(*numbers: int) -> int:
+    return zlib.crc32(np.array(numbers, np.int64).tobytes())

@@ -1,0 +1,164 @@
+"""Requests to an engine whose steps several processes take together, or one alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_events import Answer, ask, ask_all, drained, hold, request_of
+
+import moe_runtime
+from moe_runtime.errors import RankFailureError
+from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.following import follow
+from moe_runtime.serving.requests import EngineOptions, SamplingOptions
+
+NEW = 8
+MAX_TOKENS = 256
+
+
+def prompts_of(size: int) -> list[tuple[int, ...]]:
+    """The third begins as the first does, and finds what that has left."""
+    generator = torch.Generator().manual_seed(1)
+    first, second, rest = (
+        tuple(torch.randint(3, size, (length,), generator=generator).tolist())
+        for length in (37, 9, 5)
+    )
+    return [first, second, first[:33] + rest]
+
+
+def answered(path: str, engine: EngineOptions, loading: dict[str, Any]) -> dict[str, Any]:
+    """All that the first process tells of some requests; of the others what they computed."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model: Any = moe_runtime.load(
+        path,
+        device="cpu",
+        max_tokens=MAX_TOKENS,
+        group=group,
+        **{"policy": "lru", "prefetch": "off", **loading},
+    )
+    with model.moe:
+        if group is not None and group.rank():
+            follow(model, options=engine)
+            model.moe.check()
+            return {"own": model.moe.stats()}
+        with Engine(model, engine) as running:
+            told = _all_told(running, model.config.get_text_config().vocab_size)
+            stats = running.statistics()
+            assert running.failure is None
+        model.moe.check()
+        return {**told, "stats": stats, "own": model.moe.stats()}
+
+
+def _all_told(engine: Engine, size: int) -> dict[str, Any]:
+    first, second, third = prompts_of(size)
+    drawn = SamplingOptions(temperature=0.9, top_p=0.9, seed=7)
+    unseeded = SamplingOptions(temperature=1.0, top_k=1)
+    held, _ = hold(engine, request_of(first, NEW, num_logprobs=2, num_prompt_logprobs=1))
+    # all of these come before the next step, so that steps are the same whatever the clock says
+    others = [
+        ask(engine, request_of(second, NEW, sampling=drawn, num_logprobs=0))[0],
+        ask(engine, request_of(third, NEW, client="another", returns_routing=True))[0],
+        ask(engine, request_of(second, 3, stop_ids=frozenset(range(size)), priority=1))[0],
+    ]
+    held.release()
+    found = [answer.wait() for answer in (held, *others)]
+    for request in (
+        request_of(third, NEW),
+        request_of(second, 0),
+        request_of(second, NEW, sampling=unseeded),
+    ):
+        found += ask_all(engine, [request])
+    cancelled, handle = hold(engine, request_of(first, 64))
+    handle.cancel()
+    cancelled.release()
+    assert cancelled.wait().finished.reason == "cancelled"
+    drained(engine)
+    return {"answers": [_told_of(answer) for answer in found], "stop": len(others[2].ids)}
+
+
+def _told_of(answer: Answer) -> tuple[Any, ...]:
+    tokens = [(one.token_id, one.logprob, one.top_logprobs) for one in answer.tokens]
+    routing = [answer.read.routing, *(one.routing for one in answer.tokens)]
+    experts = [one.tolist() for one in routing if one is not None]
+    read = answer.read
+    return tokens, read.logprobs, read.cached_tokens, experts, answer.finished
+
+
+def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[int, ...], float]:
+    """One process kills itself at some step; what the others hear of it, and after how long."""
+    rank = dist.get_rank()
+    model: Any = moe_runtime.load(
+        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
+    )
+    left = random.Random(seed).randrange(1, 60)
+
+    def count(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    experts = [part for name, part in model.named_modules() if name.endswith("mlp.experts")]
+    for part in experts if rank == victim else ():
+        part.register_forward_pre_hook(count)
+    began_s = time.monotonic()
+    try:
+        if rank:
+            follow(model)
+            return "", (), 0.0
+        with Engine(model) as engine:
+            prompts = prompts_of(model.config.vocab_size)
+            answers = [ask(engine, request_of(prompt, 60))[0] for prompt in prompts]
+            for answer in answers:
+                assert answer.wait().finished.reason == "error"
+            assert not engine.is_open
+            failure = engine.failure
+        assert isinstance(failure, RankFailureError)
+        assert all(str(failure) in (one.finished.message or "") for one in answers)
+        raise failure
+    except RankFailureError as error:
+        return str(error), error.ranks, time.monotonic() - began_s
+
+
+def refusals(path: str) -> list[str]:
+    """What processes are told that want what only one alone has."""
+    model: Any = moe_runtime.load(
+        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
+    )
+    said = []
+
+    def refused(*args: Any, **options: Any) -> None:
+        try:
+            Engine(model, *args, **options)
+        except (ValueError, RankFailureError) as error:
+            said.append(str(error))
+
+    rank = dist.get_rank()
+    with model.moe:
+        if rank:
+            refused()
+        else:
+            said.append("")
+        try:
+            if rank:
+                follow(model, options=EngineOptions(most_running=5))
+            else:
+                refused(EngineOptions(most_running=4))
+        except RankFailureError as error:
+            said.append(str(error))
+        if rank:
+            follow(model)
+            return said
+        with Engine(model) as engine:
+            for request in (request_of((1, 2), 3, adapter="one"),):
+                try:
+                    engine.submit(request, lambda _: None)
+                except ValueError as error:
+                    said.append(str(error))
+    return said
