@@ -42,7 +42,7 @@ from moe_runtime.serving.requests import EngineOptions, Event, Finished, Generat
 METRICS = {
     **facts("bytes", "read_bytes", "row_bytes", "needed_bytes", "plan_bytes"),
     **facts("count", "expert_slots", better="more"),
-    **facts("ratio", "reads_of_one", "travel_of_needed", "plan_of_step"),
+    **facts("share", "reads_of_one", "travel_of_needed", "plan_of_step"),
     **facts("s", "step_s", "plan_s"),
 }
 OPTIONS = EngineOptions(prompt_tokens=4, idle_prompt_tokens=4, reuses_prefixes=False)
