@@ -3,7 +3,7 @@
 `python benchmarks/device_decode.py --shape qwen3-30b-a3b --layers 4 --save` makes a checkpoint of
 whole layers with random weights, measures the GPU, its link and the CPU, then greedy tokens a
 second of one sequence: all experts on the GPU; slots for a half and a quarter of them and the rest
-in pinned host memory, missing experts copied, computed by the CPU, or both (`load(misses=...)`);
+in pinned host memory, missing experts copied, or some computed by the CPU (`load(misses=...)`);
 and transformers with `grouped_mm` and with our kernels. Routing is even and no token comes again,
 the worst case of a cache.
 
@@ -200,7 +200,7 @@ class Bench:
         if rates.link_bytes_s is not None:
             link_s = missed * self.shape.expert_bytes / rates.link_bytes_s
         together_s = cpu_s * link_s / (cpu_s + link_s) if link_s else 0.0
-        least_s = {"device": link_s, "cpu": cpu_s, "auto": together_s}[misses]
+        least_s = {"device": link_s, "auto": together_s}[misses]
         resident = self.results.value(next(iter(self.answers)), "tokens_per_s")
         assert resident is not None
         share = max(least_s, 1 / resident) * one["tokens_per_s"]
@@ -227,7 +227,7 @@ def measure(bench: Bench) -> None:
     """All rows, those that are wanted most first."""
     options, on_gpu = bench.options, bench.options.device == "cuda"
     bench.ours(1.0, "device")
-    ways = ("device", "auto", "cpu") if on_gpu else ("device",)
+    ways = ("device", "auto") if on_gpu else ("device",)
     first, *others = options.shares
     for misses in ways:
         bench.ours(first, misses)

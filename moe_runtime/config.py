@@ -161,7 +161,7 @@ CACHE_CODES = ("none", "planes")
 KV_CACHES = ("exact", "int8")
 """How keys and values are kept: as computed, or rounded to int8, 32 values to a scale."""
 STAND_IN = "stand-in"
-MISSES = ("device", "cpu", "auto", STAND_IN)
+MISSES = ("device", "auto", STAND_IN)
 DRAFTS = ("none", "lookup", "mtp")
 """What drafts beside models, which are named by their folder, file, or place on the hub."""
 

@@ -7,6 +7,7 @@ in one order. Addresses are 64-bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,7 +164,11 @@ def choose_dsd_tile(block_m: int, x: Tensor, device: GpuLimits | None = None) ->
     """
     device = device or describe_device(x.device)
     wide = 256 if block_m == 128 and x.element_size() == 2 else 128
-    return choose_tile(block_m, wide if device.has_wide_accumulators else 64, x, device)
+    if device.has_wide_accumulators:
+        return choose_tile(block_m, wide, x, device)
+    tile = choose_tile(block_m, 64, x, device)
+    # results in fp32 pass through shared memory, which desktop cards have little of
+    return replace(tile, num_stages=min(tile.num_stages, 12 // x.element_size()))
 
 
 def _gathering(topology: BlockTopology, gather: Gather | None) -> dict[str, Any]:

@@ -31,9 +31,16 @@ from moe_runtime.kernels.grouped_gemm.packed import (
     codes_of,
     depth_of,
     distance,
+    has_word_rows,
     packed_arguments,
+    packed_row_block,
 )
-from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, Tile, describe_device
+from moe_runtime.kernels.grouped_gemm.tile import (
+    GpuLimits,
+    Tile,
+    casts_codes,
+    describe_device,
+)
 from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, is_interpreted, power_of_2
@@ -75,7 +82,7 @@ class _Rows(NamedTuple):
         return self.num_tokens * self.num_choices
 
     def arguments(self, device: GpuLimits) -> dict[str, Any]:
-        is_chained = device.has_wide_accumulators and not is_interpreted()
+        is_chained = device.chains_launches and not is_interpreted()
         return {
             "num_experts": self.num_experts,
             "NUM_CHOICES": self.num_choices,
@@ -89,7 +96,7 @@ class _Rows(NamedTuple):
 class _Product(NamedTuple):
     """What the launch of a product depends on but for its rows.
 
-    `packed` says how packed weights are written; None for one token and weights whose rows are
+    `packed` says how packed weights are written. `is_row`: of one token, and weights whose rows are
     whole, which kernels without matrix units multiply.
     """
 
@@ -101,25 +108,38 @@ class _Product(NamedTuple):
     stride_w: _Strides
     stride_b: _Strides
     has_bias: bool
-    packed: tuple[tuple[str, Any], ...] | None
+    packed: tuple[tuple[str, Any], ...]
+    is_row: bool
+
+    @property
+    def format(self) -> WeightFormat | None:
+        return dict(self.packed)["FORMAT"]
 
     def arguments(self, rows: _Rows, block_n: int, block_k: int) -> dict[str, Any]:
         return {
             "dim_n": self.dim_n, "dim_k": self.dim_k, "HAS_BIAS": self.has_bias,
-            "BLOCK_T": 1 if self.packed is None else MAX_TOKENS,
-            "BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": self.dim_k % block_k == 0,
-            "num_warps": _NUM_WARPS, **rows.arguments(self.device),
+            "BLOCK_T": 1 if self.is_row else MAX_TOKENS,
+            "BLOCK_N": block_n, "BLOCK_K": block_k,
+            "EVEN_N": self.dim_n % block_n == 0, "EVEN_K": self.dim_k % block_k == 0,
+            "num_warps": _NUM_WARPS, **rows.arguments(self.device), **dict(self.packed),
         }  # fmt: skip
 
-    def row_block(self, num_weights: int) -> tuple[int, int]:
-        """Columns of the output and summed elements of a step for one token."""
-        block_k = min(_ROW_BLOCK_K, power_of_2(self.dim_k))
-        return min(16, num_weights // block_k), block_k
+    def row_arguments(self, rows: _Rows, num_weights: int, num_matrices: int) -> dict[str, Any]:
+        """Of one token; weights of a program at a time of each of so many matrices."""
+        kind = self.format
+        if kind is None:
+            block_k = min(_ROW_BLOCK_K, power_of_2(self.dim_k))
+            block_n = min(16, num_weights // block_k)
+        else:
+            block_n, block_k = packed_row_block(kind, self.dim_k, _NUM_WARPS, num_matrices)
+        found = self.arguments(rows, block_n, block_k)
+        del found["SCALES_TILE"]
+        found["CASTS"] = kind is not None and casts_codes(kind, self.device)
+        return found
 
     def depth(self, *, has_gate: bool) -> tuple[int, int]:
         """`(summed elements a step, steps under way)`: as many as the shared memory holds."""
-        assert self.packed is not None
-        kind: WeightFormat | None = dict(self.packed)["FORMAT"]
+        kind = self.format
         most = _ROW_BYTES // self.dtype.itemsize
         tile = Tile(MAX_TOKENS, _BLOCK_N, most, _NUM_WARPS, _NUM_STAGES)
         tile = tile.fitted(self.dtype.itemsize, self.device)
@@ -153,17 +173,17 @@ def _prepare_up(
         "stride_bs": stride_b[0], "stride_bn": stride_b[1] * step, "stride_b_up": to_up_b,
         "IS_GATED": layout.has_gate, "ACTIVATION": spec,
     }  # fmt: skip
-    if product.packed is None:
-        block_n, block_k = product.row_block(_ROW_UP)
-        numbers |= product.arguments(rows, block_n, block_k)
-        return PreparedLaunch(decode_up_row, (rows.num_slots, cdiv(dim_f, block_n)), **numbers)
+    if product.is_row:
+        numbers |= product.row_arguments(rows, _ROW_UP, 1 + layout.has_gate)
+        grid = (rows.num_slots, cdiv(dim_f, numbers["BLOCK_N"]))
+        return PreparedLaunch(decode_up_row, grid, **numbers)
     block_k, num_stages = product.depth(has_gate=layout.has_gate)
     return PreparedLaunch(
         decode_up, (rows.num_slots, cdiv(dim_f, _BLOCK_N)),
         num_tokens=rows.num_tokens, stride_xt=stride_x[0], stride_xk=stride_x[1],
         stride_wk=stride_w[2], stride_hr=dim_f, PRECISION=product.precision,
-        EVEN_N=dim_f % _BLOCK_N == 0, num_stages=num_stages,
-        **product.arguments(rows, _BLOCK_N, block_k), **numbers, **dict(product.packed),
+        num_stages=num_stages,
+        **product.arguments(rows, _BLOCK_N, block_k), **numbers,
     )  # fmt: skip
 
 
@@ -180,10 +200,9 @@ def _prepare_down(
         "stride_ws": stride_w[0], "stride_wn": stride_w[1],
         "stride_bs": stride_b[0], "stride_bn": stride_b[1],
     }  # fmt: skip
-    if product.packed is None:
-        block_n, block_k = product.row_block(_ROW_DOWN)
-        numbers |= product.arguments(rows, block_n, block_k)
-        grid = (rows.num_slots, cdiv(dim_d, block_n))
+    if product.is_row:
+        numbers |= product.row_arguments(rows, _ROW_DOWN, 1)
+        grid = (rows.num_slots, cdiv(dim_d, numbers["BLOCK_N"]))
         return PreparedLaunch(decode_down_row, grid, **numbers), 1
     block_k, num_stages = product.depth(has_gate=False)
     # Parts so that the GPU has enough programs at once.
@@ -196,8 +215,8 @@ def _prepare_down(
         decode_down, (rows.num_slots, cdiv(dim_d, _BLOCK_N), num_parts),
         num_tokens=rows.num_tokens, split_k=steps_each * block_k, stride_hr=dim_f,
         stride_wk=stride_w[2], stride_ps=rows.num_slots * dim_d, stride_pr=dim_d,
-        PRECISION=product.precision, EVEN_N=dim_d % _BLOCK_N == 0, num_stages=num_stages,
-        **product.arguments(rows, _BLOCK_N, block_k), **numbers, **dict(product.packed),
+        PRECISION=product.precision, num_stages=num_stages,
+        **product.arguments(rows, _BLOCK_N, block_k), **numbers,
     )  # fmt: skip
     return prepared, num_parts
 
@@ -277,7 +296,7 @@ class DecodeProducts:
                 to_bias = 0 if up[1] is None else distance(operands["bias_ptr"], up[1])
                 distances = distance(matrix.codes, codes_of(up[0])), to_bias
         prepared = _prepare_up(rows, product, x_TD.stride(), distances, spec, experts.layout)
-        x_TD = x_TD.contiguous() if product.packed is None else x_TD
+        x_TD = x_TD.contiguous() if product.is_row else x_TD
         prepared(x_ptr=x_TD, hidden_ptr=self._hidden, **places, **operands)
 
         given_parts = None if self._partial is None else len(self._partial)
@@ -302,15 +321,18 @@ class DecodeProducts:
         """A product and its tensors; `is_whole` unless it has to be summed in parts."""
         codes, x_TD = codes_of(weight), self._x_TD
         tensors = {"weight_ptr": codes, "bias_ptr": codes[:, :, 0] if bias is None else bias}
-        packed = None
-        is_row = len(x_TD) == 1 and codes is weight and codes.stride(2) == 1 and codes.shape[2] > 0
-        if not is_row or not is_whole:
-            arguments = packed_arguments(weight, up, x_TD)
-            for name in ("scales_ptr", "zeros_ptr", "global_ptr"):
-                tensors[name] = arguments.pop(name)
-            packed = tuple(arguments.items())
+        is_row = len(x_TD) == 1 and is_whole and codes.shape[2] > 0
+        if not isinstance(weight, Tensor):
+            is_row = is_row and x_TD.data_ptr() % 4 == 0
+            is_row = is_row and all(map(has_word_rows, (weight, weight if up is None else up)))
+        elif codes.stride(2) != 1:
+            is_row = False
+        packed = packed_arguments(weight, up, x_TD)
+        for name in ("scales_ptr", "zeros_ptr", "global_ptr"):
+            tensors[name] = packed.pop(name)
         shape = (dim_n, dim_k, codes.stride(), tensors["bias_ptr"].stride(), bias is not None)
-        return _Product(self._device, precision_of(x_TD), x_TD.dtype, *shape, packed), tensors
+        kind = self._device, precision_of(x_TD), x_TD.dtype
+        return _Product(*kind, *shape, tuple(packed.items()), is_row), tensors
 
     def _rows(self, slot_of_expert: Tensor | None) -> tuple[_Rows, dict[str, Tensor]]:
         ids_TK = self._ids_TK

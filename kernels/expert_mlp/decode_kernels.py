@@ -15,6 +15,10 @@ import triton.language as tl
 
 from moe_runtime.kernels.grouped_gemm.activation_kernel import activate, gate_fwd
 from moe_runtime.kernels.grouped_gemm.packed_kernel import packed_step, row_of_scales, times_global
+from moe_runtime.kernels.grouped_gemm.packed_row_kernel import packed_rows
+
+# pyright: reportArgumentType=false
+# Triton makes a constexpr of a number, which the type checker does not know of.
 
 
 @triton.jit
@@ -255,13 +259,19 @@ def _row(ptr, first_k, dim_k, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def decode_up_row(
-    x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr,
-    num_experts, dim_n, dim_k, stride_ws, stride_wn, stride_w_up, stride_bs, stride_bn, stride_b_up,
+    x_ptr, weight_ptr, bias_ptr, hidden_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr, global_ptr,
+    num_experts, dim_n, dim_k, stride_ws, stride_wn, stride_w_up,
+    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up, stride_gs, stride_g_up,
+    stride_bs, stride_bn, stride_b_up,
     IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUM_CHOICES: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, IS_CHAINED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """`hidden[choice] = activation(x @ weight[slot of its expert].T + bias)`."""
+    """`hidden[choice] = activation(x @ weight[slot of its expert].T + bias)`.
+
+    FORMAT as in `decode_up`.
+    """
     if IS_CHAINED:
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
         # not before: `decode_down_row` reads ids without a wait
@@ -273,19 +283,28 @@ def decode_up_row(
         return
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < dim_n
-    weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64)[:, None] * stride_wn
-    weight_ptrs += tl.arange(0, BLOCK_K)[None, :]
-    gates = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for first_k in range(0, dim_k, BLOCK_K):
-        up = _tile(weight_ptrs + stride_w_up, first_k, mask_n, dim_k, EVEN_K, BLOCK_K)
-        if IS_GATED:
-            gate = _tile(weight_ptrs, first_k, mask_n, dim_k, EVEN_K, BLOCK_K)
-        x = _row(x_ptr, first_k, dim_k, BLOCK_K)
-        ups += up * x
-        if IS_GATED:
-            gates += gate * x  # pyright: ignore[reportPossiblyUnboundVariable]
-    gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+    if FORMAT is None:
+        weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64)[:, None] * stride_wn
+        weight_ptrs += tl.arange(0, BLOCK_K)[None, :]
+        gates = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        ups = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+        for first_k in range(0, dim_k, BLOCK_K):
+            up = _tile(weight_ptrs + stride_w_up, first_k, mask_n, dim_k, EVEN_K, BLOCK_K)
+            if IS_GATED:
+                gate = _tile(weight_ptrs, first_k, mask_n, dim_k, EVEN_K, BLOCK_K)
+            x = _row(x_ptr, first_k, dim_k, BLOCK_K)
+            ups += up * x
+            if IS_GATED:
+                gates += gate * x  # pyright: ignore[reportPossiblyUnboundVariable]
+        gate, up = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+    else:
+        codes_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64) * stride_wn
+        gate, up = packed_rows(
+            x_ptr, codes_ptrs, scales_ptr + slot * stride_ss, zeros_ptr + slot * stride_zs,
+            global_ptr + slot * stride_gs, tl.program_id(1) * BLOCK_N, offs_n, mask_n, dim_k,
+            stride_w_up, stride_sn, stride_s_up, stride_zn, stride_z_up, stride_g_up,
+            IS_GATED, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
         if IS_GATED:
@@ -302,11 +321,14 @@ def decode_up_row(
 
 @triton.jit
 def decode_down_row(
-    hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr,
-    num_experts, dim_n, dim_k, stride_ws, stride_wn, stride_bs, stride_bn,
+    hidden_ptr, weight_ptr, bias_ptr, partial_ptr, ids_ptr, slots_ptr, scales_ptr, zeros_ptr,
+    global_ptr, num_experts, dim_n, dim_k, stride_ws, stride_wn,
+    stride_ss, stride_sn, stride_s_up, stride_zs, stride_zn, stride_z_up, stride_gs, stride_g_up,
+    stride_bs, stride_bn,
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, IS_CHAINED: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, FORMAT: tl.constexpr, CASTS: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """`partial[choice] = hidden[choice] @ weight[slot of its expert].T + bias`."""
     slot, leads, _ = users(
@@ -317,18 +339,31 @@ def decode_down_row(
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < tl.where(is_used, dim_n, 0)
-    weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64)[:, None] * stride_wn
-    weight_ptrs += tl.arange(0, BLOCK_K)[None, :]
-    # on its way while hidden values are computed
-    weight = _tile(weight_ptrs, 0, mask_n, dim_k, EVEN_K, BLOCK_K)
-    if IS_CHAINED:
-        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
     row_ptr = hidden_ptr + tl.program_id(0).to(tl.int64) * dim_k
-    products = weight * _row(row_ptr, 0, tl.where(is_used, dim_k, 0), BLOCK_K)
-    for first_k in range(BLOCK_K, dim_k, BLOCK_K):
-        weight = _tile(weight_ptrs, first_k, mask_n, dim_k, EVEN_K, BLOCK_K)
-        products += weight * _row(row_ptr, first_k, dim_k, BLOCK_K)
-    sums = tl.sum(products, axis=1)
+    if FORMAT is None:
+        weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64)[:, None] * stride_wn
+        weight_ptrs += tl.arange(0, BLOCK_K)[None, :]
+        # on its way while hidden values are computed
+        weight = _tile(weight_ptrs, 0, mask_n, dim_k, EVEN_K, BLOCK_K)
+        if IS_CHAINED:
+            tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+        products = weight * _row(row_ptr, 0, tl.where(is_used, dim_k, 0), BLOCK_K)
+        for first_k in range(BLOCK_K, dim_k, BLOCK_K):
+            weight = _tile(weight_ptrs, first_k, mask_n, dim_k, EVEN_K, BLOCK_K)
+            products += weight * _row(row_ptr, first_k, dim_k, BLOCK_K)
+        sums = tl.sum(products, axis=1)
+    else:
+        if IS_CHAINED:
+            tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+        if is_used == 0:
+            return
+        codes_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64) * stride_wn
+        _, sums = packed_rows(
+            row_ptr, codes_ptrs, scales_ptr + slot * stride_ss, zeros_ptr + slot * stride_zs,
+            global_ptr + slot * stride_gs, tl.program_id(1) * BLOCK_N, offs_n, mask_n,
+            dim_k, 0, stride_sn, 0, stride_zn, 0, 0,
+            False, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if HAS_BIAS:
         bias_ptrs = bias_ptr + slot * stride_bs + offs_n.to(tl.int64) * stride_bn
         sums += tl.load(bias_ptrs, mask=mask_n, other=0.0).to(tl.float32)

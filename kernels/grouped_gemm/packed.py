@@ -57,6 +57,40 @@ def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int, dim_k: int) -
     return max(block_k // 2 if is_half else block_k, 32)
 
 
+_ROW_BYTES = 16
+"""Of codes that a thread loads at once, for one row."""
+_ROWS_EACH = 8
+"""Rows of weights of a thread, which share the values that they multiply."""
+_MOST_IDLE = 1.15
+_MOST_LANES = 8
+"""Threads side by side along K: what they load of a row is a line of the cache."""
+
+
+def has_word_rows(weight: Weights) -> bool:
+    """Whether the kernels of one row can read these codes, 16 bytes at a time."""
+    assert not isinstance(weight, Tensor)
+    kind, codes = weight.format, weight.codes
+    if any(place % _ROW_BYTES for place in (codes.data_ptr(), codes.stride(0), codes.stride(1))):
+        return False
+    if kind.block_codes:
+        return kind.codes == "q4_k"
+    most = _ROW_BYTES * 8 // kind.bits
+    unit = min(kind.group_cols or most, most)
+    return weight.num_cols % most == 0 and kind.group_cols % unit == 0
+
+
+def packed_row_block(
+    kind: WeightFormat, dim_k: int, num_warps: int, num_matrices: int
+) -> tuple[int, int]:
+    """Columns of the output and summed elements of a step, for one row: threads of a warp lie side
+    by side along K, as many as are not idle."""
+    codes = 32 if kind.block_codes else _ROW_BYTES * 8 // kind.bits
+    lanes = _MOST_LANES
+    while lanes > 1 and -(-dim_k // (lanes * codes)) * lanes * codes > _MOST_IDLE * dim_k:
+        lanes //= 2
+    return 32 * num_warps // lanes * (_ROWS_EACH // num_matrices), lanes * codes
+
+
 def stages_of(weight: Weights, num_stages: int, block_k: int, depth: int) -> int:
     """Steps to have on their way: twice as many where a group is less deep than the tile."""
     return num_stages * (1 if isinstance(weight, Tensor) or depth >= block_k else 2)

@@ -187,7 +187,7 @@ def _number(code, zero, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _scale(loaded, FORMAT: tl.constexpr):
+def scale_values(loaded, FORMAT: tl.constexpr):
     """fp32 of scales as they are stored; exact."""
     if FORMAT.scales == "e8m0":
         exponent = loaded.to(tl.uint32)
@@ -268,10 +268,10 @@ def _row_step(
         else:
             mask = mask_n[:, None] & (groups * GROUP < dim_k)[None, :]
             scales = tl.load(ptrs, mask=mask, other=0)
-        scales = tl.broadcast_to(_scale(scales, FORMAT)[:, :, None], (BLOCK_N, GROUPS, GROUP))
+        scales = tl.broadcast_to(scale_values(scales, FORMAT)[:, :, None], (BLOCK_N, GROUPS, GROUP))
         weight = (weight * tl.reshape(scales, (BLOCK_N, BLOCK_K))).to(x.dtype)
         return tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
-    scale = _scale(tl.load(scales_ptrs + group, mask=mask_n, other=0), FORMAT)
+    scale = scale_values(tl.load(scales_ptrs + group, mask=mask_n, other=0), FORMAT)
     part = tl.dot(x, tl.trans(weight.to(x.dtype)), input_precision=PRECISION)
     return acc + part * scale[None, :]
 

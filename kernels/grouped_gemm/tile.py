@@ -23,6 +23,7 @@ import torch
 from moe_runtime.files import make_folders, write_text
 from moe_runtime.kernels.grouped_gemm.packed import scales_tile
 from moe_runtime.kernels.quantized import WeightFormat
+from moe_runtime.kernels.triton_support import dependent_launch
 
 ProductKind = Literal["plain", "gated", "down_act_backward", "dw"]
 # A program needs some shared memory for more than its operands.
@@ -39,11 +40,16 @@ class GpuLimits:
             descriptors of tensors: the matrix units of Hopper and of Blackwell's servers read
             operands from shared memory, others through registers.
         num_multiprocessors: Programs that run at once, at one each.
+        chains_launches: Whether a kernel may begin while the one before it ends, see
+            `dependent_launch`.
+        converts_fp8: Whether there are instructions for it, as from sm_89 on.
     """
 
     shared_bytes: int = 227 * 1024
     has_wide_accumulators: bool = True
     num_multiprocessors: int = 132
+    chains_launches: bool = True
+    converts_fp8: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,4 +343,12 @@ def describe_device(device: torch.device) -> GpuLimits:
     found = torch.cuda.get_device_properties(device)
     # Not sm_120: Blackwell's desktop cards multiply from registers, as Ampere's do.
     is_wide = torch.version.hip is None and found.major in (9, 10, 11)
-    return GpuLimits(found.shared_memory_per_block_optin, is_wide, found.multi_processor_count)
+    chains = dependent_launch(device)["IS_CHAINED"]
+    shared, count = found.shared_memory_per_block_optin, found.multi_processor_count
+    converts = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    return GpuLimits(shared, is_wide, count, chains, converts)
+
+
+def casts_codes(kind: WeightFormat, device: GpuLimits) -> bool:
+    """Whether the kernels of one row leave codes to the GPU's own conversion."""
+    return kind.codes == "e4m3" and device.converts_fp8

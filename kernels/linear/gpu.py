@@ -1,8 +1,9 @@
-"""What the Triton kernel of `linear` can take: one row, in inference."""
+"""What the Triton kernels of `linear` can take, in inference: one row; any, of packed weights."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch.nn import Parameter
 
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 from moe_runtime.kernels.triton_support import require_triton
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 
 Layer = tuple[Tensor, Tensor | None]
 """A weight `[N, K]` and a bias `[N]` or None."""
@@ -82,3 +86,52 @@ def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         problem = row_problem(x, weight, bias) or "it is traced, or under autocast"
         raise ValueError(f"impl='triton' cannot compute this: {problem}")
     return found[0]
+
+
+def packed_problem(x_RK: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> str | None:
+    """Why the Triton kernels cannot multiply these rows by packed weights, or None."""
+    if x_RK.ndim != 2 or x_RK.shape[1] != weight.num_cols:
+        return f"x must be [R, {weight.num_cols}], got {list(x_RK.shape)}"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"bias must be [{weight.shape[0]}], got {list(bias.shape)}"
+    if not reads_packed(weight.format):
+        return f"they cannot read {weight.format}"
+    if x_RK.dtype not in DTYPE_CODES or x_RK.device != weight.device:
+        return f"x must be fp32, bf16 or fp16 on {weight.device}, got {x_RK.dtype} on {x_RK.device}"
+    if needs_torch(x_RK, bias):
+        return "they have no gradients"
+    return None
+
+
+def reads_packed(kind: WeightFormat) -> bool:
+    """Whether `packed_linear` multiplies weights of a format as they lie."""
+    if importlib.util.find_spec("triton") is None or kind.int8_activations:
+        return False
+    from moe_runtime.kernels.grouped_gemm.packed import takes_format
+
+    return takes_format(kind)
+
+
+def packed_linear(x_RK: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` of packed weights, `[R, N]`, for what has no `packed_problem`.
+
+    One row goes through a kernel without matrix units, others through the grouped product of one
+    expert.
+    """
+    from moe_runtime.kernels.grouped_gemm.forward import plain_product
+    from moe_runtime.kernels.grouped_gemm.groups import Groups
+    from moe_runtime.kernels.grouped_gemm.packed import has_word_rows
+    from moe_runtime.kernels.linear.kernel import launch_packed_row
+
+    num_rows, num_out = len(x_RK), weight.shape[0]
+    x_RK, bias = x_RK.contiguous(), None if bias is None else bias.contiguous()
+    stack = weight.stacked()
+    if num_rows == 1 and num_out and has_word_rows(stack) and x_RK.data_ptr() % 4 == 0:
+        return launch_packed_row(x_RK, stack, bias)
+    out_RN = x_RK.new_empty((num_rows, num_out))
+    if not out_RN.numel():
+        return out_RN
+    offsets = torch.arange(0, num_rows + 1, num_rows, device=x_RK.device)
+    groups = Groups(offsets, num_rows)
+    bias_1N = None if bias is None else bias[None]
+    return plain_product(x_RK, stack, groups, out=out_RN, bias_SN=bias_1N)

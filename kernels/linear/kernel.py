@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,8 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 
+from moe_runtime.kernels.grouped_gemm.packed import packed_arguments, packed_row_block
+from moe_runtime.kernels.grouped_gemm.packed_row_kernel import packed_rows
+from moe_runtime.kernels.grouped_gemm.tile import GpuLimits, casts_codes, describe_device
 from moe_runtime.kernels.linear.gpu import Layer
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, dependent_launch, power_of_2
+
+if TYPE_CHECKING:
+    from moe_runtime.kernels.quantized import QuantizedStack, WeightFormat
 
 MOST_LAYERS = 3
 _BLOCK_N = 4
@@ -150,4 +157,68 @@ def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
             x_ptr=x_1K, weight0_ptr=weights[0], weight1_ptr=weights[1], weight2_ptr=weights[2],
             bias0_ptr=biases[0], bias1_ptr=biases[1], bias2_ptr=biases[2], out_ptr=out_1N,
         )  # fmt: skip
+    return out_1N
+
+
+@triton.jit
+def packed_linear_row_fwd(
+    x_ptr, codes_ptr, bias_ptr, out_ptr, scales_ptr, zeros_ptr, global_ptr,
+    dim_n, dim_k, stride_wn, stride_sn, stride_zn,
+    FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """`out[n] = x @ weight[n] + bias[n]` of packed weights."""
+    first_n = tl.program_id(0) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < dim_n
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+    _, sums = packed_rows(
+        x_ptr, codes_ptr + offs_n.to(tl.int64) * stride_wn, scales_ptr, zeros_ptr, global_ptr,
+        first_n, offs_n, mask_n, dim_k, 0, stride_sn, 0, stride_zn, 0, 0,
+        False, FORMAT, CASTS, HAS_GLOBAL, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offs_n, sums, mask=mask_n)
+
+
+@lru_cache(maxsize=_MOST_PREPARED)
+def _prepare_packed(
+    kind: WeightFormat,
+    shape: tuple[int, int],
+    strides: tuple[int, int, int],
+    has_bias: bool,
+    device: torch.device,
+    limits: GpuLimits | None,
+) -> PreparedLaunch:
+    (dim_n, dim_k), (stride_wn, stride_sn, stride_zn) = shape, strides
+    block_n, block_k = packed_row_block(kind, dim_k, _NUM_WARPS, 1)
+    return PreparedLaunch(
+        packed_linear_row_fwd, (cdiv(dim_n, block_n),),
+        dim_n=dim_n, dim_k=dim_k, stride_wn=stride_wn, stride_sn=stride_sn, stride_zn=stride_zn,
+        FORMAT=kind, CASTS=casts_codes(kind, limits or describe_device(device)),
+        HAS_GLOBAL=kind.global_scale != "none", HAS_BIAS=has_bias,
+        EVEN_N=dim_n % block_n == 0, EVEN_K=dim_k % block_k == 0, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=_NUM_WARPS, **dependent_launch(device),
+    )  # fmt: skip
+
+
+def launch_packed_row(
+    x_1K: Tensor, weight: QuantizedStack, bias_N: Tensor | None, limits: GpuLimits | None = None
+) -> Tensor:
+    """The output `[1, N]` for one row, of a stack of one matrix that `has_word_rows`; for a GPU of
+    some limits instead of its own."""
+    given = packed_arguments(weight, None, x_1K)
+    strides = weight.codes.stride(1), given["stride_sn"], given["stride_zn"]
+    shape, has_bias = weight.shape[1:], bias_N is not None
+    prepared = _prepare_packed(weight.format, shape, strides, has_bias, x_1K.device, limits)
+    out_1N = x_1K.new_empty((1, shape[0]))
+    prepared(
+        x_ptr=x_1K, codes_ptr=weight.codes, bias_ptr=x_1K if bias_N is None else bias_N,
+        out_ptr=out_1N, scales_ptr=given["scales_ptr"], zeros_ptr=given["zeros_ptr"],
+        global_ptr=given["global_ptr"],
+    )  # fmt: skip
     return out_1N

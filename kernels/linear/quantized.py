@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.linear.gpu import packed_linear, packed_problem
 from moe_runtime.kernels.linear.op import (
     ROWS_PER_CALL,
     LinearImpl,
@@ -82,7 +83,7 @@ def quantized_linear(
         weight: `[N, K]`; one in the lossless code gives the bits of `linear` with the matrix that
             was coded.
         bias: `[N]`, fp32, bf16 or fp16, or None.
-        impl: As in `linear`.
+        impl: As in `linear`; `auto` takes the Triton kernels on a GPU.
         values: How values are written out for `auto`; every call takes new memory without it.
 
     Returns:
@@ -93,6 +94,12 @@ def quantized_linear(
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     library = require_native() if impl == "native" else native_library()
+    if isinstance(weight, QuantizedMatrix) and (impl == "triton" or (impl == "auto" and x.is_cuda)):
+        problem = packed_problem(x, weight, bias)
+        if problem is None:
+            return packed_linear(x, weight, bias)
+        if impl == "triton":
+            raise ValueError(f"impl='triton' cannot compute this: {problem}")
     if isinstance(weight, PlanesMatrix):
         if impl == "auto" and library is not None and len(x) <= packed_row_limit(library, weight):
             of_bf16 = x.dtype in PLANES_DTYPES and (bias is None or bias.dtype == torch.bfloat16)

@@ -88,6 +88,20 @@ class QuantizedMatrix:
         )
         return QuantizedMatrix(self.format, self.num_cols, self.codes[first:end], *others)
 
+    def to(self, device: torch.device) -> QuantizedMatrix:
+        parts = (self.codes, self.scales, self.zero_points, self.global_scale)
+        return QuantizedMatrix(
+            self.format,
+            self.num_cols,
+            *(None if part is None else part.to(device) for part in parts),  # type: ignore[arg-type]
+        )
+
+    def stacked(self) -> QuantizedStack:
+        """The only matrix of a stack, in this memory."""
+        parts = (self.codes, self.scales, self.zero_points, self.global_scale)
+        views = (None if part is None else part[None] for part in parts)
+        return QuantizedStack(self.format, self.num_cols, *views)  # type: ignore[arg-type]
+
     def native_struct(self) -> tuple[list[int], array[int]] | None:
         """The four words of the C struct `Matrix`, and what they point at, which must be kept.
 

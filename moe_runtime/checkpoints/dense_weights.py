@@ -169,7 +169,7 @@ def load_dense(
     }
     try:
         if packed:
-            keep_packed(model, experts, reader, checkpoint.dtype)
+            keep_packed(model, experts, reader, checkpoint.dtype, device)
         if stored:
             from moe_runtime.checkpoints.embedding_rows import keep_rows
 
@@ -448,13 +448,19 @@ def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
 
 
 def keep_packed(
-    model: PreTrainedModel, experts: ExpertMap, reader: DenseReader, dtype: torch.dtype
+    model: PreTrainedModel,
+    experts: ExpertMap,
+    reader: DenseReader,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Reads the weights that stay packed, and gives the model's linear layers these."""
+    """Reads the weights that stay packed to a device, and gives the model's linear layers these."""
     for entry_name, name in experts.packed_dense.items():
         weight = experts.dense_entries[entry_name]
         read: Any = read_coded if isinstance(weight, TensorEntry) else read_matrix
         matrix = read(reader, weight)
+        if device.type != "cpu":
+            matrix = matrix.to(device)
         parameter = packed_parameter(matrix, dtype)
         private.mark_as_initialized(parameter)
         path, _, own_name = name.rpartition(".")

@@ -185,8 +185,8 @@ KVCache = Annotated[
 Misses = Annotated[
     str,
     option(
-        "Where to compute experts that are not on the GPU: device (copy first), cpu, or "
-        "auto (the faster). cpu and auto can change the last digits. On a CPU: stand-in, int4 "
+        "Where to compute experts that are not on the GPU: device (copy first), or auto (there or "
+        "on the CPU, whichever is faster; can change the last digits). On a CPU: stand-in, int4 "
         "copies in memory answer for missing experts (lossy).",
         callback=named("misses", lambda: MISSES),
     ),

@@ -21,6 +21,7 @@ from moe_runtime.checkpoints.opening import (
     open_checkpoint,
     read_generation_config,
 )
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -70,6 +71,7 @@ from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_r
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps, TokenLimit, most_in_pass
 from moe_runtime.kernels.expert_mlp import ExpertWeights
+from moe_runtime.kernels.linear.gpu import reads_packed
 from moe_runtime.kernels.operands import find_device
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Slab, touched_meanwhile
 from moe_runtime.memory.store import ExpertStore
@@ -82,6 +84,7 @@ from moe_runtime.types import ExpertKey, ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moe_runtime.checkpoints.formats import Weight
     from moe_runtime.inference.draft_models import CachedDrafts, DraftPlan
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
@@ -165,8 +168,8 @@ def load(
             values to a scale, in half the memory. Running states stay as they are. Lossy; CPU only.
         activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
             8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
-        misses: where experts that a GPU lacks are computed: ``"device"``, once copied; ``"cpu"``,
-            for steps of up to 16 tokens; or ``"auto"``, by measured speeds. Except for ``"device"``
+        misses: where experts that a GPU lacks are computed: ``"device"``, once copied; or
+            ``"auto"``: in steps of up to 16 tokens there or on the CPU, by measured speeds, so that
             the last bits of a result depend on residency. ``"stand-in"``, on a CPU: in such steps
             resident int4 copies of all experts answer for missing ones. Lossy.
         routing: ``"exact"``, or ``"cache-aware:LAMBDA"``: in steps of up to 16 tokens a resident
@@ -331,7 +334,7 @@ def load(
     if misses not in ("device", STAND_IN):
         from moe_runtime.inference.device.misses import open_misses
 
-        open_misses(misses, modules, store, host_store, bind_slots(slot_maps["host"]))
+        open_misses(modules, store, host_store, bind_slots(slot_maps["host"]))
     apply_rules(rules, model, blocks, modules, store)
     as_loaded_model(model, folder, source.versions(), steps, max_tokens, in_pass)
     if place.type != "cpu":
@@ -544,13 +547,21 @@ def _lay_out(
         from moe_runtime.inference.device import device_experts
 
         kind, set_aside_bytes = device_experts.DeviceExperts, device_experts.WORKSPACE_BYTES
-        experts.packed_dense.clear()  # dense layers have no products from codes there
+        keep_readable(experts.packed_dense, experts.dense_entries)
         slot_maps["device"] = device_experts.experts_on_device(experts)
 
     def make(module: ExpertsModule, layer: int) -> OffloadedExperts:
         return kind(module, layer, [key for key in experts.layouts if key.layer == layer + 1])
 
     return replace_experts(model, experts, make), slot_maps, set_aside_bytes
+
+
+def keep_readable(packed: dict[str, str], entries: Mapping[str, Weight]) -> None:
+    """Leaves what a GPU multiplies as it lies among the dense weights that stay packed."""
+    for name in [*packed]:
+        weight = entries[name]
+        if isinstance(weight, TensorEntry) or not reads_packed(weight.format):
+            del packed[name]
 
 
 def replace_experts(

@@ -116,7 +116,7 @@ def test_one_line_says_what_to_change(words, folder, monkeypatch, capsys):
     [
         (2, "--device cuda:2", "--device cuda:2: torch sees GPUs up to cuda:1 here"),
         (0, "--device-memory 3GiB", "--device-memory is about a GPU"),
-        (2, "--misses cpu --device cpu", "--misses is about a GPU"),
+        (2, "--misses auto --device cpu", "--misses is about a GPU"),
         (2, "--device-memory lots", "--device-memory must be a size"),
         (2, "--peer openvino", "--peer openvino: computes on cpu alone"),
     ],

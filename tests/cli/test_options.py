@@ -36,7 +36,7 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 def distinctive(name: str, kind: Any, folder: Path) -> tuple[str, Any]:
     """A value of an option that is not its default: as a word, and as it must arrive."""
     words = {"host_memory": "7GiB", "device_memory": "5GiB", "device": "cpu", "dtype": "float32"}
-    words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "cpu"}
+    words |= {"policy": "slru", "shares": "even", "cache_code": "planes", "misses": "auto"}
     words |= {"routing": "cache-aware:0.375"}
     words |= {"activations": "int8", "draft": "lookup", "kv_cache": "int8"}
     words |= {"prefetch": "observe", "predictor": "running-counts"}

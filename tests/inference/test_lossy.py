@@ -246,7 +246,7 @@ def test_beside_an_exact_engine_they_are_refused() -> None:
     with pytest.raises(ValueError, match="exact keeps every bit, and kv_cache int8 rounds"):
         LossyRules.refuse_exact({"kv_cache": "int8"})
     LossyRules.refuse_exact(
-        {"kv_cache": "exact", "routing": "exact", "skip_below": 0.0, "misses": "cpu"}
+        {"kv_cache": "exact", "routing": "exact", "skip_below": 0.0, "misses": "auto"}
     )
 
 

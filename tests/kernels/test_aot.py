@@ -33,7 +33,13 @@ EXPECTED = {
     ),
     *("decode_up", "decode_down", "decode_combine", "decode_up_row", "decode_down_row"),
     *("block_sparse_sdd", "block_sparse_dsd"),
-    *("choose_experts_fwd", "linear_row_fwd", "rotary_step_fwd", "rms_norm_fwd"),
+    *(
+        "choose_experts_fwd",
+        "linear_row_fwd",
+        "packed_linear_row_fwd",
+        "split_attention_fwd",
+        "rms_norm_fwd",
+    ),
     "fetch_experts_fwd",
 }
 
@@ -83,10 +89,33 @@ def test_every_tile_fits_and_uses_what_the_gpu_has(target):
 
 def assert_all(target: str, found: list[dict[str, Any]]) -> None:
     assert_fits(target, found)
+    if target != "gfx942":
+        assert_packed_rows_are_read_16_bytes_at_once_by_few_instructions(target, found)
     if target in MATRIX_UNITS:
         assert_products_use_the_matrix_units(found, *MATRIX_UNITS[target])
     if target in LOADING_AHEAD:
         assert_experts_in_slots_are_loaded_ahead_and_16_bytes_at_once(found)
+
+
+# Instructions a weight, all of a step; FP8 takes more where none converts it.
+MOST_INSTRUCTIONS = {"mxfp4": 4.7, "fp8-block": 3.6, "int4": 4.0, "nvfp4": 4.8, "q4_k": 5.2}
+MOST_WITHOUT_CONVERSION = {"fp8-block": 5.7}
+
+
+def assert_packed_rows_are_read_16_bytes_at_once_by_few_instructions(
+    target: str, kernels: list[dict[str, Any]]
+) -> None:
+    found = [kernel for kernel in kernels if kernel["what"].startswith("rows ")]
+    most = MOST_INSTRUCTIONS
+    if target in ("sm_80", "sm_86"):
+        most = most | MOST_WITHOUT_CONVERSION
+    assert len(found) >= 4
+    for kernel in found:
+        name = kernel["what"].split()[1]
+        assert (kernel["loop"] > 0) == (kernel["name"] != "decode_combine"), kernel
+        assert kernel["loop"] <= most[name] * kernel["loop_weights"], kernel
+        codes = 16 if name == "fp8-block" else 32
+        assert kernel["loop_loads"] * codes >= kernel["loop_weights"], kernel
 
 
 def assert_fits(target: str, found: list[dict[str, Any]]) -> None:

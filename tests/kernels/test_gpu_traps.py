@@ -54,8 +54,11 @@ def test_a_chip_is_described_as_it_is(
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(tiles, "dependent_launch", lambda _: {"IS_CHAINED": capability >= (9, 0)})
     described = tiles.describe_device(torch.device("cuda", 0))
-    assert described == GpuLimits(shared_bytes, is_wide, num_multiprocessors)
+    chains, converts = capability >= (9, 0), capability >= (8, 9)
+    assert described == GpuLimits(shared_bytes, is_wide, num_multiprocessors, chains, converts)
 
 
 def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(monkeypatch, tmp_path):

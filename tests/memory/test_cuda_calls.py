@@ -64,6 +64,23 @@ def test_kernels_read_host_memory_where_it_has_one_address_for_both(offset):
     assert runtime.last_error == 0
 
 
+def test_recordings_share_the_memory_of_their_graphs(monkeypatch):
+    """Up to seventeen of them, of which one is replayed at a time."""
+    made = list[object]()
+
+    def make() -> object:
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", make)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    device = object.__new__(CudaDevice)
+    device.place = torch.device("cuda", 0)
+    device._pool = device._recording = device._telling = None
+    pools = [device.record()._pool for _ in range(3)]
+    assert pools == made * 3
+
+
 def check_told(device: Any, place: str) -> None:
     numbers = torch.tensor([[3, -1], [0, 7]], device=place)
     values = torch.ones(2, 5, dtype=torch.bfloat16, device=place)

@@ -312,6 +312,19 @@ def test_host_memory_is_given_back_before_it_goes():
     assert not runtime.held
 
 
+def test_the_gpu_that_reads_host_memory_is_waited_for_before_it_goes():
+    """Which need not be the current one."""
+    waited: list[Any] = []
+    memory, place = aligned_bytes(4096), torch.device("cuda", 1)
+    with (
+        patch.object(torch.cuda, "is_initialized", lambda: True),
+        patch.object(torch.cuda, "synchronize", waited.append),
+    ):
+        pin_in_parts(FakeRuntime(), memory, 4096, place=place)
+        del memory
+    assert waited == [place]
+
+
 def test_memory_that_may_not_be_locked_is_said_in_a_line_and_none_stays_locked():
     runtime, memory = FakeRuntime(limit=40_000), aligned_bytes(65_536)
     with pytest.raises(CapacityError, match=r"cannot lock 64 KiB .*ulimit -l"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from moe_runtime.inference.device.device_experts import (
     experts_on_device,
     open_device_stores,
 )
-from moe_runtime.inference.device.misses import open_misses
+from moe_runtime.inference.device.misses import MissPlan, MissSpeeds, open_misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle
 from moe_runtime.memory.source import ExpertSource, Slab
@@ -65,6 +65,14 @@ def map_of(checkpoint: Path, dtype: str = "auto") -> ExpertMap:
     return map_experts(build_on_meta(opened), opened)
 
 
+class ComputesAll(MissSpeeds):
+    def rests(self) -> bool:
+        return False
+
+    def plan(self, rows: Mapping[int, int], *_: Any, **__: Any) -> MissPlan:
+        return MissPlan((), (*rows,), 0.0)
+
+
 def load_on_emulated_device(
     checkpoint: Path,
     *,
@@ -78,7 +86,8 @@ def load_on_emulated_device(
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
     The host has two slots more than the device unless it is said how many. Other options of
-    ``load`` say who listens to it. Its ``moe`` is the handle of the two stores.
+    ``load`` say who listens to it. Its ``moe`` is the handle of the two stores. With ``misses``
+    ``"cpu"`` each plan is that the CPU computes everything.
     """
     with ExitStack() as patches:
         patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))
@@ -116,7 +125,10 @@ def load_on_emulated_device(
         if isinstance(module, OffloadedExperts):
             module.store = stores[0]
     if misses != "device":
-        open_misses(misses, experts_modules_of(model), *stores, bind_slots(experts))
+        modules = experts_modules_of(model)
+        open_misses(modules, *stores, bind_slots(experts))
+        for module in modules if misses == "cpu" else ():
+            module.misses.speeds = ComputesAll()
     capture_decoding(model, experts_modules_of(model))
     model._steps._stores = [*stores]
     facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])

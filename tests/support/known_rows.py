@@ -21,7 +21,7 @@ from moe_runtime.checkpoints.transformers_private import (
 from moe_runtime.inference import known_classes as known
 from moe_runtime.inference.cpu.step_layers import is_router, is_usual_rotary
 from moe_runtime.inference.device.fused_layers import compute_router, tensors_of
-from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
+from moe_runtime.kernels.decode_step.split_attention import RowNorm, turned_step
 from moe_runtime.kernels.rms_norm import rms_norm_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -127,14 +127,13 @@ def _check_attention(module: Any) -> None:
             query, key, value = (
                 part(hidden).flatten(1) for part in (own.q_proj, own.k_proj, own.v_proj)
             )
-            query = rotary_step(
+            query = turned_step(
                 (query, key, value),
                 (angles[0].flatten(1), angles[1].flatten(1)),
                 (layers[1].keys, layers[1].values),
                 layers[1].cumulative_length,
                 (_norm_of(own, "q_norm"), _norm_of(own, "k_norm")),
                 pairs_share=pairs_share,
-                impl="reference",
             )
             mixed, _ = attend(
                 own, query, layers[1].keys, layers[1].values, mask, scaling=own.scaling, dropout=0.0

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.cuda import CUDAGraph
 
@@ -429,7 +430,10 @@ def experts_of_step(
     tables = _tables(store, modules, num_choices)
     if tables is not None:
         _load_kernels(tables, num_tokens, num_choices)
-        return FetchedExperts(store, modules, tables, reads_ahead=reads_ahead)
+        if tables.is_slow is None:
+            tables.measure(partial(_fetch, tables))
+        if not tables.is_slow:
+            return FetchedExperts(store, modules, tables, reads_ahead=reads_ahead)
     return ExpertsInParts(store, modules, num_choices, reads_ahead=reads_ahead)
 
 
@@ -444,17 +448,28 @@ def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None
         )
 
 
+def _fetch(tables: HostTables, layer: int, experts: npt.NDArray[np.int64]) -> None:
+    places, slots_E = tables.layers[layer], tables.slots_E
+    ids_1K = torch.from_numpy(experts)[None].to(slots_E.device)
+    fetch_experts(
+        ids_1K, places.tables, tables.slots, slots_E[: len(places.keys)],
+        word_bytes=places.word_bytes, impl="triton",
+    )  # fmt: skip
+
+
 def _tables(
     store: DeviceStore[Any], modules: Sequence[DeviceExperts], num_choices: int
 ) -> HostTables | None:
-    """Where every expert is that may be asked for; None where a listener needs each layer, or
-    experts are missing."""
+    """Where every expert is that may be asked for; None where a listener needs each layer, experts
+    are missing, or reading them over the link is slow."""
     if not all(map(_is_quiet, modules)) or any(m.misses is not None for m in modules):
         return None
     if store.host_tables is None:
         open_host_tables(store, _keys_of(modules), num_choices)
     tables: HostTables | None = store.host_tables
-    return tables if tables is not None and tables.launch(lambda: None) is not None else None
+    if tables is None or tables.is_slow or tables.launch(lambda: None) is None:
+        return None
+    return tables
 
 
 def _keys_of(modules: Sequence[DeviceExperts]) -> dict[int, list[ExpertKey]]:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import StaticCache, StaticLayer
 
 from moe_runtime.checkpoints import transformers_private as private
@@ -24,6 +22,7 @@ from moe_runtime.inference.cpu.step_layers import (
 )
 from moe_runtime.inference.device.static_caches import RowCache
 from moe_runtime.inference.known_classes import (
+    EAGER_ATTENTION_CLASSES,
     RESIDUAL_LAYERS,
     ResidualForm,
     RouterForm,
@@ -37,7 +36,7 @@ from moe_runtime.kernels.decode_step.expert_choice import (
     ChoiceImpl,
     choose_experts,
 )
-from moe_runtime.kernels.decode_step.rotary_step import rotary_step
+from moe_runtime.kernels.decode_step.split_attention import split_attention
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.linear.gpu import linears_of_a_row
@@ -49,66 +48,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SDPA, _EAGER = "sdpa", "eager"
-_ARRIVALS = "moe_runtime_arrivals"
+_COUNTERS = "moe_runtime_counters"
 
 
 def fuse_device_attention(model: PreTrainedModel) -> None:
     """Gives the attention layers of a model on a GPU that qualify a fused step with a static
     cache."""
-    masks = AddedMasks()
     for module in model.modules():
         if has_usual_parts(module, (_SDPA, _EAGER), FORMS):
-            attention = DeviceAttention(module, masks)
+            attention = DeviceAttention(module)
             if attention.is_known:
-                masks.first = masks.first or attention
                 cast(Any, module).forward = attention
 
 
-class AddedMasks:
-    """Masks as attention adds them, made once for all layers of a step.
-
-    SDPA makes them anew for every layer, and copies those whose rows are no multiple of 8 long.
-    ``first`` is the layer with which a step begins.
-    """
-
-    def __init__(self) -> None:
-        self.first: DeviceAttention | None = None
-        self._known = WeakTensorKeyDictionary()
-
-    def added(self, mask: torch.Tensor, dtype: torch.dtype, layer: DeviceAttention) -> torch.Tensor:
-        """What is added to scores for a mask ``[B, 1, 1, S]`` that allows.
-
-        Masks of inference mode, whose changes torch does not count, stay as they are; the first
-        layer makes its mask in any case.
-        """
-        if layer is self.first:
-            self._known.clear()
-        if mask.dtype != torch.bool or mask.is_inference():
-            return mask
-        state = mask._version, dtype
-        known = self._known.get(mask)
-        if known is None or known[0] != state:
-            length = mask.shape[-1]
-            shape = *mask.shape[:-1], -(-length // 8) * 8
-            room = torch.full(shape, -torch.inf, dtype=dtype, device=mask.device)
-            known = state, room[..., :length].masked_fill_(mask, 0.0)
-            self._known[mask] = known
-        return known[1]
-
-
 class DeviceAttention(FusedAttention):
-    """The ``forward`` of an attention layer on a GPU. ``is_known`` says that its attention is SDPA
-    or eager, as transformers has them."""
+    """The ``forward`` of an attention layer on a GPU. ``is_known`` says that its attention is SDPA,
+    or a softmax with sinks that has no SDPA."""
 
     shows_weights = _EAGER
     takes_prompts = False
 
-    def __init__(self, module: Any, masks: AddedMasks) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self._masks = masks
-        self._attend, eager = self._functions[-1], self._functions[-2]
-        known = eager if self._attention == _EAGER else private.sdpa_attention_forward
-        self.is_known = self._attend is not None and self._attend is known
+        eager, attend = self._functions[-2:]
+        if self._attention == _EAGER:
+            self.is_known = class_name(module) in EAGER_ATTENTION_CLASSES and attend is eager
+        else:
+            self.is_known = attend is private.sdpa_attention_forward
         if self._attention == _SDPA:  # a server's is the same for keys that are tensors
             self._served = ATTENTION
 
@@ -146,35 +112,24 @@ class DeviceAttention(FusedAttention):
         if len(layer.keys) != batch or {cos.dtype, sin.dtype, layer.keys.dtype} != {dtype}:
             return None
         query, key, value = _project(self._module, hidden_states)
-        arrivals = _arrivals_of(layer)
-        query = rotary_step(
+        counters = _counters_of(layer)
+        mixed = split_attention(
             (query, key, value),
             (cos.flatten(1), sin.flatten(1)),
             (layer.keys, layer.values),
             layer.cumulative_length,
             (head_norm(self._module, "q_norm"), head_norm(self._module, "k_norm")),
+            scale=self._module.scaling,
+            mask_BS=None if mask is None else mask[:, 0, 0],
+            sinks_H=self._module._parameters.get("sinks"),
+            window=vars(self._module).get("sliding_window") or 0,
             pairs_share=self._pairs_share,
-            arrivals=arrivals,
+            counters=counters,
             impl="triton",
         )
-        if arrivals is None and not layer.cumulative_length.ndim:
+        if counters is None and not layer.cumulative_length.ndim:
             layer.cumulative_length.add_(1)
-        scale = self._module.scaling
-        if self._attention == _EAGER:
-            mixed, _ = self._attend(
-                self._module, query, layer.keys, layer.values, mask, dropout=0.0, scaling=scale
-            )
-        else:
-            # heads that share keys are rows of one product, as of transformers 5.23: nothing is
-            # repeated
-            mixed = scaled_dot_product_attention(
-                query.view(*layer.keys.shape[:2], -1, query.shape[-1]),
-                layer.keys,
-                layer.values,
-                attn_mask=mask if mask is None else self._masks.added(mask, query.dtype, self),
-                scale=scale,
-            )
-        return self._module.o_proj(mixed.reshape(batch, 1, -1))
+        return self._module.o_proj(mixed.view(batch, 1, -1))
 
 
 def _project(module: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
@@ -196,18 +151,17 @@ def _static_layer(cache: Any, index: int) -> Any:
     return layer if type(layer) is StaticLayer and layer.is_initialized else None
 
 
-def _arrivals_of(layer: Any) -> torch.Tensor | None:
-    """The counter by which `rotary_step` advances the length of a cached layer, kept with the
-    layer. None for rows, whose places are given, and where a recording would own the new memory."""
-    length, found = layer.cumulative_length, vars(layer).get(_ARRIVALS)
-    if length.ndim:
-        return None
-    if found is None or found.device != length.device:
-        if length.is_cuda and torch.cuda.is_current_stream_capturing():
+def _counters_of(layer: Any) -> torch.Tensor | None:
+    """The counters of `split_attention`, kept with a cached layer; None where a recording would own
+    the new memory."""
+    found, (batch, num_heads) = vars(layer).get(_COUNTERS), layer.keys.shape[:2]
+    if found is None or found.device != layer.keys.device:
+        if layer.keys.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         with torch.inference_mode(False):
-            found = torch.zeros(1, dtype=torch.int32, device=length.device)
-        setattr(layer, _ARRIVALS, found)
+            shape = 1 + batch * num_heads
+            found = torch.zeros(shape, dtype=torch.int32, device=layer.keys.device)
+        setattr(layer, _COUNTERS, found)
     return cast(torch.Tensor, found)
 
 

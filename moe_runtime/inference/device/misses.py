@@ -35,18 +35,14 @@ class Misses:
         store: DeviceStore[ExpertWeights],
         lower: ExpertStore[torch.Tensor],
         bind: Bind,
-        *,
-        is_planned: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``is_planned`` lets speeds decide; otherwise the CPU computes every missing expert."""
         self.store = store
         self.lower = lower
         self.bind = bind
         self.clock = clock
         self.speeds = MissSpeeds()
         self.uses = RecentUses()
-        self._is_planned = is_planned
         self._given: tuple[int, float] | None = None
 
     def used(self, layer: int, experts: Sequence[int]) -> None:
@@ -56,12 +52,11 @@ class Misses:
     def keep(self, keys: Sequence[ExpertKey]) -> None:
         """Begins to copy experts that the CPU computes, where they are used more than others of
         late."""
-        if self._is_planned:
-            self.store.bring(keys, self.uses)
+        self.store.bring(keys, self.uses)
 
     def rest(self) -> bool:
         """Whether the device computes whatever the next layer lacks."""
-        return self._is_planned and self.speeds.rests()
+        return self.speeds.rests()
 
     def gives(self, layer: int) -> None:
         """The CPU has computed its part of a layer, which goes to the device now."""
@@ -81,8 +76,6 @@ class Misses:
         missing = [key for key, _ in Guesses(self.store).absent(wanted)] if wanted else []
         if not missing:
             return MissPlan((), (), 0.0)
-        if not self._is_planned:
-            return MissPlan((), tuple(key.expert for key in missing), 0.0)
         below = Guesses(self.lower)
         late = below.absent([(key, 1.0) for key in missing])
         slot_bytes = self.store.slot_bytes
@@ -158,16 +151,15 @@ class HostPart:
 
 
 def open_misses(
-    mode: str,
     modules: Iterable[Any],
     store: Any,
     lower: ExpertStore[torch.Tensor] | None,
     bind: Bind,
 ) -> None:
-    """Has the CPU compute missing experts: all of them (``"cpu"``), or as planned (``"auto"``)."""
+    """Has the CPU compute a part of the missing experts, as planned."""
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
-    misses = Misses(store, lower, bind, is_planned=mode == "auto")
+    misses = Misses(store, lower, bind)
     store.miss_costs = misses.speeds.costs
     for module in modules:
         module.misses = misses

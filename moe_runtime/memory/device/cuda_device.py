@@ -8,7 +8,7 @@ import ctypes
 import math
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -105,13 +105,14 @@ class CudaTold:
 
 class CudaRecorder:
     """Records the work that is queued within a ``with`` block, in one or several CUDA graphs, which
-    share memory of their own: they are replayed one after another, in their order."""
+    share memory with other recordings: the graphs are replayed one after another, in their order,
+    before those of another recording."""
 
     def __init__(
         self, device: CudaDevice, stream: torch.cuda.Stream, beside: torch.cuda.Stream
     ) -> None:
         self._device, self._place = device, device.place
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = device.graph_pool()
         self._within = torch.cuda.stream(stream)
         self._stream, self._beside = stream, beside
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -189,6 +190,7 @@ class CudaDevice:
         self._recording, self._telling = torch.cuda.Stream(place), torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
+        self._pool: Any = None
         self._index = place.index if place.index is not None else torch.cuda.current_device()
         self._runtime = find_runtime()
         self.compute_here()
@@ -210,7 +212,7 @@ class CudaDevice:
         """Locks host memory of slots until it goes; CapacityError where the system refuses."""
         with torch.cuda.device(self.place):
             try:
-                pin_in_parts(torch.cuda.cudart(), memory, slot_bytes)
+                pin_in_parts(torch.cuda.cudart(), memory, slot_bytes, place=self.place)
             except CapacityError:
                 if self._runtime is not None:
                     self._runtime.cudaGetLastError()  # else the next launch of a kernel tells of it
@@ -218,7 +220,8 @@ class CudaDevice:
 
     def reads_host(self, memory: torch.Tensor) -> bool:
         """Whether kernels can read pinned host memory at its addresses on the host."""
-        return self._runtime is not None and is_mapped(self._runtime, memory)
+        with torch.cuda.device(self.place):
+            return self._runtime is not None and is_mapped(self._runtime, memory)
 
     def compute_here(self) -> int:
         """The caller's current stream computes from slots from now on; returns its number."""
@@ -304,6 +307,21 @@ class CudaDevice:
         done.record(self._back)
         return done
 
+    def time(self, queue: Callable[[], object]) -> Callable[[], float]:
+        """Queues work on the caller's current stream; what is returned waits for it, and gives the
+        seconds that it took."""
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        here = self.computing_here()
+        begun.record(here)
+        queue()
+        done.record(here)
+
+        def wait() -> float:
+            done.synchronize()
+            return begun.elapsed_time(done) / 1e3
+
+        return wait
+
     def drain(self) -> None:
         """Waits until no copy writes any more: for where an exception left one under way."""
         for stream in (*self._copies.values(), self._back):
@@ -323,6 +341,13 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             for source, target in parts:
                 target.copy_(source, non_blocking=True)
+
+    def graph_pool(self) -> Any:
+        """The memory that all recordings share: of what one replay leaves there, nothing is wanted
+        once another recording is replayed."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def record(self) -> CudaRecorder:
         """Records what the caller queues, instead of computing it."""
@@ -362,7 +387,7 @@ def queue_copies(
 
 
 def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
-    """Whether a GPU has registered this host memory at its address on the host."""
+    """Whether the current GPU has registered this host memory at its address on the host."""
     found, address = ctypes.c_void_p(), memory.data_ptr()
     if runtime.cudaHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(address), 0):
         runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
@@ -371,9 +396,15 @@ def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
 
 
 def pin_in_parts(
-    runtime: Any, memory: torch.Tensor, slot_bytes: int, *, part_bytes: int = PIN_BYTES
+    runtime: Any,
+    memory: torch.Tensor,
+    slot_bytes: int,
+    *,
+    part_bytes: int = PIN_BYTES,
+    place: torch.device | None = None,
 ) -> None:
-    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes.
+    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes, and what was
+    queued on the GPU of ``place``, the current one if None, has ended.
 
     A copy must not cross two registrations, nor may these share a page: a part is a number of whole
     slots that ends with a page. Raises CapacityError: the system does not allow so much; nothing is
@@ -383,10 +414,10 @@ def pin_in_parts(
     parts = memory.split(max(1, part_bytes // unit) * unit)
     held: list[int] = []
     # the tensor itself must not be held: its memory goes with it
-    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held)
+    weakref.finalize(memory.untyped_storage(), _unregister, runtime, held, place)
     for part in parts:
         if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _MAPPED)) != 0:
-            _unregister(runtime, held)
+            _unregister(runtime, held, place)
             size = format_bytes(memory.numel())
             raise CapacityError(
                 f"cannot lock {size} of host memory for the GPU; raise the limit of locked memory "
@@ -395,8 +426,8 @@ def pin_in_parts(
         held.append(part.data_ptr())
 
 
-def _unregister(runtime: Any, held: list[int]) -> None:
+def _unregister(runtime: Any, held: list[int], place: torch.device | None) -> None:
     if held and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # kernels may read there
+        torch.cuda.synchronize(place)  # kernels may read there
     while held:
         runtime.cudaHostUnregister(held.pop())

@@ -32,6 +32,10 @@ from moe_runtime.types import ExpertKey
 MARGIN = 2.0
 """Uses by which an expert must be ahead; chosen by replaying routes. With less, more experts that
 come to stay cross the link twice; with more, those stay out that are wanted again and again."""
+MOST_OF_COPIES = 2.0
+"""Times as long as a copy that a fetched expert may take: the host needs longer for cut steps."""
+_TIMES = 3
+"""Measurements, of which the shortest counts."""
 LANDING_SHARE = 4
 """What is fetched takes at most one of so many slots."""
 
@@ -57,6 +61,8 @@ class HostTables:
     """Tables of a device's experts and of those in the host's memory below it.
 
     Attributes:
+        is_slow: whether kernels read host memory clearly slower than copies do; None before it was
+            measured.
         slots_E: where kernels find the slots of a layer's experts while it is computed.
         slots: ``[S, B]``, the memory of all slots.
     """
@@ -69,6 +75,7 @@ class HostTables:
         slots_E: torch.Tensor,
     ) -> None:
         self.layers, self.slots_E = layers, slots_E
+        self.is_slow: bool | None = None
         self.slots = store._slab.bytes.view(-1, store._slab.slot_bytes)
         self._store, self._lower = store, lower
         self._listed: dict[int, Residents] = {}
@@ -99,6 +106,27 @@ class HostTables:
                 self._kernels = store.device.vacate()
                 lower._fetcher.kernels = self._kernels
             return dict(self._listed)
+
+    def measure(self, fetch: Callable[[int, npt.NDArray[np.int64]], object]) -> None:
+        """Finds out whether it is slow. ``fetch`` queues that a layer's experts, which lie in the
+        host's memory, are fetched."""
+        if not self._listed:
+            return
+        layer, found = next(iter(self._listed.items()))
+        experts = np.flatnonzero(found.slots < 0)[: len(self.layers[layer].tables.landing_L)]
+        waits = list[Callable[[], float]]()
+        if not len(experts):
+            return
+
+        def queue() -> None:
+            for _ in range(_TIMES):
+                waits.append(self._store.device.time(lambda: fetch(layer, experts)))
+
+        if self.launch(queue) is None:
+            return
+        copy_s = self._store.fetcher.speed.seconds_per_byte * self.layers[layer].expert_bytes
+        fetch_s = min(wait() for wait in waits) / len(experts)
+        self.is_slow = copy_s > 0 and fetch_s > MOST_OF_COPIES * copy_s
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
         """Counts the choices of a step, and admits what is used most.

@@ -384,7 +384,7 @@ def prepare(
     experts = map_experts(model, checkpoint)
     experts.tie(model)  # what is one parameter is planned for and counted once
     if device.type != "cpu":
-        experts.packed_dense.clear()  # dense layers have no products from codes there
+        experts.packed_dense.clear()  # every backward pass would write their values anew
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device, ranks)
     on_stage("reading the text")

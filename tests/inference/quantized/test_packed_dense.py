@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf_checkpoints
@@ -11,6 +12,7 @@ import peft
 import pytest
 import quantized_checkpoints
 import torch
+from emulated_models import map_of
 from moe_families import Family
 from quantized_checkpoints import EVEN, Quantized
 from quantized_matrices import BLOCK_FORMATS, PUBLISHED, random_matrix
@@ -22,9 +24,12 @@ from transformers import DynamicCache
 
 import moe_runtime
 from moe_runtime.checkpoints.dense_weights import PackedTensor, packed_parameter
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu import step_layers
+from moe_runtime.inference.loading import keep_readable
 from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.quantized import WeightFormat
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
 KEPT = ("deepseek_v3-fp8", "qwen3_moe-fp8-ragged", "qwen3_moe-int4-zeros", "qwen3_moe-gptq")
@@ -91,6 +96,24 @@ def test_dense_bytes_are_those_that_lie_in_memory(tmp_path, name):
         # buffers are no weights but for what the gate adds to choose by
         biases = [2 * b.numel() for n, b in model.named_buffers() if "correction_bias" in n]
         assert model.moe.stats().dense_bytes == in_codes + in_bf16 + sum(biases)
+
+
+def test_on_a_gpu_only_what_its_kernels_read_stays_packed(tmp_path):
+    folder = write(SAMPLES["qwen3_moe-fp8-ragged"], tmp_path)
+    experts = map_of(folder)
+    names = dict(experts.packed_dense)
+    keep_readable(experts.packed_dense, experts.dense_entries)
+    assert experts.packed_dense == names
+    assert len(names) >= 9
+    unread, coded, *_ = names
+    entry: Any = experts.dense_entries[unread]
+    odd = WeightFormat("e4m3", "f32", group_rows=8, group_cols=8)
+    part = next(iter(entry.parts.values()))
+    tensor = TensorEntry(coded, part.file, "BF16", entry.shape, part.offset, part.num_bytes)
+    entries = {**experts.dense_entries, coded: tensor}
+    entries[unread] = SimpleNamespace(format=odd)  # type: ignore[assignment]
+    keep_readable(experts.packed_dense, entries)
+    assert experts.packed_dense.keys() == names.keys() - {unread, coded}
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -245,6 +245,32 @@ def test_a_device_that_cannot_read_the_host(checkpoint):
     assert_expected(checkpoint, request)
 
 
+@emulated
+@pytest.mark.parametrize(("slower", "is_slow"), [(1.5, False), (3.0, True)])
+def test_a_link_that_kernels_read_slowly_is_left_to_copies(checkpoint, slower, is_slow):
+    """As it was measured, in steps that are cut, with the same bits."""
+    with warmed(checkpoint) as model:
+        store = store_of(model)
+        store.fetcher.speed.seconds_per_byte = 1e-6
+
+        def time(device: Any, queue: Any) -> Any:
+            queue()
+            tables = store.host_tables
+            landing = next(iter(tables.layers.values()))
+            absent = (next(iter(tables._listed.values())).slots < 0).sum()
+            count = min(absent, len(landing.tables.landing_L))
+            return lambda: count * landing.expert_bytes * 1e-6 * slower
+
+        with patch.object(EmulatedDevice, "time", time):
+            request = Request(model)
+            request.steps(3 * MOST_REFUSED)
+        assert is_fetched(model) == (not is_slow)
+        assert store.host_tables.is_slow == is_slow
+        assert (model.moe.stats().cut_steps > 0) >= is_slow
+        model.moe.check()
+    assert_expected(checkpoint, request)
+
+
 def decode_and_count(model: Any) -> None:
     """With nobody on the device who is in the host's memory, too."""
     request = Request(model).until_fetched()

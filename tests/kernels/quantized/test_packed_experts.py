@@ -1,6 +1,7 @@
 """`expert_mlp` of quantised experts: every implementation against their values in fp64."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from moe_runtime.kernels.expert_mlp import (
     ActivationSpec,
     QuantizedExperts,
     StackedExperts,
+    decode,
     expert_mlp,
 )
 from moe_runtime.kernels.quantized import QuantizedStack, WeightFormat
@@ -152,6 +154,37 @@ def test_formats(name, num_tokens, generator):
     for impl in ("triton", "auto", "torch", "reference"):
         found = run(experts, impl, x, routed, GPT_OSS)
         assert_as_good_as_eager(found, eager, exact, impl)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(MXFP4, (96, 160)), (FP8_BLOCK, (96, 144)), (INT4_ZEROS, (64, 96)), (NVFP4, (96, 64)),
+     (WeightFormat("q4_k"), (256, 512))],
+    ids=["mxfp4", "fp8-block", "int4-zeros", "nvfp4", "q4_k"],
+)  # fmt: skip
+def test_one_token(kind, sizes, generator, monkeypatch):
+    """Kernels without matrix units, whatever slots the experts lie in; two choices are alike."""
+    names, launch = list[str](), decode.PreparedLaunch
+
+    def noted(kernel: Any, *arguments: Any, **numbers: Any) -> Any:
+        names.append(kernel.__name__)
+        return launch(kernel, *arguments, **numbers)
+
+    monkeypatch.setattr(decode, "PreparedLaunch", noted)
+    for prepare in (decode._prepare_up, decode._prepare_down, decode._prepare_sums):
+        prepare.cache_clear()
+    experts = make(kind, generator, sizes=sizes, slots=[3, 1, -1, 4, 0])
+    ids = torch.tensor([[3, 0, 3, 2, 7, 4]])
+    weights = torch.rand(1, 6, generator=generator)
+    x = torch.randn(1, sizes[0], generator=generator)
+    found = run(experts, "triton", x, (ids, weights), GPT_OSS)
+    slots = torch.tensor([[4, 3, 4, 0, 0, 0]])
+    there = weights.where(torch.tensor([[1, 1, 1, 0, 0, 1]]) > 0, 0)
+    exact = exact_values(replace(experts, slot_of_expert=None), x, (slots, there), GPT_OSS)
+    # fp32: two products of about a hundred terms each
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    assert names == ["decode_up_row", "decode_down_row", "decode_combine"]
 
 
 @pytest.mark.parametrize("kind", [MXFP4, INT4_ZEROS], ids=["mxfp4", "int4-zeros"])

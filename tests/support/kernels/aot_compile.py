@@ -41,6 +41,9 @@ class Binary:
         spilled_bytes: Of stack and local memory a thread uses; registers that were spilled.
         shared_bytes: Of a program.
         instructions: PTX or AMD assembly.
+        loop: Instructions of the longest loop as the GPU runs it, of kernels of packed rows.
+        loop_loads: Loads of 16 bytes of a thread among them.
+        loop_weights: Weights that a thread multiplies there.
     """
 
     name: str
@@ -49,6 +52,9 @@ class Binary:
     spilled_bytes: int
     shared_bytes: int
     instructions: str
+    loop: int = 0
+    loop_loads: int = 0
+    loop_weights: int = 0
 
 
 def compile_launches(call: Callable[[], Any], target: str) -> list[Binary]:
@@ -110,18 +116,27 @@ def _compile(kernel: Any, arguments: dict[str, Any], target: str) -> Binary:
         return _read_amd(compiled, target)
     capability = int(target.removeprefix("sm_"))
     compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _read_nvidia(compiled, target)
+    if "CASTS" not in arguments or arguments["FORMAT"] is None:
+        return _read_nvidia(compiled, target)
+    weights = arguments["BLOCK_N"] * arguments["BLOCK_K"] * (1 + arguments.get("IS_GATED", False))
+    return _read_nvidia(compiled, target, weights // (32 * arguments["num_warps"]))
 
 
-def _read_nvidia(compiled: Any, target: str) -> Binary:
+def _read_nvidia(compiled: Any, target: str, loop_weights: int = 0) -> Binary:
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tools, loop = Path(triton.__file__).parent / "backends" / "nvidia" / "bin", []
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        def ask(*words: str) -> str:
+            command = [str(tools / words[0]), *words[1:], file.name]
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+        usage = ask("cuobjdump", "-res-usage")
+        if loop_weights:
+            loop = max(loops_of(ask("nvdisasm", "-c")), key=len, default=[])
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     return Binary(
         compiled.metadata.name,
@@ -130,13 +145,32 @@ def _read_nvidia(compiled: Any, target: str) -> Binary:
         int(found["STACK"]) + int(found["LOCAL"]),
         compiled.metadata.shared,
         compiled.asm["ptx"],
+        len(loop),
+        sum(re.search(r"\bLDG\.E\.128", one) is not None for one in loop),
+        loop_weights,
     )
+
+
+def loops_of(text: str) -> list[list[str]]:
+    """The instructions of each loop in what `nvdisasm` prints: from a label to a jump back."""
+    found: list[list[str]] = []
+    instructions, labels = list[str](), dict[str, int]()
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif one := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(one[1])
+            jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", one[1])
+            if jump and jump[1] in labels:
+                found.append(instructions[labels[jump[1]] :])
+    return found
 
 
 def _read_amd(compiled: Any, target: str) -> Binary:
     text = compiled.asm["amdgcn"]
     registers = re.search(r"\.vgpr_count:\s+(\d+)", text)
-    spills = re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", text)
+    # scalars that are spilled lie in vector registers
+    spills = re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)
     scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)
     return Binary(
         compiled.metadata.name,

@@ -21,7 +21,7 @@ from aot_compile import Binary, compile_launches
 from torch import Tensor
 
 import moe_runtime.kernels.decode_step.expert_choice_kernel as choice_kernel
-import moe_runtime.kernels.decode_step.rotary_step_kernel as rotary_kernel
+import moe_runtime.kernels.decode_step.split_attention_kernel as attention_kernel
 import moe_runtime.kernels.linear.kernel as linear_kernel
 import moe_runtime.kernels.rms_norm.kernel as norm_kernel
 from moe_runtime.kernels.block_sparse.kernel import (
@@ -33,7 +33,7 @@ from moe_runtime.kernels.block_sparse.kernel import (
 from moe_runtime.kernels.block_sparse.topology import BlockTopology, Gather, expert_topology
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.decode_step.expert_choice import ChoiceForm
-from moe_runtime.kernels.decode_step.rotary_step import RowNorm
+from moe_runtime.kernels.decode_step.split_attention import RowNorm
 from moe_runtime.kernels.expert_fetch import FetchTables
 from moe_runtime.kernels.expert_fetch.op import launch_fetch_experts
 from moe_runtime.kernels.expert_mlp import QuantizedExperts, StackedExperts
@@ -89,7 +89,7 @@ def between_products(*, is_chained: bool) -> None:
     """Those of Qwen3-30B-A3B, and the widest; launched before the one before them has ended."""
     chain = {"IS_CHAINED": is_chained}
     with contextlib.ExitStack() as patches:
-        for module in (choice_kernel, linear_kernel, norm_kernel, rotary_kernel):
+        for module in (choice_kernel, linear_kernel, norm_kernel, attention_kernel):
             patches.enter_context(patch.object(module, "dependent_launch", lambda _: chain))
         _between_products()
 
@@ -112,18 +112,22 @@ def _between_products() -> None:
     choice_kernel.launch_choose_experts(
         meta(8, 512, dtype=torch.float32), 16, form, bias, torch.float32
     )
-    for dtype, heads, key_heads, dim, is_whole in (
-        (torch.bfloat16, 32, 4, 128, False),
-        (torch.float32, 48, 8, 256, True),
+    # Qwen3-30B-A3B, gpt-oss-20b, and fp32
+    for dtype, heads, key_heads, dim, is_whole, mask, window in (
+        (torch.bfloat16, 32, 4, 128, False, torch.bool, 0),
+        (torch.bfloat16, 64, 8, 64, False, torch.bfloat16, 128),
+        (torch.float32, 48, 8, 128, True, None, 0),
     ):
         query, key = meta(8, heads * dim, dtype=dtype), meta(8, key_heads * dim, dtype=dtype)
         widths = (heads * dim, key_heads * dim) if is_whole else (dim, dim)
         query_norm, key_norm = (RowNorm(meta(width, dtype=dtype), 1e-6) for width in widths)
-        angles, cache = meta(8, dim, dtype=dtype), meta(8, key_heads, 4096, dim, dtype=dtype)
+        angles, cache = meta(8, dim, dtype=dtype), meta(8, key_heads, 32768, dim, dtype=dtype)
         for place in (meta(dtype=torch.int64), meta(8, dtype=torch.int64)):
-            rotary_kernel.launch_rotary_step(
-                (query, key, key), (angles, angles), (cache, cache), place,
-                (query_norm, key_norm), dim, None if place.ndim else meta(1, dtype=torch.int32),
+            attention_kernel.launch_split_attention(
+                (query, key, key), (angles, angles), (cache, cache), place, (query_norm, key_norm),
+                dim, 0.1, None if mask is None else meta(8, 32768, dtype=mask),
+                meta(heads, dtype=dtype) if window else None, window,
+                meta(1 + 8 * key_heads, dtype=torch.int32),
             )  # fmt: skip
 
 
@@ -219,6 +223,7 @@ GPT_OSS = {"T": 4096, "K": 4, "E": 32, "D": 2880, "F": 2880}
 PACKED = {
     "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
     "fp8-block": WeightFormat("e4m3", "f32", group_rows=128, group_cols=128),
+    "int4": WeightFormat("uint4", "bf16", group_cols=32, zero=8),
     "int4-zeros": WeightFormat("uint4", "bf16", group_cols=32, has_zero_points=True),
     "nvfp4": WeightFormat("e2m1", "e4m3", group_cols=16, global_scale="divide"),
     # blocks with offsets spill, on gfx942 all blocks: kernels/README.md says where and how much
@@ -227,13 +232,13 @@ PACKED = {
 SELDOM = {"fp8-block", *BLOCKS_READ} - {"q8_0"}
 """Formats of which every tile is compiled or none."""
 DEVICES = {
-    "sm_80": GpuLimits(shared_bytes=163 * 1024, has_wide_accumulators=False),
+    "sm_80": GpuLimits(163 * 1024, False, chains_launches=False, converts_fp8=False),
     "sm_90": GpuLimits(),
     "sm_100": GpuLimits(),
-    "sm_86": GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False),
-    "sm_89": GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False),
-    "sm_120": GpuLimits(shared_bytes=99 * 1024, has_wide_accumulators=False),
-    "gfx942": GpuLimits(shared_bytes=64 * 1024, has_wide_accumulators=False),
+    "sm_86": GpuLimits(99 * 1024, False, chains_launches=False, converts_fp8=False),
+    "sm_89": GpuLimits(99 * 1024, False, chains_launches=False),
+    "sm_120": GpuLimits(99 * 1024, False),
+    "gfx942": GpuLimits(64 * 1024, False, chains_launches=False, converts_fp8=False),
 }
 
 
@@ -368,6 +373,17 @@ def packed_products(name: str, tile: Tile | None, dtype: torch.dtype, device: Gp
     plain_product(hidden, down, groups, out=out, bias_SN=biases[2], tile=tile)
 
 
+def packed_rows(name: str, device: GpuLimits) -> None:
+    """Both products of a layer for one token, and a linear layer."""
+    kind, is_gpt_oss = PACKED.get(name) or WeightFormat("q4_k"), name == "mxfp4"
+    _, K, E, D, F = (GPT_OSS if is_gpt_oss else QWEN3).values()
+    gate, up = (packed_stack(kind, E, F, D) for _ in range(2))
+    experts = QuantizedExperts(gate=gate, up=up, down=packed_stack(kind, E, D, F))
+    x, ids, weights = meta(1, D), meta(1, K, dtype=torch.int64), meta(1, K)
+    decode_expert_mlp(x, ids, weights, experts, GPT_OSS_GATE if is_gpt_oss else SPEC, device)
+    linear_kernel.launch_packed_row(x, packed_stack(kind, 1, 4096, D), meta(4096), device)
+
+
 Calls = list[tuple[str, Callable[[], None]]]
 """What to compile, with descriptions."""
 
@@ -474,8 +490,7 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[tuple[Sequence
     halves = (torch.bfloat16, torch.float16)
     sums = (torch.bfloat16, torch.float32)
     yield ("sm_80", "sm_120"), [("small kernels", small_kernels)]
-    is_chained = target in ("sm_90", "sm_100")
-    between = partial(between_products, is_chained=is_chained)
+    between = partial(between_products, is_chained=device.chains_launches)
     yield ("sm_90", "sm_89"), [("between products", between)]
     layers = [("qwen3", torch.bfloat16), ("gpt-oss", torch.bfloat16), ("qwen3", torch.float32)]
     yield (
@@ -514,10 +529,21 @@ def groups_of_calls(target: str, *, every_tile: bool) -> Iterator[tuple[Sequence
             for dtype in sums
         ],
     )
+    rows = {
+        name: (f"rows {name}", partial(packed_rows, name, device)) for name in (*PACKED, "q4_k")
+    }
+    yield ("sm_86", "sm_89", "sm_90", "sm_120"), [rows["mxfp4"]]
+    yield ("sm_86", "sm_89", "sm_90", "sm_120"), [rows["fp8-block"]]
+    yield ("sm_80", "sm_100"), [rows["int4"], rows["nvfp4"]]
+    yield ("sm_86", "sm_120"), [rows["q4_k"]]
     few, many_rows = packed_calls(target, every_tile=every_tile)
     yield ("sm_80", "sm_86", "sm_89", "sm_100"), few
     yield ("sm_90", "sm_120", "sm_86", "sm_80"), many_rows
     yield ("sm_100", "sm_90"), block_sparse_calls(device, every_tile=every_tile)
+    wide_rows = partial(
+        block_sparse, BLOCK_SIZES[-1], torch.float32, device, is_even=False, gathers=True
+    )
+    yield ("sm_86", "sm_120"), [(f"block-sparse fp32 {BLOCK_SIZES[-1]} rows", wide_rows)]
     for kind in TILES_16_BIT:
         is_wide = kind in ("gated", "down_act_backward")
         yield (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.linear import quantized_linear
+from moe_runtime.kernels.linear.op import LinearImpl
 from moe_runtime.kernels.quantized import (
     BLOCKS,
     SCALES,
@@ -140,7 +141,13 @@ def random_stack(
     return QuantizedStack(kind, num_cols, stacked("codes"), scales, zeros, factors)
 
 
-def assert_right(weight: QuantizedMatrix, x_RK: Tensor, bias: Tensor | None = None) -> None:
+def assert_right(
+    weight: QuantizedMatrix,
+    x_RK: Tensor,
+    bias: Tensor | None = None,
+    *,
+    impl: LinearImpl = "native",
+) -> None:
     """Within the roundings of fp32 sums, and one of the result.
 
     A sum of K products in any order, a few of them for scales, is within (K + 8) u of the sum of
@@ -154,6 +161,6 @@ def assert_right(weight: QuantizedMatrix, x_RK: Tensor, bias: Tensor | None = No
     if x_RK.dtype != torch.float32:
         kind = torch.finfo(x_RK.dtype)
         allowed += (kind.eps * exact.abs()).clamp(min=kind.smallest_normal * kind.eps)
-    found = quantized_linear(x_RK, weight, bias, impl="native")
+    found = quantized_linear(x_RK, weight, bias, impl=impl)
     assert found.dtype == x_RK.dtype
     assert ((found.double() - exact).abs() <= allowed).all()

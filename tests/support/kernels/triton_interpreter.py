@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def repair_interpreter() -> None:
@@ -35,6 +36,9 @@ def repair_interpreter() -> None:
         pair = (src.dtype.scalar, dst_type.scalar)
         if pair == (tl.bfloat16, tl.float32):
             return handle(widen(src.data), tl.float32)
+        if pair == (tl.float8e4nv, tl.float32):
+            codes = torch.from_numpy(src.data.astype(np.uint8)).view(torch.float8_e4m3fn)
+            return handle(codes.float().numpy(), tl.float32)
         if pair == (tl.float32, tl.bfloat16):
             return handle(narrow(src.data), tl.bfloat16)
         return original_cast(self, src, dst_type)

@@ -1,5 +1,6 @@
-"""`rotary_step`: the Triton kernel against the specification, and that against transformers."""
+"""`split_attention`: the Triton kernel against the specification, and that against transformers."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,12 +10,17 @@ from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb 
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_pairs
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb as of_all
 
-from moe_runtime.kernels.decode_step.rotary_step import RowNorm, rotary_step
+from moe_runtime.kernels.decode_step.split_attention import (
+    RowNorm,
+    split_attention,
+    turned_step,
+)
 from moe_runtime.kernels.rms_norm import FORMS, NormForm
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALE = {"scale": 0.3}
 
 
 class Sizes(NamedTuple):
@@ -56,16 +62,33 @@ def moved(value: Any) -> Any:
 
 
 def triton(given: Any, **options: Any) -> list[Tensor]:
-    """Queries, and the cache afterwards."""
+    """The output, and the cache afterwards."""
     given = {name: moved(value) for name, value in given.items()}
+    options = {name: moved(value) for name, value in options.items()}
     with torch.no_grad():
-        query = rotary_step(**given, impl="triton", **options)
-    return [part.cpu() for part in (query, *given["cache"])]
+        out = split_attention(**given, impl="triton", **(SCALE | options))
+    return [part.cpu() for part in (out, *given["cache"])]
 
 
 def reference(given: Any, **options: Any) -> list[Tensor]:
     given = given | {"cache": tuple(part.clone() for part in given["cache"])}
-    return [rotary_step(**given, impl="reference", **options), *given["cache"]]
+    return [split_attention(**given, impl="reference", **(SCALE | options)), *given["cache"]]
+
+
+def turned(given: Any, **options: Any) -> list[Tensor]:
+    cache = tuple(part.clone() for part in given["cache"])
+    return [turned_step(**(given | {"cache": cache}), **options), *cache]
+
+
+def assert_attends_as(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Both caches in the same bits; sums in other orders, of weights rounded to the type."""
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    eps = torch.finfo(found[0].dtype).eps
+    magnitude = expected[2].nan_to_num().abs().amax(dim=(1, 2, 3)).double()[:, None, None]
+    allowed = 4 * max(eps, 2.0**-18) * (magnitude + 1)
+    assert found[0].dtype == expected[0].dtype
+    assert ((found[0].double() - expected[0].double()).abs() <= allowed).all()
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -80,14 +103,75 @@ def reference(given: Any, **options: Any) -> list[Tensor]:
         (Sizes(heads=5, key_heads=5, dim=34, num_angles=3, places=33), True),
     ],
 )
-def test_turning_has_the_bits_of_the_specification(dtype, sizes, pairs_share):
+def test_the_first_token_of_a_cache(dtype, sizes, pairs_share):
+    """It sees itself alone, whatever else the cache holds; its key is turned in the same bits."""
     given = draw(sizes, dtype, None)
     for angles in (given["angles"], tuple(part[:1] for part in given["angles"])):
-        given["angles"] = angles
+        given |= {"angles": angles, "place": torch.tensor(0)}
         found = triton(given, pairs_share=pairs_share)
-        for ours, expected in zip(found, reference(given, pairs_share=pairs_share), strict=True):
-            torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
-    assert not found[1][:, :, sizes.places // 2].isnan().any()
+        assert_attends_as(found, reference(given, pairs_share=pairs_share))
+    assert not found[1][:, :, 0].isnan().any()
+    assert found[1][:, :, 1:].isnan().all()
+
+
+def filled(sizes: Sizes, dtype: torch.dtype, places: Sequence[int]) -> Any:
+    """As `draw`, for places of each sequence, and what lies before them in the cache."""
+    given = draw(sizes, dtype, None)
+    generator = torch.Generator().manual_seed(7)
+    for part in given["cache"]:
+        for row, place in zip(part, places, strict=True):
+            row[:, :place] = torch.randn(row[:, :place].shape, generator=generator).to(dtype)
+    return given | {"place": torch.tensor(places)}
+
+
+LONG = Sizes(batch=3, heads=6, key_heads=2, dim=10, value_dim=14, num_angles=10, places=200)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_in_parts_that_are_not_full(dtype):
+    """Four parts, of which sequences use one, two and all; masks of both kinds, sinks, windows."""
+    generator = torch.Generator().manual_seed(3)
+    given = filled(LONG, dtype, [199, 63, 64])
+    shown = torch.rand(3, 200, generator=generator) < 0.7
+    shown[:, 190:] = True
+    hidden = torch.zeros(3, 400).masked_fill(~shown.repeat_interleave(2, 1), -torch.inf)[:, ::2]
+    added = torch.randn(3, 200, generator=generator).to(dtype)
+    sinks = torch.randn(6, generator=generator)
+    for options in (
+        {},
+        {"mask_BS": shown},
+        {"mask_BS": hidden, "sinks_H": sinks},
+        {"mask_BS": added, "window": 70},
+        {"window": 1},
+        {"sinks_H": sinks.to(dtype), "window": 130, "mask_BS": shown},
+    ):
+        assert_attends_as(triton(given, **options), reference(given, **options))
+
+
+def test_who_sees_nothing_gets_nothing():
+    given = filled(LONG, torch.float32, [199, 63, 64])
+    for mask in (torch.zeros(3, 200, dtype=torch.bool), torch.full((3, 200), -torch.inf)):
+        found, expected = triton(given, mask_BS=mask), reference(given, mask_BS=mask)
+        assert not expected[0].any()
+        assert torch.equal(found[0], expected[0])
+        # all weight is that of the sinks
+        assert not triton(given, mask_BS=mask, sinks_H=torch.ones(6))[0].any()
+
+
+def test_the_bits_of_a_sequence_are_its_own():
+    """Whatever others lie beside it, and whatever the parts that come first."""
+    given = filled(LONG, torch.bfloat16, [199, 63, 130])
+    together = triton(given)[0]
+    for row in range(3):
+        alone = {
+            "qkv": tuple(part[row : row + 1] for part in given["qkv"]),
+            "angles": tuple(part[row : row + 1] for part in given["angles"]),
+            "cache": tuple(part[row : row + 1] for part in given["cache"]),
+            "place": given["place"][row],
+            "norms": given["norms"],
+        }
+        assert torch.equal(triton(alone)[0][0], together[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,7 +180,7 @@ def test_turning_has_the_bits_of_the_specification(dtype, sizes, pairs_share):
 def test_norms_are_those_of_rms_norm(dtype, form, is_whole):
     # a row longer than the values that are summed at a time
     sizes = Sizes(batch=2, heads=33, key_heads=3, dim=40, num_angles=20)
-    given = draw(sizes, dtype, form, is_whole=is_whole)
+    given = draw(sizes, dtype, form, is_whole=is_whole) | {"place": torch.tensor(0)}
     found, exact = triton(given), reference(given)
     for ours, expected in zip(found[1:], exact[1:], strict=True):
         assert torch.equal(ours.isnan(), expected.isnan())
@@ -124,48 +208,30 @@ def test_the_specification_has_the_bits_of_transformers(dtype, turn, num_angles,
     query, key, value = (row.view(3, 1, -1, 16).transpose(1, 2) for row in given["qkv"])
     angles = (part[:, None] for part in given["angles"])
     query, key = turn(query, key, *angles)
-    found = reference(given, pairs_share=pairs_share)
+    found = turned(given, pairs_share=pairs_share)
     assert torch.equal(found[0], query)
     assert torch.equal(found[1][:, :, 4:5], key)
     assert torch.equal(found[2][:, :, 4:5], value)
     assert found[1].isnan().sum() == 8 * key.numel()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_sequence_has_a_place_of_its_own(dtype):
-    given = draw(Sizes(batch=3, value_dim=10), dtype, "rounded")
-    places = [7, 0, 8]
-    together = triton(given | {"place": torch.tensor(places)})
-    exact = reference(given | {"place": torch.tensor(places)})
-    for row, place in enumerate(places):
-        alone = triton(given | {"place": torch.tensor(place)})
-        for ours, expected, own in zip(together, exact, alone, strict=True):
-            torch.testing.assert_close(ours[row], own[row], rtol=0, atol=0, equal_nan=True)
-            assert torch.equal(ours[row].isnan(), expected[row].isnan())
-    strided = torch.tensor([[7, 1], [0, 1], [8, 1]])[:, 0]
-    for ours, expected in zip(triton(given | {"place": strided}), together, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
-    query, keys, _ = triton(given | {"place": torch.tensor([7, 9, -1])})
-    assert [row.isnan().all().item() for row in query] == [False, True, True]
-    assert [row.isnan().all().item() for row in keys] == [False, True, True]
-
-
 @pytest.mark.parametrize("impl", ["triton", "reference"])
-@pytest.mark.parametrize("batch", [0, 1, 3])
-def test_a_place_is_moved_on_once_everybody_has_read_it(impl, batch):
-    drawn = draw(Sizes(batch), torch.bfloat16, "rounded")
+@pytest.mark.parametrize(("batch", "places"), [(0, 9), (1, 130), (3, 9)])
+def test_a_place_is_moved_on_once_everybody_has_read_it(impl, batch, places):
+    first = places - 5
+    drawn = filled(Sizes(batch, places=places), torch.bfloat16, [first] * batch)
+    drawn["place"] = torch.tensor(first)
     given, own = ({name: moved(value) for name, value in drawn.items()} for _ in range(2))
-    arrivals = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    counters = torch.zeros(1 + batch * 2, dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
-        for place in range(4, 11):  # the last two are behind the end
-            if impl == "reference" and place > 8:
+        for place in range(first, places + 2):  # the last two are behind the end
+            if impl == "reference" and place >= places:
                 break
-            found = rotary_step(**given, arrivals=arrivals, impl=impl)
+            found = split_attention(**given, **SCALE, counters=counters, impl=impl)
             assert given["place"] == place + 1
-            assert arrivals == 0
-            expected = rotary_step(
-                **(own | {"place": torch.tensor(place, device=DEVICE)}), impl=impl
-            )
+            assert not counters.any()
+            at = torch.tensor(place, device=DEVICE)
+            expected = split_attention(**(own | {"place": at}), **SCALE, impl=impl)
             assert torch.equal(found.nan_to_num(), expected.nan_to_num())
     for ours, theirs in zip(given["cache"], own["cache"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -174,9 +240,12 @@ def test_a_place_is_moved_on_once_everybody_has_read_it(impl, batch):
 def test_a_place_behind_the_end_leaves_the_cache_alone_and_shows():
     given = draw(Sizes(batch=2), torch.float32, "rounded")
     for place in (9, -1, 2**40):
-        query, keys, values = triton(given | {"place": torch.tensor(place)})
-        assert all(part.isnan().all() for part in (query, keys, values))
-        assert keys.shape == (2, 2, 9, 16)
+        out, keys, values = triton(given | {"place": torch.tensor(place)})
+        assert all(part.isnan().all() for part in (out, keys, values))
+    strided = torch.tensor([[0, 1], [9, 1]])[:, 0]
+    out, keys, _ = triton(given | {"place": strided})
+    for part in (out, keys[:, :, :1]):
+        assert [row.isnan().all().item() for row in part] == [False, True]
 
 
 def test_what_does_not_fit_is_refused():
@@ -191,11 +260,15 @@ def test_what_does_not_fit_is_refused():
         ("norms", (RowNorm(key[0, :3], 1e-5), None), r"norm of queries must be \[16\] or \[64\]"),
         ("place", torch.zeros(2), r"place must be one int64 on cpu or \[2\], got torch.float32"),
         ("place", torch.zeros(1, dtype=torch.int64), r"or \[2\], got torch.int64 \[1\]"),
-        ("arrivals", torch.zeros(1), r"arrivals must be int32 \[1\] on cpu, .* got torch.float32"),
-        ("arrivals", torch.zeros(2, dtype=torch.int32), r"got torch.int32 \[2\] on cpu"),
+        ("counters", torch.zeros(5), r"counters must be int32 \[5\] on cpu, got torch.float32"),
+        ("counters", torch.zeros(2, dtype=torch.int32), r"got torch.int32 \[2\] on cpu"),
+        ("mask_BS", torch.zeros(2, 8), r"the mask must be \[2, 9\], got \[2, 8\]"),
+        ("mask_BS", torch.zeros(2, 9, dtype=torch.int64), "bool or floating-point, got torch.int"),
+        ("sinks_H", torch.zeros(3), r"sinks must be \[4\], got \[3\]"),
+        ("window", -1, "at least one token, or is 0 for all, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
-            rotary_step(**(given | {name: bad}))
+            split_attention(**(given | SCALE | {name: bad}))
     given = {name: moved(value) for name, value in given.items()}
     with pytest.raises(ValueError, match="a contiguous cache, without gradients"):
-        rotary_step(**given, impl="triton")
+        split_attention(**given, **SCALE, impl="triton")

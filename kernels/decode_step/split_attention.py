@@ -1,4 +1,4 @@
-"""`rotary_step`: what lies between the products of an attention layer and its attention.
+"""`split_attention`: what lies between the products of an attention layer, for one new token.
 
 Shape suffixes: B sequences, N values of all heads of a token, R turned values of a head, A rows of
 angles, H query heads, G key heads, S places, D values of a query or key head, V of a value head.
@@ -12,27 +12,37 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.decode_step.attention_step import RowNorm, normed, rotated
+from moe_runtime.kernels.decode_step.single_query_attention import (
+    single_query_attention_reference,
+)
 from moe_runtime.kernels.operands import check_like, check_shape
 from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
-RotaryImpl = Literal["auto", "triton", "reference"]
+SplitImpl = Literal["auto", "triton", "reference"]
 
 
-def rotary_step(
+def split_attention(
     qkv: tuple[Tensor, Tensor, Tensor],
     angles: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     place: Tensor,
     norms: tuple[RowNorm | None, RowNorm | None] = (None, None),
     *,
+    scale: float,
+    mask_BS: Tensor | None = None,
+    sinks_H: Tensor | None = None,
+    window: int = 0,
     pairs_share: bool = False,
-    arrivals: Tensor | None = None,
-    impl: RotaryImpl = "auto",
+    counters: Tensor | None = None,
+    impl: SplitImpl = "auto",
 ) -> Tensor:
-    """Normalises and turns one token's queries and keys, and puts keys and values into a cache.
+    """Attention of one token a sequence, whose key and value it puts into a cache.
 
-    The rotary embedding (Su et al., 2021) is that of Llama: the first R values of a head are turned
-    in halves, the others stay. Every operation is rounded to the dtype.
+    Queries and keys are normalised and turned first. The rotary embedding (Su et al., 2021) is that
+    of Llama: the first R values of a head are turned in halves, the others stay; every such
+    operation is rounded to the dtype. Heads of queries share heads of keys. A token sees its own
+    place and those before it. The kernel reads the cached tokens in parts, whose length follows
+    from S, G and the GPU (Flash-Decoding; Dao et al., 2023).
 
     Args:
         qkv: Queries `[B, H * D]`, keys `[B, G * D]` and values `[B, G * V]` of one token a
@@ -42,16 +52,21 @@ def rotary_step(
         place: int64: where in S the token goes, without dimensions for all sequences, or `[B]` for
             each. It is read on the device.
         norms: Of queries and of keys, before they are turned.
+        scale: Factor of the scores.
+        mask_BS: Places that are seen, bool `[B, S]`, or what is added to scores, of any floating
+            dtype. Where a token sees nothing, and has no sink, the output is zero.
+        sinks_H: `[H]`, of any floating dtype: a further score of a head, whose weight is left out.
+        window: Tokens that are seen at most, the new one among them; 0: all.
         pairs_share: Whether angles come once for the two values of a pair, so that 2 R values are
             turned.
-        arrivals: int32 `[1]`, zero before and after, of this place alone, which has no dimensions:
-            with it the place is one more afterwards.
+        counters: int32 `[1 + B * G]`, zero before and after, of this call alone. With it, a place
+            without dimensions is one more afterwards.
         impl: `triton` is one kernel, for inference only; `auto` takes it on a GPU. A named
             implementation never falls back.
 
     Returns:
-        Queries `[B, H, 1, D]`. A place past the end is an error of the reference; the kernel,
-        which nobody waits for, leaves the cache alone then and gives NaN.
+        `[B, H, V]`. A place past the end is an error of the reference; the kernel, which nobody
+        waits for, leaves the cache alone then and gives NaN.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.
@@ -93,17 +108,28 @@ def rotary_step(
             f"place must be one int64 on {query_BN.device} or [{batch}], got {place.dtype} "
             f"{list(place.shape)} on {place.device}"
         )
-    if arrivals is not None and (
-        place.ndim or arrivals.dtype != torch.int32 or arrivals.shape != (1,)
-        or arrivals.device != query_BN.device
+    num_heads, num_places = query_BN.shape[1] // dim, keys_BGSD.shape[2]
+    if mask_BS is not None:
+        check_shape("the mask", mask_BS, (batch, num_places))
+        if mask_BS.dtype != torch.bool and not mask_BS.is_floating_point():
+            raise ValueError(f"the mask must be bool or floating-point, got {mask_BS.dtype}")
+    if sinks_H is not None:
+        check_shape("sinks", sinks_H, (num_heads,))
+    if window < 0:
+        raise ValueError(f"a window has at least one token, or is 0 for all, got {window}")
+    shape = (1 + batch * num_key_heads,)
+    if counters is not None and (
+        counters.dtype != torch.int32 or counters.shape != shape
+        or counters.device != query_BN.device
     ):  # fmt: skip
         raise ValueError(
-            f"arrivals must be int32 [1] on {query_BN.device}, for a place without dimensions, got "
-            f"{arrivals.dtype} {list(arrivals.shape)} on {arrivals.device}"
+            f"counters must be int32 {list(shape)} on {query_BN.device}, got {counters.dtype} "
+            f"{list(counters.shape)} on {counters.device}"
         )
     if resolve_impl(impl, query_BN.device, ("auto", "triton", "reference")) != "triton":
-        out = rotary_step_reference(qkv, angles, cache, place, norms, pairs_share=pairs_share)
-        if arrivals is not None:
+        query_BH1D = turned_step(qkv, angles, cache, place, norms, pairs_share=pairs_share)
+        out = _attend(query_BH1D[:, :, 0], cache, place, scale, mask_BS, sinks_H, window)
+        if counters is not None and not place.ndim:
             place.add_(1)
         return out
     check_triton_dtype(query_BN)
@@ -112,12 +138,41 @@ def rotary_step(
             "impl='triton' takes a contiguous cache, without gradients: call it within "
             "torch.no_grad()"
         )
-    from moe_runtime.kernels.decode_step.rotary_step_kernel import launch_rotary_step
+    from moe_runtime.kernels.decode_step.split_attention_kernel import launch_split_attention
 
-    return launch_rotary_step(qkv, angles, cache, place, norms, num_turned, arrivals)
+    return launch_split_attention(
+        qkv, angles, cache, place, norms, num_turned, scale, mask_BS, sinks_H, window, counters
+    )
 
 
-def rotary_step_reference(
+def _attend(
+    query_BHD: Tensor, cache: tuple[Tensor, Tensor], place: Tensor, scale: float,
+    mask_BS: Tensor | None, sinks_H: Tensor | None, window: int,
+) -> Tensor:  # fmt: skip
+    """The specification in plain torch, over what a token sees alone."""
+    keys_BGSD, values_BGSV = cache
+    places_S = torch.arange(keys_BGSD.shape[2], device=place.device)
+    last_B1 = place.reshape(-1, 1)
+    seen_BS = (places_S <= last_B1) & (places_S > last_B1 - (window or len(places_S)))
+    seen_BS = seen_BS.expand(len(query_BHD), -1)
+    added_BS = torch.zeros(seen_BS.shape, dtype=torch.float32, device=place.device)
+    if mask_BS is not None and mask_BS.dtype == torch.bool:
+        seen_BS = seen_BS & mask_BS
+    elif mask_BS is not None:
+        added_BS = mask_BS.float()
+        seen_BS = seen_BS & (added_BS > -torch.inf)
+    # nothing that is not seen is read: it may be NaN
+    hidden_BGS1 = ~seen_BS[:, None, :, None]
+    out_BHV = single_query_attention_reference(
+        query_BHD, keys_BGSD.masked_fill(hidden_BGS1, 0), values_BGSV.masked_fill(hidden_BGS1, 0),
+        added_BS.masked_fill(~seen_BS, -torch.inf), scale, sinks_H,
+    )  # fmt: skip
+    if sinks_H is None:
+        out_BHV = out_BHV.masked_fill(~seen_BS.any(1)[:, None, None], 0)
+    return out_BHV
+
+
+def turned_step(
     qkv: tuple[Tensor, Tensor, Tensor],
     angles: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
@@ -126,7 +181,8 @@ def rotary_step_reference(
     *,
     pairs_share: bool = False,
 ) -> Tensor:
-    """The specification in plain torch; every operation rounds to the dtype of the queries."""
+    """Queries `[B, H, 1, D]`, turned; keys and values go into the cache. In plain torch, every
+    operation rounded to the dtype of the queries."""
     query_BN, key_BN, value_BN = qkv
     keys_BGSD, values_BGSV = cache
     cos_AR, sin_AR = (torch.cat((a, a), dim=-1) if pairs_share else a for a in angles)
