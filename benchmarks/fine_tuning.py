@@ -1,5 +1,8 @@
 """Fine-tuning compared with PEFT and TRL: `python benchmarks/fine_tuning.py adapters [--save]`.
 
+`packed` trains LoRA on a checkpoint with gpt-oss-20b's layers in MXFP4: under a cap of 8 GiB, page
+cache included, and with all experts in memory. Each repetition is a process.
+
 `adapters` trains LoRA on attention and experts of layers of OLMoE's shape: with slots for the share
 of the experts that 10 GiB hold of the whole model, with all in memory, and by PEFT. `chats` trains
 LoRA on attention with documents as long as chats: packed rows of `finetune`, and padded batches of
@@ -9,10 +12,14 @@ TRL. Systems take steps in turn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +36,16 @@ from moe_runtime.benchmarks.harness.scripting import (
     results_parser,
     run_script,
 )
-from moe_runtime.benchmarks.suite import BenchSystem, Metric, Rules, facts, run_in_turn
+from moe_runtime.benchmarks.suite import (
+    BenchSystem,
+    Metric,
+    PeerFailedError,
+    Rules,
+    facts,
+    run_in_turn,
+)
+from moe_runtime.benchmarks.suite.memory_cap import forget, memory_cap
+from moe_runtime.benchmarks.synthetic.model_shapes import TensorPlan, write_checkpoint
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.training.config_tree import build_tree
@@ -43,12 +59,14 @@ METRICS = {
     **facts("s", "step_s"),
     **facts("nats", "loss"),
     **facts("count", "experts_with_slots", better="more"),
+    **facts("B", "peak_rss_bytes", "read_bytes"),
 }
+CAP_BYTES, BUDGET = 8 * 2**30, "7GiB"
 
 
 def main() -> int:
     parser = results_parser(__doc__, "--tiny=a tiny shape, as a rehearsal")
-    parser.add_argument("what", choices=("adapters", "chats"))
+    parser.add_argument("what", choices=("adapters", "chats", "packed"))
     for name, number, words in (
         ("--layers", 2, "of the model"),
         ("--steps", 4, "timed steps of each"),
@@ -61,6 +79,8 @@ def main() -> int:
     needed = ("peft", *(("trl", "datasets") if options.what == "chats" else ()))
     if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise MoERuntimeError(f"{options.what} needs {' and '.join(lacking)}: pip install them")
+    if options.what == "packed":
+        return packed(options)
     shape = shape_of("olmoe-1b-7b", options.layers, is_tiny=options.tiny)
     whole = shape_of("olmoe-1b-7b", 16, is_tiny=options.tiny)
     names = ("layers", "context", "rows")
@@ -93,6 +113,88 @@ def main() -> int:
         ours, other = (results.value(one, "tokens_per_s") or 0.0 for one in (first, name))
         print(f"{first}: {ours / other:.2f} times the speed of {name}")
     return results.finish()
+
+
+def packed(options: argparse.Namespace) -> int:
+    shape = shape_of("gpt-oss-20b", options.layers, is_tiny=options.tiny)
+    settings = {"shape": shape.describe(), "rank": RANK, "threads": torch.get_num_threads()}
+    settings |= {name: getattr(options, name) for name in ("layers", "context", "rows", "steps")}
+    settings |= {"cap_bytes": CAP_BYTES, "budget": BUDGET}
+    name = f"fine-tuning-packed-{shape.name}"
+    results = ScriptResults("fine-tuning-packed", options, settings, METRICS, file=name)
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as name:
+        folder = Path(name)
+        write_checkpoint(shape, folder / "model", make=any_codes)
+        (folder / "text.txt").write_text(language_reference())
+        systems = [
+            Process("under 8 GiB", folder, options, BUDGET, CAP_BYTES),
+            Process("in memory", folder, options, "0.9", None),
+        ]
+        rules = Rules(judged=["tokens_per_s"], least=3, most=3)
+        found, _ = run_in_turn(systems, rules)
+    for name, measured in found.items():
+        results.add(name, measured.failure or measured.repetitions)
+    ours, other = (results.value(one, "tokens_per_s") or 0.0 for one in found)
+    print(f"under the cap: {ours / max(other, 1e-9):.2f} times the speed of all in memory")
+    return results.finish()
+
+
+def any_codes(plan: TensorPlan, seed: int) -> list[Any]:
+    """Codes drawn at random with one scale: as fast to write as the disk is."""
+    del seed
+    random = np.random.default_rng(len(plan.name))
+    if plan.stored == "mxfp4":
+        codes, scales = plan.parts
+        bits = random.bytes(codes.num_bytes)
+        # values up to 6 of about 0.02: 2 to the power of -8
+        return [np.frombuffer(bits, np.uint8), np.full(scales.shape, 127 - 8, np.uint8)]
+    values = torch.ones(plan.shape)
+    if plan.std is not None:
+        values = torch.from_numpy(random.standard_normal(plan.shape, dtype=np.float32)) * plan.std
+    return [values.bfloat16().view(torch.uint16).numpy()]
+
+
+class Process(BenchSystem):
+    """Steps of `moe-runtime finetune --lora`, whose first one is not timed."""
+
+    def __init__(
+        self, name: str, folder: Path, options: argparse.Namespace, budget: str, cap: int | None
+    ) -> None:
+        super().__init__(name)
+        self._folder, self._cap, self._number = folder, cap, 0
+        self._tokens = options.context * options.rows
+        program = str(Path(sys.executable).with_name("moe-runtime"))
+        self._words = [
+            *(program, "finetune", str(folder / "model"), str(folder / "text.txt")),
+            *("--lora", str(RANK), "--rate", str(RATE), "--precision", "bfloat16"),
+            *("--context", str(options.context), "--sequences", str(options.rows)),
+            *("--steps", str(options.steps + 1), "--checkpoint-every", "0"),
+            *("--held-out-share", "0", "--host-memory", budget, "--json"),
+        ]
+
+    def repeat(self) -> Mapping[str, float]:
+        self._number += 1
+        output = self._folder / f"{self.name.replace(' ', '-')}-{self._number}"
+        words = [*self._words, "-o", str(output)]
+        forget((self._folder / "model").iterdir())
+        capped = contextlib.nullcontext() if self._cap is None else memory_cap(self._cap)
+        with capped as cap:
+            done = subprocess.run(
+                words if cap is None else cap.wrap(words), capture_output=True, text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise PeerFailedError(lines[-1] if lines else f"ended with {done.returncode}")
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        records = [one for one in map(json.loads, lines) if "step_s" in one][1:]
+        seconds = sum(one["step_s"] for one in records) / len(records)
+        report = json.loads(done.stdout)["offload"]
+        return {
+            "step_s": seconds, "loss": records[-1]["loss"], "tokens_per_s": self._tokens / seconds,
+            "experts_with_slots": report["experts_in_memory"],
+            "peak_rss_bytes": report["peak_rss_bytes"], "read_bytes": report["read_bytes"],
+        }  # fmt: skip
 
 
 def write_documents(path: Path, options: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ METRICS = {
     "primary_hops": suite.Metric("share"),
     "node_hops": suite.Metric("share"),
     "devices_per_token": suite.Metric("count"),
+    "staying_rows": suite.Metric("count"),
 }
 """Seconds of the algorithm, and the scores as `PlacementScore` has them."""
 _REPLICATING = ("round-robin", "eplb")

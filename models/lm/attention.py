@@ -195,16 +195,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         """Attends within `[B, C, D]`; returns the same shape."""
         batch, context, _ = x.shape
-        heads = self.qkv_proj(x).view(batch, context, -1, self.head_dim)
-        queries_keys, values = heads.split(
-            [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2
-        )
-        gains = torch.cat(
-            [self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)]
-        )
         runs = None if self.part is None else self.part.runs(context)
-        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype), runs)
-        queries, keys = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
+        queries, keys, values = self.heads(x, rotary, runs)
         if self.part is None or runs is None:
             attended = self._attend(queries, keys, values)
         else:
@@ -219,6 +211,22 @@ class Attention(nn.Module):
                 dim=1,
             )
         return self.o_proj(attended.reshape(batch, context, -1))
+
+    def heads(
+        self, x: Tensor, rotary: RotaryTable, runs: Sequence[range] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, C, H, W]`, keys and values `[B, C, G, W]` of tokens at the positions of
+        some runs; from 0 on without any."""
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        queries_keys, values = heads.split(
+            [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2
+        )
+        gains = torch.cat(
+            [self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1)]
+        )
+        queries_keys = rotary(rms_norm(queries_keys, gains, self.eps).to(values.dtype), runs)
+        queries, keys = queries_keys.split([self.num_heads, self.num_kv_heads], dim=2)
+        return queries, keys, values
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, first: int = 0) -> Tensor:
         """`[B, q, H, W]` of queries at the positions from `first` on, over all keys up to them."""

@@ -51,6 +51,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that change what an adapter computes, and the values with which they do not."""
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_BYTES = 1 << 22
 _MAX_SCALE = 2.0**127
 """Products are in fp32."""
@@ -250,8 +251,7 @@ class AdapterFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        config = folder / "adapter_config.json"
-        self._file = folder / "adapter_model.safetensors"
+        config, self._file = (folder / name for name in ADAPTER_FILES)
         for file in (config, self._file):
             if not file.is_file():
                 raise CheckpointError(

@@ -176,6 +176,11 @@ class LayoutGroups:
         for stages in self.layout.groups("dense", "pp"):
             self._make((stages[0], stages[-1])[: len(stages)])
 
+    def has_machines(self, ranks_per_node: int) -> bool:
+        """Whether the ranks that exchange rows are those of several whole machines of several."""
+        size = len(self.ranks("expert", "etp", "ep"))
+        return ranks_per_node > 1 and size % ranks_per_node == 0 and size > ranks_per_node
+
     def make_nodes(self, ranks_per_node: int) -> None:
         """Has rows travel within machines first, each of so many consecutive ranks; a collective
         call.
@@ -184,7 +189,7 @@ class LayoutGroups:
             ValueError: the ranks that exchange rows are not those of several whole machines.
         """
         size = len(self.ranks("expert", "etp", "ep"))
-        if ranks_per_node < 2 or size % ranks_per_node or size == ranks_per_node:
+        if not self.has_machines(ranks_per_node):
             raise ValueError(
                 f"rows travel in two steps between several machines of at least two processes; the "
                 f"{size} that divide the experts are not several machines of {ranks_per_node}"

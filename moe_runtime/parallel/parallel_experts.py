@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,7 +36,12 @@ from moe_runtime.parallel.dispatching import (
     begin_expert_parallel,
 )
 from moe_runtime.parallel.groups import LayoutGroups, ParallelLayout
-from moe_runtime.parallel.replicas import ExpertMove, keep_in_place, sum_replica_gradients
+from moe_runtime.parallel.replicas import (
+    ExpertMove,
+    keep_in_place,
+    sum_replica_gradients,
+    transfers_between,
+)
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.policies.placement import Devices, rebalance
 from moe_runtime.policies.placement.base import slots_needed
@@ -579,6 +585,84 @@ class Rebalanced:
     num_transfers: int
 
 
+class MoveCosts(Protocol):
+    """What a move brings and takes, in any one unit."""
+
+    def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
+        """What would be saved until the next look, with these loads."""
+        ...
+
+    def cost(self, num_transfers: int) -> float: ...
+
+
+_PERSISTENCE = 0.9
+"""Share of a gain that is left at the next look, at most."""
+
+
+class RebalanceRule:
+    """Decides from look to look whether experts move: EPLB's placement by loads, if it pays.
+
+    Args:
+        num_slots: one for each expert, and those for replicas.
+        decay: Share of the older counts that still counts at the next look.
+        least_gain: Gain in balance below which nothing is moved.
+        costs: Decide instead of `least_gain`. A gain counts as far as those of earlier looks came
+            true with the loads that followed, whether experts moved or not.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        decay: float = 0.5,
+        least_gain: float = 0.05,
+        costs: MoveCosts | None = None,
+    ) -> None:
+        if not 0 <= decay < 1 or least_gain < 0:
+            raise ValueError(
+                f"expected decay in [0, 1) and least_gain from 0 on, got {decay} and {least_gain}"
+            )
+        self._num_slots, self._decay, self._least_gain = num_slots, decay, least_gain
+        self._costs, self._trust = costs, 1.0
+        self._loads_E: np.ndarray | None = None
+        self._promised: tuple[ExpertSlots, ExpertSlots, float] | None = None
+
+    def look(
+        self, counted_E: np.ndarray, slots: ExpertSlots
+    ) -> tuple[ExpertSlots | None, float, float]:
+        """Where experts are to move, or None; the balance as they lie and as they would.
+
+        Args:
+            counted_E: float64 loads since the last look.
+        """
+        older_E = 0.0 if self._loads_E is None else self._decay * self._loads_E
+        loads_E = self._loads_E = older_E + counted_E
+        num_ranks, each = slots.num_ranks, slots.ranks_per_node
+        devices = Devices(num_nodes=num_ranks // each, gpus_per_node=each)
+        placement = rebalance(loads_E[None], devices, num_slots=self._num_slots)
+        wanted = placement.expert_of_slot[0].reshape(num_ranks, -1).tolist()
+        proposed = keep_in_place(wanted, slots)
+        before, after = rank_balance(loads_E, slots), rank_balance(loads_E, proposed)
+        if self._costs is None:
+            pays = after >= before + self._least_gain
+        else:
+            pays = self._pays(self._costs, counted_E, slots, proposed)
+        return (proposed if pays else None), before, after
+
+    def _pays(
+        self, costs: MoveCosts, counted_E: np.ndarray, slots: ExpertSlots, proposed: ExpertSlots
+    ) -> bool:
+        if self._promised is not None:
+            *then, promise = self._promised
+            kept = min(1.0, max(0.0, costs.gain(counted_E, *then) / promise))
+            self._trust = (self._trust + kept) / 2
+        gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
+        self._promised = (slots, proposed, gain) if gain > 0 else None
+        # what is saved until the next look goes on as far as gains have come true
+        saved = self._trust * gain / (1 - _PERSISTENCE * self._trust)
+        return transfers > 0 and saved > costs.cost(transfers)
+
+
 class Rebalancer:
     """Counts where the tokens of a layer go and, from time to time, places its experts by that.
 
@@ -590,8 +674,10 @@ class Rebalancer:
         every: Calls of `step` between two looks at the loads.
         num_replicas: Slots beyond one for each expert; together they divide by the ranks.
         groups: The layout, where it has copies of all experts (EDP): they stay alike.
-        decay: Share of the older counts that still counts at the next look.
-        least_gain: Gain in balance below which nothing is moved.
+        decay, least_gain, costs: As of `RebalanceRule`.
+
+    Attributes:
+        counted_E: float64 loads between the last two looks, of all ranks.
 
     Raises:
         ValueError: Slots that do not divide by the ranks, sliced experts, or impossible numbers.
@@ -604,23 +690,18 @@ class Rebalancer:
         every: int = 100,
         num_replicas: int = 0,
         groups: LayoutGroups | None = None,
-        decay: float = 0.5,
-        least_gain: float = 0.05,
+        **rule: Any,
     ) -> None:
-        if every < 1 or not 0 <= decay < 1 or least_gain < 0:
-            raise ValueError(
-                "every must be at least 1, decay in [0, 1) and least_gain not negative, got "
-                f"{every}, {decay} and {least_gain}"
-            )
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
         if experts.slots.num_slices > 1:
             raise ValueError("only whole experts are moved; these are cut into slices (etp)")
         slots_needed(experts.num_experts, num_replicas, experts.slots.num_ranks)
         self._experts, self._groups = experts, groups
-        self._every, self._decay, self._least_gain = every, decay, least_gain
-        self._num_slots = experts.num_experts + num_replicas
-        self._num_steps = 0
+        self._every, self._num_steps = every, 0
+        self._rule = RebalanceRule(experts.num_experts + num_replicas, **rule)
         self._own_E = torch.zeros(experts.num_experts, dtype=torch.int64)
-        self._loads_E = torch.zeros(experts.num_experts, dtype=torch.float64)
+        self.counted_E = np.zeros(experts.num_experts)
         self._hook = experts.register_forward_pre_hook(self._count)
 
     def close(self) -> None:
@@ -636,20 +717,10 @@ class Rebalancer:
         if self._num_steps % self._every:
             return None
         self._gather()
-        experts = self._experts
-        before = rank_balance(self._loads_E, experts.slots)
-        num_ranks, each = experts.slots.num_ranks, experts.slots.ranks_per_node
-        placement = rebalance(
-            self._loads_E.numpy()[None],
-            Devices(num_nodes=num_ranks // each, gpus_per_node=each),
-            num_slots=self._num_slots,
-        )
-        wanted = placement.expert_of_slot[0].reshape(num_ranks, -1).tolist()
-        slots = keep_in_place(wanted, experts.slots)
-        after = rank_balance(self._loads_E, slots)
-        if after < before + self._least_gain:
+        slots, before, after = self._rule.look(self.counted_E, self._experts.slots)
+        if slots is None:
             return Rebalanced(balance_before=before, balance_after=before, num_transfers=0)
-        num_transfers = experts.move(slots, optimizer)
+        num_transfers = self._experts.move(slots, optimizer)
         return Rebalanced(balance_before=before, balance_after=after, num_transfers=num_transfers)
 
     def _count(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -660,21 +731,27 @@ class Rebalancer:
         self._own_E = self._own_E.to(counts.device) + counts
 
     def _gather(self) -> None:
-        """Adds what all ranks have counted since the last look."""
+        """What all ranks have counted since the last look."""
         transport = self._experts.transport
         own_PE = self._own_E.cpu().expand(transport.size, -1).contiguous()
         counted_E = transport.exchange_numbers(own_PE).sum(dim=0).double()
         if self._groups is not None:
             copies = self._groups.group("expert", "edp")
             self._groups.all_reduce(counted_E, copies, "loads")
-        self._loads_E = self._decay * self._loads_E + counted_E
+        self.counted_E = counted_E.numpy()
         self._own_E = torch.zeros_like(self._own_E)
 
 
-def rank_balance(loads_E: torch.Tensor, slots: ExpertSlots) -> float:
-    """Mean over largest load of the ranks when an expert's load is split over its copies."""
-    ranks = [0.0] * slots.num_ranks
-    for load, (held, *_) in zip(loads_E.tolist(), slots.holders, strict=True):
+def rank_loads(loads_E: np.ndarray, slots: ExpertSlots) -> np.ndarray:
+    """`[P]`: loads of ranks when an expert's is split over its copies."""
+    ranks = np.zeros(slots.num_ranks)
+    for load, (held, *_) in zip(loads_E, slots.holders, strict=True):
         for slot in held:
             ranks[slot // slots.slots_per_rank] += load / len(held)
-    return sum(ranks) / len(ranks) / max(ranks) if max(ranks) > 0 else 1.0
+    return ranks
+
+
+def rank_balance(loads_E: np.ndarray, slots: ExpertSlots) -> float:
+    """Mean over largest load of the ranks."""
+    ranks = rank_loads(loads_E, slots)
+    return float(ranks.mean() / ranks.max()) if ranks.max() > 0 else 1.0

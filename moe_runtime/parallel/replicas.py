@@ -146,6 +146,12 @@ def keep_in_place(new: Sequence[Sequence[int]], old: ExpertSlots) -> ExpertSlots
     return ExpertSlots.from_ranks(ranks, old.num_experts, ranks_per_node=old.ranks_per_node)
 
 
+def transfers_between(old: ExpertSlots, new: ExpertSlots) -> int:
+    """Experts that travel between ranks from one placement of whole experts to another."""
+    moves = placement_map.moves_between(_as_placement(old), _as_placement(new), _devices(old))
+    return sum(not move.is_local for move in moves)
+
+
 class ExpertMove:
     """Getting from one placement of whole experts to another.
 

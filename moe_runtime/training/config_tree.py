@@ -158,8 +158,16 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
             return _convert(option, value, name)
         except ValueError:
             continue
-    expected = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    expected = " or ".join(map(_option_in_words, options))
     raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def _option_in_words(option: Any) -> str:
+    if typing.get_origin(option) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(option)))
+    if option in (int, float):
+        return type_in_words(option)
+    return getattr(option, "__name__", str(option))
 
 
 def _choose(choices: tuple[Any, ...], value: Any, name: str) -> Any:

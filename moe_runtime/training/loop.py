@@ -149,6 +149,7 @@ class Trainer:
     ) -> None:
         self._snapshots = snapshots
         self._run, self._config, self._model = run, run.config, model
+        self._settings = dict(run.settings)
         self.optimizer, self.sinks, self.trace = optimizer, sinks, trace
         self._ranks, self._shards = ranks or OneRank(), shards
         self.step = self.tokens = 0
@@ -184,7 +185,9 @@ class Trainer:
                 if isinstance(state, TrainingState):
                     shards.take(state)
                 else:
-                    shards.load(last)
+                    is_snapshot = last.parent != self._run.checkpoints
+                    known = self._snapshots if is_snapshot else None
+                    shards.load(last, None if known is None else known.lost)
             self._go_on(state)
             if last.parent != self._run.checkpoints:
                 self._saved_step = -1  # a snapshot, which is not on the disk
@@ -201,9 +204,9 @@ class Trainer:
 
     def _go_on(self, state: RunProgress) -> None:
         """Takes up where a checkpoint left off, without its weights."""
+        self._settings = {**state.settings, **self._settings}
         self._run.batches.seek(state.taken)
         restore_random_states(state.random)
-        self._ranks.draw_apart(state.step)
         self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
         self._saved_step, self._first_step = state.step, state.step + 1
 
@@ -304,7 +307,7 @@ class Trainer:
             elapsed_s=self.elapsed_s,
             taken=self._run.batches.taken,
             random=random_states(),
-            settings=dict(self._run.settings),
+            settings=dict(self._settings),
             records=next((s.digest for s in self.sinks if isinstance(s, JsonLines)), ""),
         )
 
@@ -314,6 +317,7 @@ class Trainer:
         rate = learning_rate(config.optimizer, self.step, config.run.steps)
         before = optimizer.transfers()
         self._model.train()
+        self._ranks.draw_apart(config.run.seed, self.step)
         with self._ranks.watched(f"step {self.step + 1}"):
             losses = self._backward(rate)
             outcome = optimizer.step(rate)

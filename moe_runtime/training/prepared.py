@@ -48,7 +48,7 @@ LOCK_FILE = "run.lock"
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
     *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
-    "snapshot_every",
+    *("snapshot_every", "lost_stage"),
     *("tensorboard", "export_dtype", "trace", "trace_steps", "patience"),
 )
 _FREE = frozenset(
@@ -60,6 +60,8 @@ _FREE = frozenset(
 )
 BASE_FILES = "the model's files"
 """A setting of fine-tuning: what the checkpoint holds that is fine-tuned."""
+FIRST_ADAPTERS = "the files of lora.start"
+"""The same of the adapters that it began with, where they still are."""
 # What only the steps to come depend on: a resumed run may change it if asked to.
 _SCHEDULE = frozenset(
     {
@@ -139,10 +141,12 @@ class PreparedRun:
                 f"{last.name}); --resume goes on with it, another output folder begins anew"
             )
         state = read_progress(last) if last.is_dir() else load_checkpoint(last)
-        current = dict(self.settings)
-        if BASE_FILES not in state.settings:  # an older version wrote it
-            current.pop(BASE_FILES, None)
-        check_settings(last, state.settings, current, schedule=_SCHEDULE, reschedule=reschedule)
+        saved, current = dict(state.settings), dict(self.settings)
+        for name in (BASE_FILES, FIRST_ADAPTERS):
+            if not (name in saved and name in current):  # of an older version, or gone since
+                saved.pop(name, None)
+                current.pop(name, None)
+        check_settings(last, saved, current, schedule=_SCHEDULE, reschedule=reschedule)
         steps, data = self.config.run.steps, self.config.data
         expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
         if (state.tokens, sum(state.taken)) != expected:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Rebalancer,
     )
     from moe_runtime.parallel.placement_map import PlacementMap
+    from moe_runtime.training.exchange_choice import AutoExchange
 
 
 def require_compiler(device: torch.device) -> None:
@@ -72,6 +73,7 @@ _SCHEDULES = {
     "zbv": "ScheduleZBVZeroBubble",
 }
 """torch's names."""
+_MADE_ELSEWHERE = ("sparse", "switching")
 _TAKEN_APART: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
 """Those that compute gradients of inputs first and those of weights later."""
 
@@ -227,6 +229,7 @@ class OneRank:
         loss_share: what this process adds to its micro-batch's part of the loss, which other
             processes of the same data-parallel rank add to as well.
         pipeline: what takes micro-batches through stages; None where each process has all layers.
+        exchange: what "auto" of `[parallel]` has come to; empty without one.
     """
 
     rank = 0
@@ -237,14 +240,18 @@ class OneRank:
     pipeline: "Pipeline | None" = None
 
     @property
+    def exchange(self) -> str:
+        return ""
+
+    @property
     def layout_groups(self) -> "LayoutGroups | None":
         return None
 
     def spread(self, model: LanguageModel) -> None: ...
 
-    def draw_apart(self, step: int) -> None:
+    def draw_apart(self, seed: int, step: int) -> None:
         """Has gates and dropout draw at random for other tokens than the first data-parallel
-        rank's."""
+        rank's; before each step, so that a resumed run draws what it would have drawn."""
 
     def part(self, items: Sequence[T]) -> list[T]:
         """This data-parallel rank's share of what all have; their number divides it."""
@@ -357,10 +364,10 @@ class Processes(OneRank):
     def layout_groups(self) -> "LayoutGroups":
         return self.groups
 
-    def draw_apart(self, step: int) -> None:
+    def draw_apart(self, seed: int, step: int) -> None:
         number = self.data_rank + self.num_data_ranks * self._stage
         if number > 0:
-            torch.manual_seed(torch.initial_seed() + 1_000_003 * step + number)
+            torch.manual_seed((seed + 1_000_003 * step + number) % 2**63)
 
     def part(self, items: Sequence[T]) -> list[T]:
         return list(items[self.data_rank :: self.num_data_ranks])
@@ -458,7 +465,7 @@ class SeveralRanks(Processes):
             ep=own.ep or max(1, size // (own.etp * own.pp)),
         )
         _refuse(config, layout.dp)
-        if make_experts is None and own.experts in ("sparse", "switching"):
+        if make_experts is None and own.experts in _MADE_ELSEWHERE:
             raise ValueError(f"experts that are {own.experts} need a make_experts that makes them")
         self._make_experts = make_experts
         self._map = _placement(config, folder, layout)
@@ -470,11 +477,15 @@ class SeveralRanks(Processes):
         super().__init__(layout, own.timeout_s)
         # The sum over a data-parallel rank is divided by the parts of each sequence only.
         self.loss_share = 1 / layout.tp
-        if own.transport == "hierarchical":
+        self._auto: AutoExchange | None = None
+        if own.transport in ("hierarchical", "auto"):
             nodes = own.ranks_per_node or self.here
-            if len(set(self.texts(str(nodes)))) > 1:
+            is_asked = own.transport == "hierarchical" or own.ranks_per_node > 0
+            are_alike = len(set(self.texts(str(nodes)))) == 1
+            if is_asked and not are_alike:
                 raise ValueError("machines differ in their processes: give parallel.ranks_per_node")
-            self.groups.make_nodes(nodes)
+            if is_asked or (are_alike and self.groups.has_machines(nodes)):
+                self.groups.make_nodes(nodes)
 
     def spread(self, model: LanguageModel) -> None:
         from moe_runtime.models.lm.parallel import (
@@ -485,6 +496,7 @@ class SeveralRanks(Processes):
         )
 
         numbers = {id(layer): number for number, layer in enumerate(model.routed_layers())}
+        self._choose(model)
         stages = self._keep_stages(model)
         own = self._config.parallel
         here = [numbers[id(layer)] for layer in model.routed_layers()]
@@ -493,7 +505,11 @@ class SeveralRanks(Processes):
             self.groups,
             overlap=_overlap(self._config),
             wire=own.wire,
-            **({} if self._make_experts is None else {"make": self._make_experts}),
+            **(
+                {"make": self._make_experts}
+                if self._make_experts is not None and own.experts in _MADE_ELSEWHERE
+                else {}
+            ),
             slots=self._slots(model, here),
         )
         self._follow_experts(model)
@@ -506,7 +522,19 @@ class SeveralRanks(Processes):
             self._sharded = model if own.zero == 1 and root is None else None
         if self._config.run.compile:
             leave_exchanges(model)
-        self.draw_apart(0)
+
+    def _choose(self, model: LanguageModel) -> None:
+        """Replaces what is "auto" in `[parallel]`."""
+        if self._config.parallel.is_auto:
+            from moe_runtime.training.exchange_choice import AutoExchange
+
+            can_gather = self._make_experts is not None
+            self._auto = AutoExchange(self._config, model, self.groups, self, can_gather=can_gather)
+            self._config = replace(self._config, parallel=self._auto.resolved)
+
+    @property
+    def exchange(self) -> str:
+        return "" if self._auto is None else str(self._auto)
 
     def _slots(self, model: LanguageModel, layers: Sequence[int]) -> "list[ExpertSlots] | None":
         """Where the experts of some layers lie at first; None for equal runs."""
@@ -554,7 +582,9 @@ class SeveralRanks(Processes):
             for name, module in model.named_modules()
             if isinstance(module, ParallelExperts)
         }
-        if own.experts == "rebalanced":
+        if self._auto is not None:
+            self._rebalancers = self._auto.follow(list(self._spread.values()), self.groups)
+        elif own.experts == "rebalanced":
             self._rebalancers = [
                 Rebalancer(
                     experts,
@@ -580,6 +610,8 @@ class SeveralRanks(Processes):
     def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         for rebalancer in self._rebalancers:
             rebalancer.step(optimizer)
+        if self._auto is not None:
+            self._auto.step()
 
     def _keep_stages(self, model: LanguageModel) -> "list[StageModule]":
         """Leaves this process its stages; none without a pipeline."""
@@ -695,7 +727,7 @@ def _refuse_experts(config: TrainConfig) -> None:
         if own.experts != "static" or own.placement is not None:
             raise ValueError("parallel.experts and parallel.placement are for models with experts")
         return
-    if own.experts != "static" and config.run.compile:
+    if own.experts not in ("static", "auto") and config.run.compile:
         raise ValueError(
             f"run.compile and parallel.experts {own.experts} do not go together; leave one of them "
             "out"
@@ -728,6 +760,7 @@ def _overlap(config: TrainConfig) -> "Overlap | None":
     from moe_runtime.parallel import Overlap
 
     own = config.parallel
+    assert own.overlap != "auto", "it is replaced before"
     panels = max(2, own.overlap) if own.transport == "panels" else 1
     return Overlap(degree=own.overlap, panels=panels)
 
@@ -744,7 +777,7 @@ def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:
         raise ValueError(
             "run.host_memory and parallel.zero do not go together yet; leave one of them out"
         )
-    if own.experts != "static" or own.overlap > 1 or own.transport == "panels":
+    if own.experts != "static" or own.overlap != 1 or own.transport in ("panels", "auto"):
         raise ValueError(
             "with run.host_memory experts are computed once for a step, where they are: "
             "parallel.experts must be static, overlap 1 and transport flat or hierarchical"

@@ -16,8 +16,8 @@ from moe_runtime.training.offload.records import MomentStorage
 
 Precision = Literal["float32", "bfloat16"]
 PipelineSchedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv"]
-ExchangeName = Literal["flat", "hierarchical", "panels"]
-ExpertPlaces = Literal["static", "rebalanced", "sparse", "switching"]
+ExchangeName = Literal["flat", "hierarchical", "panels", "auto"]
+ExpertPlaces = Literal["static", "rebalanced", "sparse", "switching", "auto"]
 
 MOST_THREADS, MOST_WORDS = 4096, 1 << 24
 """Beyond them threads are not started, and a tokenizer's tables have no room."""
@@ -237,6 +237,9 @@ class RunConfig:
         snapshot_every: steps between snapshots in memory; 0 takes none. `--resume` goes on from one
             that is newer than the last checkpoint. With several machines, each process's part
             is in the memory of two.
+        lost_stage: what becomes of a lost machine's stage of a pipeline: refuse, its snapshot has a
+            copy on another machine; or the lossy neighbours, there is none, and each layer begins
+            anew as a mean of those beside it (CheckFree).
         tensorboard: also write TensorBoard's event files.
         trace: file for where the gates send tokens, for `moe-runtime report` and `replay`; relative
             to the configuration file.
@@ -264,6 +267,7 @@ class RunConfig:
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
     snapshot_every: int = 0
+    lost_stage: Literal["refuse", "neighbours"] = "refuse"
     tensorboard: bool = False
     trace: Annotated[Path, FILE_NAME] | None = None
     trace_steps: int = 100
@@ -288,6 +292,8 @@ class RunConfig:
                 "snapshot_every is for runs in memory: with a host_memory, checkpoints name the "
                 "versions of experts and cost little; give checkpoint_every instead"
             )
+        if self.lost_stage != "refuse" and not self.snapshot_every:
+            raise ValueError("lost_stage is for runs with snapshots; give snapshot_every")
         if self.host_memory is None and self.storage_dir is not None:
             raise ValueError("storage_dir is for runs with a host_memory; give one")
         if self.host_memory is None and self.offload != OffloadConfig():
@@ -339,10 +345,12 @@ class ParallelConfig:
         zero: what of everything but the experts FSDP2 shards over the processes, those that `tp`
             and `pp` divide it over apart: 0 nothing, 1 the optimizer's states, 2 gradients too (a
             reduction for each micro-batch; 1 does so too with `pp`), 3 parameters too.
-        overlap: chunks in which rows travel to experts, one while another is computed.
+        overlap: chunks in which rows travel to experts, one while another is computed; auto takes
+            the fastest of 1, 2, 4 and 8 by measured links, products and loads.
         transport: how rows travel: flat, one exchange of all processes; hierarchical, within a
             machine first and then between machines; panels, as flat, with results that return in
-            groups of columns, as many as `overlap` but at least two.
+            groups of columns, as many as `overlap` but at least two; auto, the faster of the first
+            two.
         ranks_per_node: processes of a machine for `hierarchical`; 0 counts them.
         wire: how rows are written while they travel: exact, or the lossy bf16 and fp8.
         placement: map of `moe-runtime place`, for as many devices as `ep`: which process has which
@@ -350,10 +358,11 @@ class ParallelConfig:
         experts: where experts are computed: static, where they lie; rebalanced, which moves them
             and their states by load (EPLB); sparse, which copies hot ones for one pass (Hecate);
             switching, which gathers them or sends rows, whichever the measured link makes cheaper
-            (Tutel).
+            (Tutel); auto, switching where gathering is faster, and else rebalanced, where a move
+            saves more time than it takes.
         copies: of a layer's experts, more slots than one for each (rebalanced), or experts that a
             process may get copies of (sparse).
-        rebalance_every: steps between two looks at the loads.
+        rebalance_every: steps between two looks at the loads, of auto too.
         timeout_s: seconds after which waiting for another process is an error that names it.
     """
 
@@ -364,7 +373,7 @@ class ParallelConfig:
     pp: int = 1
     schedule: PipelineSchedule = "1f1b"
     zero: int = 0
-    overlap: int = 1
+    overlap: int | Literal["auto"] = 1
     transport: ExchangeName = "flat"
     ranks_per_node: int = 0
     wire: WireName = "exact"
@@ -376,17 +385,40 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _at_least(0, self, "ep", "zero", "ranks_per_node", "copies")
-        _at_least(1, self, "etp", "tp", "cp", "pp", "overlap", "rebalance_every")
+        _at_least(1, self, "etp", "tp", "cp", "pp", "rebalance_every")
+        if self.overlap != "auto":
+            _at_least(1, self, "overlap")
         if self.zero > 3:
             raise ValueError(f"zero must be at most 3, got {self.zero}")
         self._refuse_exchanges()
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
 
+    @property
+    def is_auto(self) -> bool:
+        return "auto" in (self.overlap, self.transport, self.experts)
+
+    def resolved(
+        self, degree: int, is_hierarchical: bool, experts: ExpertPlaces
+    ) -> "ParallelConfig":
+        """The same with what "auto" came to."""
+        changes: dict[str, Any] = {"experts": experts}
+        if self.overlap == "auto":
+            changes["overlap"] = degree
+        if self.transport == "auto":
+            changes["transport"] = "hierarchical" if is_hierarchical else "flat"
+        if experts not in ("rebalanced", "sparse"):
+            changes["copies"] = 0
+        if experts != "rebalanced":
+            changes["rebalance_every"] = _REBALANCE_EVERY
+        return dataclasses.replace(self, **changes)
+
     def refuse_alone(self) -> None:
         """Refuses what one process cannot do: divide a model."""
         given = ("ep", "etp", "tp", "cp", "pp")
         divided = [f"{n} ({getattr(self, n)})" for n in given if getattr(self, n) > 1]
+        given = ("overlap", "transport", "experts")
+        divided += [f"{n} (auto)" for n in given if getattr(self, n) == "auto"]
         if self.placement is not None:
             divided.append(f"placement ({self.placement})")
         if divided:
@@ -397,6 +429,8 @@ class ParallelConfig:
 
     def _refuse_exchanges(self) -> None:
         kind = self.experts
+        if self.transport == "panels" and self.overlap == "auto":
+            raise ValueError("overlap auto is for the transports flat and hierarchical, not panels")
         if self.transport == "panels" and kind in ("sparse", "switching"):
             raise ValueError(
                 f"transport panels needs experts that stay where they are, not {kind} ones; leave "
@@ -419,9 +453,9 @@ class ParallelConfig:
             raise ValueError(
                 f"placement places whole experts, etp ({self.etp}) cuts them; leave one out"
             )
-        if self.copies and kind not in ("rebalanced", "sparse"):
+        if self.copies and kind not in ("rebalanced", "sparse", "auto"):
             raise ValueError(f"copies are for experts that are rebalanced or sparse, not {kind}")
-        if self.rebalance_every != _REBALANCE_EVERY and kind != "rebalanced":
+        if self.rebalance_every != _REBALANCE_EVERY and not (kind == "rebalanced" or self.is_auto):
             raise ValueError(f"rebalance_every is for experts that are rebalanced, not {kind}")
         if kind == "sparse" and not self.copies:
             raise ValueError("experts that are sparse get copies: give copies, such as 2")

@@ -34,10 +34,11 @@ from moe_runtime.training.checkpoint import (
     remove_oldest,
     write_content,
 )
+from moe_runtime.training.lost_stage import LostStage
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneRank
 
-_PROGRESS_FILE = "progress.pt"
+PROGRESS_FILE = "progress.pt"
 _TOKEN = "00000000"
 """In the name of the folder that all processes write to before it is whole."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -103,10 +104,15 @@ class ShardedCheckpoints:
     def _optimizer_steps(self) -> float:
         return max(float(state["step"]) for state in self._optimizer.moments().values())
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, lost: LostStage | None = None) -> None:
         """Reads this process's part of a checkpoint of any number of processes; a collective
         call."""
-        read_tensors(path, self.tensors(), self._ranks)
+        own = self.tensors()
+        here = own if lost is None else {n: t for n, t in own.items() if n not in lost.names}
+        beside = {} if lost is None else lost.beside(own)
+        read_tensors(path, {**here, **beside}, self._ranks)
+        if lost is not None:
+            lost.fill(own, beside, self._ranks)
         self._finish(steps_of(path))
 
     def _finish(self, steps: float) -> None:
@@ -184,8 +190,8 @@ def _write(
         own += [file.name for file in folder.glob(f"__{ranks.rank}_*.distcp")]
         if ranks.rank == 0:
             content = {field.name: getattr(progress, field.name) for field in fields(progress)}
-            write_content(folder / _PROGRESS_FILE, {"optimizer_steps": steps, **content})
-            own += [".metadata", _PROGRESS_FILE]
+            write_content(folder / PROGRESS_FILE, {"optimizer_steps": steps, **content})
+            own += [".metadata", PROGRESS_FILE]
         own.append(write_digests(folder, own, writer=ranks.rank))
     return own
 
@@ -208,11 +214,11 @@ def fails_together(ranks: OneRank) -> Iterator[None]:
 
 def steps_of(path: Path) -> float:
     """Steps of the optimizer that a checkpoint has the moments after."""
-    return load_content(path / _PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
+    return load_content(path / PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
 
 
 def read_progress(path: Path) -> RunProgress:
-    content = load_content(path / _PROGRESS_FILE, RunProgress)
+    content = load_content(path / PROGRESS_FILE, RunProgress)
     return RunProgress(**{field.name: content[field.name] for field in fields(RunProgress)})
 
 

@@ -29,9 +29,15 @@ from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import remove_or_warn, write_atomically, write_text
 from moe_runtime.training.checkpoint import RunProgress, checkpoints_in, name_of_step
+from moe_runtime.training.lost_stage import LostStage, lost_tensors
 from moe_runtime.training.metrics import holds_records
 from moe_runtime.training.ranks import OneRank
-from moe_runtime.training.sharded import ShardedCheckpoints, fails_together, read_progress
+from moe_runtime.training.sharded import (
+    PROGRESS_FILE,
+    ShardedCheckpoints,
+    fails_together,
+    read_progress,
+)
 
 MEMORY = Path("/dev/shm")
 """Linux has a file system in memory here."""
@@ -47,6 +53,10 @@ class Snapshots:
             belongs to the run as it is now.
         memory: the folder of a file system in memory that this machine's processes share; Linux's
             when omitted.
+        approximates: no other machine gets a copy, and a lost stage is made out of others.
+
+    Attributes:
+        lost: what the snapshot that `find` gave lacks; None where it is whole.
     """
 
     def __init__(
@@ -55,18 +65,22 @@ class Snapshots:
         shards: ShardedCheckpoints,
         ranks: OneRank,
         memory: Path | None = None,
+        *,
+        approximates: bool = False,
     ) -> None:
         memory = memory or MEMORY
         name = digest(os.fsencode(os.path.realpath(output)))
         self.folder = memory / f"moe-runtime-{os.getuid()}-{name}"
         self._output, self._shards, self._ranks = output, shards, ranks
-        self._has_failed = False
+        self._has_failed, self._approximates = False, approximates
+        self.lost: LostStage | None = None
         self._machines = ranks.texts(f"{socket.gethostname()} {self.folder}")
         here = self._machines[ranks.rank]
         self._is_first_here = self._machines.index(here) == ranks.rank
         steps = range(1, ranks.size)
         # to the nearest process that is on another machine, for every process
-        self._shift = next((n for n in steps if self._leaves_machine(n)), 0)
+        far = (n for n in steps if not approximates and self._leaves_machine(n))
+        self._shift = next(far, 0)
 
     def require_memory(self) -> None:
         """Raises a `CheckpointError` in all processes where one could take no snapshot."""
@@ -158,11 +172,37 @@ class Snapshots:
             there = [known.get(name, {"whole": {}, "files": []}) for known in held]
             whole: Mapping[str, str] = next((x["whole"] for x in there if x["whole"]), {})
             holders = [set(known["files"]) for known in there]
-            if whole and set(whole) <= set().union(*holders):
-                self._gather(self.folder / name, whole, holders)
-                if self._fits(self.folder / name):
-                    return self.folder / name
+            path, left = self.folder / name, set(whole) & set().union(*holders)
+            if not whole or (left != set(whole) and not self._approximates):
+                continue
+            self._gather(path, whole, holders, left)
+            self.lost = self._lost_of(path, set(whole) - left)
+            if (left == set(whole) or self.lost is not None) and self._fits(path):
+                return path
+        self.lost = None
         return None
+
+    def _lost_of(self, path: Path, files: set[str]) -> LostStage | None:
+        """What a snapshot lacks, if that can be made; None where nothing is missing or it cannot,
+        with a warning."""
+        if not files:
+            return None
+        try:
+            if not (path / ".metadata").exists() or not (path / PROGRESS_FILE).exists():
+                raise ValueError("its description is lost")
+            found = LostStage(*lost_tensors(path, files))
+        except ValueError as error:
+            self._warn(f"{path}: is left out: {error}")
+            return None
+        self._warn(
+            f"{path}: a stage is lost; each of its layers begins as a mean of those beside it, and "
+            "its moments as 0"
+        )
+        return found
+
+    def _warn(self, line: str) -> None:
+        if self._ranks.rank == 0:
+            warnings.warn(line, MoERuntimeWarning, stacklevel=4)
 
     def _fits(self, path: Path) -> bool:
         """Whether the run's folder still has the records that a snapshot follows."""
@@ -216,10 +256,12 @@ class Snapshots:
             for name, part in zip(theirs[source], parts, strict=True):
                 _write(path / name, part)
 
-    def _gather(self, path: Path, whole: Mapping[str, str], holders: list[set[str]]) -> None:
-        """Brings the files of a snapshot to the machines that lack some."""
+    def _gather(
+        self, path: Path, whole: Mapping[str, str], holders: list[set[str]], left: set[str]
+    ) -> None:
+        """Brings the files of a snapshot that are left to the machines that lack some."""
         firsts = [self._machines.index(machine) for machine in dict.fromkeys(self._machines)]
-        for name in whole:
+        for name in sorted(left):
             if all(name in holders[first] for first in firsts):
                 continue
             source = next(rank for rank, files in enumerate(holders) if name in files)

@@ -183,7 +183,8 @@ def start(
         ranks.spread(preparation.model)
         optimizer = Optimizer(preparation.model, preparation.config.optimizer, ranks)
         shards = ShardedCheckpoints(preparation.model, optimizer, ranks, names)
-        snapshots = Snapshots(preparation.output, shards, ranks)
+        makes = run.lost_stage == "neighbours"
+        snapshots = Snapshots(preparation.output, shards, ranks, approximates=makes)
         if run.snapshot_every:
             snapshots.require_memory()
         newest = snapshots.find()

@@ -31,6 +31,9 @@ class PlacementScore:
     # devices that hold at least one of a token's experts in a layer, on average: copies of a token
     # that a dispatcher sends which sends each device one
     devices_per_token: float
+    # rows that travel for a token in a layer if tokens stay with their first expert (ExFlow): one
+    # for its hop, two for each other choice elsewhere; 2 * K * (G - 1) / G if tokens return
+    staying_rows: float
 
 
 def score_placement(
@@ -72,6 +75,7 @@ def score_placement(
         primary_hops=primary_hops,
         node_hops=node_hops,
         devices_per_token=_distinct(gpus) / max(1, int(is_real.any(axis=2).sum())),
+        staying_rows=_staying_rows(gpus, devices.num_gpus) / max(1, int(is_real[..., 0].sum())),
     )
 
 
@@ -155,6 +159,14 @@ def _hop_shares(gpus_TLK: np.ndarray, devices: Devices) -> tuple[float, float, f
         ways += (both.sum(), both[..., 0, 0].sum(), both.sum())
     hops, primary_hops, node_hops = (hits / np.maximum(ways, 1)).tolist()
     return hops, primary_hops, node_hops
+
+
+def _staying_rows(gpus_TLK: np.ndarray, num_gpus: int) -> float:
+    """Rows that travel in all layers; tokens begin on any device."""
+    first_TL = gpus_TLK[:, :, 0]
+    hops = (first_TL[:, 1:] != first_TL[:, :-1]).sum() + len(first_TL) * (1 - 1 / num_gpus)
+    others = (gpus_TLK[:, :, 1:] != first_TL[:, :, None]) & (gpus_TLK[:, :, 1:] >= 0)
+    return float(hops + 2 * others.sum())
 
 
 def _distinct(gpus_TLK: np.ndarray) -> int:

@@ -6,14 +6,17 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from finetuning_runs import MIXTRAL, checkpoint_of, write_text
@@ -382,6 +385,58 @@ def test_every_dimension_at_once_under_torchrun_itself(tmp_path):
     )
     assert json.loads(done.stdout)["complete"]
     assert_trained_alike(path.parent / "out", alone.parent / "out")
+
+
+def launchers(path: Path, nodes: str, *more: str) -> list[subprocess.Popen[str]]:
+    """Two launchers of a process each, as on two machines; the first keeps what they share."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
+    program = str(Path(sys.executable).with_name("moe-runtime"))
+    soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    return [
+        subprocess.Popen(
+            [
+                *(*torchrun, "--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+                *("--rdzv-conf", f"is_host={number == 0},{soon}"),
+                *(program, "train", str(path), "--resume", *FEW_STEPS, *more),
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for number in range(2)
+    ]  # fmt: skip
+
+
+@pytest.mark.long
+def test_two_launchers_train_what_one_process_does(tmp_path):
+    alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    assert train(alone, *FEW_STEPS) == 0
+    both = launchers(path, "2")
+    said = [one.communicate()[0] for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    assert_trained_alike(path.parent / "out", alone.parent / "out")
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_a_launcher_that_is_lost(tmp_path):
+    """With all of its processes, as a machine; from the last checkpoint."""
+    path, steps = write_run(tmp_path), 60
+    first, second = launchers(
+        path, "1:2", "--set", f"run.steps={steps}", "--set", "run.checkpoint_every=1"
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    while first.poll() is None and not (metrics.exists() and len(metrics.open().readlines()) > 3):
+        time.sleep(0.05)
+    for process in (*psutil.Process(second.pid).children(recursive=True), second):
+        process.kill()
+    second.communicate()
+    said, _ = first.communicate()
+    assert first.returncode == 0, said
+    taken = [one["step"] for one in training_records(tmp_path / "out") if "loss" in one]
+    assert taken == [*range(1, steps + 1)]
 
 
 class OneDead:

@@ -324,6 +324,18 @@ def test_trainer_saves_and_goes_on_whole(tmp_path):
         training.close()
     saved = [resident(tmp_path / name / "checkpoint-2").state_dict() for name in "ab"]
     assert_equal(*map(dict, saved))
+    model = resident(folder)
+    plain = offloaded(model, SETTINGS, None, experts_in_memory=1)
+    for other, reason in (
+        ((plain, None), r"`training\.attach\(trainer\)` before it resumes"),
+        ((None, None), "different number of parameter groups"),
+    ):
+        arguments = TrainingArguments(output_dir=str(tmp_path / "b"), use_cpu=True, report_to=[])
+        trainer = Trainer(model, arguments, train_dataset=Examples(), optimizers=other)
+        with pytest.raises((CheckpointError, ValueError), match=reason):
+            trainer.train(resume_from_checkpoint=True)
+        plain.close()
+        model = resident(folder)
     records = next((tmp_path / "b" / "checkpoint-5" / "experts").iterdir())
     content = bytearray(records.read_bytes())
     content[len(content) // 3] ^= 1

@@ -55,12 +55,18 @@ def test_two_processes_train_and_leave_what_one_does(
 
 
 def test_processes_begin_alike_and_drop_out_apart(tmp_path, ranks):
-    """The first one as a process alone does."""
+    """The first one as a process alone does; and goes on with what it would have dropped."""
     model = str(checkpoint_of(MIXTRAL, tmp_path / "first"))
-    first, second = ranks(2).run(draws_of_adapters, model, str(tmp_path))
-    assert first == draws_of_adapters(model, str(tmp_path))
-    assert second[0] == first[0]
-    assert second[1] != first[1]
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+    whole = ranks(2).run(draws_of_adapters, model, str(tmp_path / "two"), 3)
+    alone, _ = draws_of_adapters(model, str(tmp_path / "one"), 1)
+    assert alone == whole[0][0] == whole[1][0]
+    assert whole[0][1][0] != whole[1][1][0]
+    begun = ranks(2).run(draws_of_adapters, model, str(tmp_path / "three"), 1)
+    rest = ranks(2).run(draws_of_adapters, model, str(tmp_path / "three"), 3, True)
+    for (_, draws), (_, one), (_, two) in zip(whole, begun, rest, strict=True):
+        assert one + two == draws
 
 
 @pytest.mark.parametrize(

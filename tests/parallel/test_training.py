@@ -20,6 +20,7 @@ from parallel_runs import (
     stalled,
     train,
     train_compiled,
+    train_with_links,
 )
 from rank_pool import RankFailed, RankPool
 from training_runs import CONFIG, training_records, write_run
@@ -52,6 +53,7 @@ SPLIT = {
     ),
     "copies for a pass": (2, ("parallel.experts=sparse", "parallel.copies=2")),
     "rows or weights travel": (2, ("parallel.experts=switching",)),
+    "chosen": (2, tuple(f"parallel.{name}=auto" for name in ("overlap", "transport", "experts"))),
     "machines": (4, ("parallel.transport=hierarchical", "parallel.ranks_per_node=2")),
 }
 
@@ -83,6 +85,24 @@ def test_several_processes_train_what_one_does(size, split, alone, tmp_path, ran
         assert shares == [1.0] * size
     expected = [record for record in training_records(alone) if record["step"] <= 4]
     assert_same_records(training_records(tmp_path / "out"), expected)
+
+
+GIVEN_LINKS = {
+    "slow between machines": (1e-9, 7e-3, 1e6, "hierarchical, overlap 1; experts are rebalanced"),
+    "fast": (0.0, 0.0, 1e14, "flat, overlap 1; experts are rebalanced"),
+    "slow to begin": (1e-3, 1e-3, 1e12, "experts are switching"),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN_LINKS.values(), ids=GIVEN_LINKS.keys())
+def test_a_run_takes_the_exchange_that_its_links_make_fastest(given, alone, tmp_path, ranks):
+    """Four processes of two machines; experts move, and what is chosen is chosen anew each step."""
+    *links, expected = given
+    path = write_run(tmp_path, config=ROUTED)
+    lines = ranks(4).run(train_with_links, str(path), *links, 4)
+    assert all(line.endswith(expected) for line in lines), lines
+    found = [record for record in training_records(alone) if record["step"] <= 4]
+    assert_same_records(training_records(tmp_path / "out"), found)
 
 
 def test_a_map_says_where_experts_lie(alone, tmp_path, ranks):
@@ -218,6 +238,8 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path, ranks):
     (message, _) = ranks(2).run(refused, path, away, "parallel.ep=1")
     assert "parallel.ep (1) would make 2 copies, leave it out" in message
     (message, _) = ranks(2).run(refused, path, away, "parallel.overlap=2")
+    assert "parallel.experts must be static, overlap 1" in message
+    (message, _) = ranks(2).run(refused, path, away, "parallel.overlap=auto")
     assert "parallel.experts must be static, overlap 1" in message
     (message, _) = ranks(2).run(refused, path, "parallel.transport=hierarchical")
     assert "the 2 that divide the experts are not several machines of 2" in message

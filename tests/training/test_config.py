@@ -48,6 +48,21 @@ def test_settings_override_the_file(tmp_path):
         ("steps = 8", "steps = 8.5", "run.steps must be a whole number, got 8.5"),
         ("steps = 8", "steps = true", "run.steps must be a whole number, got True"),
         ("steps = 8", "steps = 0", r"\[run\]: steps must be at least 1, got 0"),
+        (
+            "[optimizer]",
+            "[parallel]\noverlap = 'fast'\n[optimizer]",
+            "parallel.overlap must be a whole number or 'auto', got 'fast'",
+        ),
+        (
+            "[optimizer]",
+            "[parallel]\noverlap = 'auto'\ntransport = 'panels'\n[optimizer]",
+            "overlap auto is for the transports flat and hierarchical",
+        ),
+        (
+            "steps = 8",
+            "steps = 8\nlost_stage = 'neighbours'",
+            "lost_stage is for runs with snapshots",
+        ),
         ("peak_rate = 1e-2", 'peak_rate = "fast"', "optimizer.peak_rate must be a number"),
         ("peak_rate = 1e-2", "peak_rate = 1" + "0" * 400, "peak_rate must be a number"),
         ("peak_rate = 1e-2", "peak_rate = nan", "peak_rate must be positive, got nan"),

@@ -275,10 +275,17 @@ def test_a_beginning_is_read_as_peft_reads_it_and_not_needed_again(tmp_path: Pat
     trainer = start(prepare(config), resume=False)
     train(trainer, stop_after=1)
     trainer.close()
+    weights = first / "adapter_model.safetensors"
+    content = weights.read_bytes()
     shutil.rmtree(first)
     trainer = start(prepare(config), resume=True)
     assert len(train(trainer, stop_after=2)) == 1
     trainer.close()
+    first.mkdir()
+    file.write_text(written)
+    weights.write_bytes(content[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"made with the files of lora\.start = '"):
+        start(prepare(config), resume=True)
     with pytest.raises(CheckpointError, match=r"was made with lora\.start = 'given'"):
         start(prepare(config_of(folder, tmp_path, lora=lora)), resume=True)
 

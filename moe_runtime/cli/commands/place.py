@@ -28,6 +28,7 @@ _COLUMNS = {
     "hops": "hops",
     "node_hops": "node hops",
     "devices_per_token": "devices/token",
+    "staying_rows": "rows, staying",
 }
 
 

@@ -121,7 +121,7 @@ def experts_maker(parallel: "ParallelConfig") -> "Callable[..., ParallelExperts]
         copies = parallel.copies
         rules = CopyRules(max_experts=copies, slots_per_rank=copies)
         return partial(SparseExperts, rules=rules)
-    if parallel.experts == "switching":
+    if parallel.experts in ("switching", "auto"):
         from moe_runtime.research.parallelism_switching import SwitchingExperts
 
         measured: list[Any] = []  # once for all layers
@@ -144,6 +144,8 @@ def _train(
     plan = _offload_plan(preparation, ranks)
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
     try:
+        if ranks.exchange:
+            console.say_line(f"by measured links, {ranks.exchange}")
         if ranks.rank == 0:
             _timed(plan, preparation, ranks, begins=True)  # warns of a slow disk
         exit_code = take_steps(trainer, preparation.config.run)

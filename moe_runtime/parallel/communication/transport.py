@@ -172,6 +172,11 @@ class HierarchicalTransport:
         self.size = self._num_inside * self._num_nodes
         self.rank = self._watch_across.rank * self._num_inside + self._watch_inside.rank
 
+    def parts(self) -> tuple[FlatTransport, FlatTransport]:
+        """Exchanges within this node alone, and with the ranks of the same local number alone."""
+        inside = FlatTransport(self._inside, timeout_s=self._watch_inside.timeout_s)
+        return inside, FlatTransport(self._across, timeout_s=self._watch_across.timeout_s)
+
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
         ones_NM = torch.ones((self._num_nodes, self._num_inside), dtype=torch.int64)
         sent_PN = numbers_PN.to(device_of(self._inside, numbers_PN.device))

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from moe_runtime.checkpoints.adapter_files import AdapterFolder
+from moe_runtime.checkpoints.adapter_files import ADAPTER_FILES, AdapterFolder
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.dense_weights import load_dense
 from moe_runtime.checkpoints.expert_map import ExpertMap
@@ -323,7 +323,7 @@ def write_adapters(
         except SafetensorError as error:
             raise OSError(f"{folder}: the adapters cannot be written: {error}") from error
         write_text(new / "adapter_config.json", json.dumps(config, indent=2) + "\n")
-        write_digests(new, ["adapter_config.json", "adapter_model.safetensors"])
+        write_digests(new, ADAPTER_FILES)
 
 
 def take_adapters(

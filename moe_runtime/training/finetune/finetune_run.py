@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moe_runtime.checkpoints.adapter_files import ADAPTER_FILES
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.expert_tensors import CheckpointExperts
 from moe_runtime.checkpoints.export import LikeCheckpoint
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_generation_config
 from moe_runtime.config import parse_budget
-from moe_runtime.digests import digest
+from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.files import make_folders, open_regular
 from moe_runtime.inference.budget import (
@@ -93,6 +94,7 @@ from moe_runtime.training.prepared import (
     BASE_FILES,
     DATA,
     EXPERTS,
+    FIRST_ADAPTERS,
     PreparedRun,
     check_inputs_stay,
     check_outputs,
@@ -332,9 +334,13 @@ class FinetunePreparation(PreparedRun):
     @property
     def settings(self) -> dict[str, Any]:
         lora, own = self.config.lora, {BASE_FILES: _fingerprint(self.checkpoint)}
-        # where the first adapters lay is of no use later; the checkpoints have them
-        begun = {} if lora is None or lora.start is None else {"lora.start": "given"}
-        return super().settings | own | begun
+        if lora is not None and lora.start is not None:
+            # where the first adapters lay is of no use later; the checkpoints have them
+            own["lora.start"] = "given"
+            files = [lora.start / name for name in ADAPTER_FILES]
+            if all(file.is_file() for file in files):
+                own[FIRST_ADAPTERS] = " ".join(map(digest_of_file, files))
+        return super().settings | own
 
 
 def prepare(
@@ -470,7 +476,6 @@ def start(
             take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
         optimizer = _offloaded(preparation, resumes=state is not None)
-    ranks.draw_apart(0)
     first_step = 0 if state is None else state.step
     trainer = Trainer(
         preparation,

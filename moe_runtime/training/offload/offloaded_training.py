@@ -558,6 +558,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             "experts": self._checkpoints.export(folder),
             **self._around(),
             "model": {name: tensor.detach() for name, tensor in self._changing().items()},
+            "param_groups": [],  # so that torch's optimizers refuse it in words
         }
 
     def _changing(self) -> Mapping[str, Tensor]:
@@ -584,7 +585,12 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             raise CheckpointError(
                 "the checkpoint is of a run whose experts were in memory; go on without a budget"
             )
-        optional = {"rates": PLAIN, "model": MAPPING}
+        optional = {"rates": PLAIN, "model": MAPPING, "param_groups": PLAIN}
+        if folder is None and "model" in state:
+            raise CheckpointError(
+                "the checkpoint is of a Trainer that this training was attached to: "
+                "`training.attach(trainer)` before it resumes"
+            )
         require_kinds(state, _KINDS, "the checkpoint's optimizer", optional=optional)
         if folder is not None:
             require_kind(state.get("model"), MAPPING, "the checkpoint's model")

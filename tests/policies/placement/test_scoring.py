@@ -56,6 +56,15 @@ def test_scores_are_the_literal_counts(num_replicas, monkeypatch):
         assert getattr(score, name) == pytest.approx(value), name
 
 
+def test_rows_of_tokens_that_stay():
+    """Two tokens, three layers, four devices of an expert each."""
+    ids = np.array([[[0, 3], [0, 1], [2, 0]], [[1, 2], [3, 1], [3, 0]]])
+    placement = Placement(expert_of_slot=np.arange(12).reshape(3, 4) % 4, num_experts=4, num_gpus=4)
+    score = score_placement(placement, ids, Devices(num_nodes=1, gpus_per_node=4))
+    hops, begins, others = 1 + 1, 2 * 3 / 4, 2 * 6
+    assert score.staying_rows == pytest.approx((hops + begins + others) / 6)
+
+
 def test_primary_hops_look_at_first_choices():
     ids = np.array([[[0, 3], [1, 0]], [[2, 0], [0, 1]]])
     devices = Devices(num_nodes=1, gpus_per_node=2)

@@ -30,7 +30,9 @@ from moe_runtime.errors import (
 )
 from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
+from moe_runtime.parallel.cluster import Link
 from moe_runtime.parallel.dispatching import AsyncAllToAll
+from moe_runtime.training import exchange_choice
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.finetune.finetune_run import finish as finish_finetuning
@@ -82,6 +84,35 @@ def train(
         torch.set_default_dtype(torch.float32)
 
 
+def train_with_links(
+    path: str, inside_s: float, across_s: float, bytes_per_s: float, until: int
+) -> str:
+    """Trains with all of `[parallel]` that may be "auto", on two machines whose messages take
+    these seconds, and with moves that always pay; what was chosen at the end."""
+    measure, chosen = exchange_choice.measure_cluster, list[exchange_choice.AutoExchange]()
+    plain_follow = exchange_choice.AutoExchange.follow
+
+    def given(*args: Any) -> Any:
+        found, transports = measure(*args)
+        inside = Link(alpha_s=inside_s, bytes_per_s=1e14)
+        across = Link(alpha_s=across_s, bytes_per_s=bytes_per_s)
+        return replace(found, intra=inside, inter=across, flops_per_s=1e9, launch_s=0), transports
+
+    def follow(self: exchange_choice.AutoExchange, *args: Any) -> Any:
+        chosen.append(self)
+        return plain_follow(self, *args)
+
+    settings = [f"parallel.{name}=auto" for name in ("overlap", "transport", "experts")]
+    settings += ["parallel.ranks_per_node=2", "parallel.rebalance_every=1"]
+    with (
+        mock.patch.object(exchange_choice, "measure_cluster", given),
+        mock.patch.object(exchange_choice.AutoExchange, "follow", follow),
+        mock.patch.object(exchange_choice.SecondsOfMoves, "gain", return_value=1e9),
+    ):
+        train(path, tuple(settings), until)
+    return str(chosen[0])
+
+
 def interrupted(path: str, settings: tuple[str, ...], at: int, machines: str) -> list[str]:
     """Trains in fp64 as a process of a machine of its own, which ends at once after a step; the
     snapshots that its machine has.
@@ -96,6 +127,32 @@ def interrupted(path: str, settings: tuple[str, ...], at: int, machines: str) ->
     with in_memory, contextlib.suppress(InterruptedError):
         train(path, settings, at, resume=True, stops=False)
     return sorted(snapshot.name for snapshot in memory.glob("*/*"))
+
+
+def resumed(
+    path: str, settings: tuple[str, ...], machines: str
+) -> tuple[int, dict[str, Tensor], list[str]]:
+    """The step that a run in fp64 goes on from, what this process has then, and warnings."""
+    memory = Path(machines, str(dist.get_rank()))
+    memory.mkdir(exist_ok=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = read_tree(TrainConfig, Path(path), settings=settings)
+        ranks = SeveralRanks(config)
+        with (
+            mock.patch("moe_runtime.training.snapshots.MEMORY", memory),
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always", MoERuntimeWarning)
+            with ranks.first_alone():
+                preparation = prepare(config, Path(path).parent)
+            trainer = start(preparation, resume=True, ranks=ranks)
+        shards: Any = trainer._shards
+        found = {name: tensor.detach().clone() for name, tensor in shards.tensors().items()}
+        trainer.close()
+        return trainer.step, found, [str(one.message) for one in told]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def without_room(
@@ -189,17 +246,31 @@ def finetuned_together(
     return losses
 
 
-def draws_of_adapters(model: str, folder: str) -> tuple[list[float], list[float]]:
-    """First values of adapters, and what the first step's dropout would draw."""
+def draws_of_adapters(
+    model: str, folder: str, until: int, resume: bool = False
+) -> tuple[list[float], list[float]]:
+    """First values of adapters, and what dropout draws first in each step."""
     lora = {"lora": {"rank": 2, "places": ["attention"], "dropout": 0.5}}
     config = config_of(Path(model), Path(folder), **lora)
     ranks = together(dist.group.WORLD) if dist.is_initialized() else None
     with (ranks or OneRank()).first_alone():
         preparation = prepare_finetuning(config, ranks=ranks)
-    with contextlib.closing(start_finetuning(preparation, resume=False)):
+    draws: list[float] = []
+    dropout = torch.nn.functional.dropout
+
+    def drawing(values: Tensor, *args: Any, **options: Any) -> Tensor:
+        found = dropout(values, *args, **options)
+        draws.append(float(found.detach().sum()))
+        return found
+
+    with (
+        contextlib.closing(start_finetuning(preparation, resume=resume)) as trainer,
+        mock.patch("torch.nn.functional.dropout", drawing),
+    ):
         named = preparation.model.named_parameters()
-        first = next(p for name, p in named if ".lora_A" in name)
-        return first.flatten().tolist(), torch.rand(3).tolist()
+        first = next(p for name, p in named if ".lora_A" in name).flatten().tolist()
+        finetune(trainer, stop_after=until)
+    return first, draws
 
 
 def smallest_budget(path: str) -> int:
