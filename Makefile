@@ -40,7 +40,7 @@ CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_cl
 
 # What tests of llama.cpp's and vLLM's servers need, and which of vLLM's ask a server.
 PROTOCOL_PACKAGES ?= wget==3.2 requests filelock jsonschema==4.26.0 pybase64==1.5.1 \
-  pytest-asyncio==1.5.0
+  pytest-asyncio==1.5.0 fastapi==0.165.0
 VLLM_TESTS ?= $(addprefix tests/entrypoints/,anthropic/test_messages.py \
   $(addprefix openai/chat_completion/test_,chat.py chat_completion.py chat_echo.py \
   chat_logit_bias_validation.py completion_with_function_calling.py enable_force_include_usage.py \
@@ -198,7 +198,7 @@ test-protocols: $(INSTALLED)
 	    -c 'import sysconfig; print(sysconfig.get_path("purelib"))'):$$PWD" \
 	  $(CURDIR)/$(BIN)/python -P -m pytest -q -rfEs --tb=short -p no:warnings "$$@"; }; \
 	status=0; \
-	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests -m "not slow" unit) || status=1; \
+	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests unit) || status=1; \
 	test -z "$(VLLM)" || (run "$(VLLM)" -p vllm_tests -c /dev/null --rootdir . --confcutdir tests/entrypoints \
 	  -o asyncio_mode=auto --continue-on-collection-errors $(VLLM_TESTS)) || status=1; \
 	exit $$status
