@@ -31,15 +31,16 @@ PYTHONS_ROOMS ?= $(addprefix tests/,bench checkpoints cli layer memory models po
 # Clients that the server is tried with, unchanged, those of Node.js beside them (with two coding
 # agents, 0.9 GB), and the tests that run these and TRAINERS; the page's need chromium.
 CLIENTS ?= "lm_eval[api]==0.4.13" llama-benchy==0.4.0 instructor==1.17.0 litellm==1.110.2 \
-  llama-index-llms-openai-like==0.8.1 langchain-openai==1.7.4 langchain-anthropic==1.7.10 llm==0.32.1
+  llama-index-llms-openai-like==0.8.1 langchain-openai==1.7.4 langchain-anthropic==1.7.10 llm==0.32.1 \
+  "ray[serve]==2.60.0"
 NODE_CLIENTS ?= openai@7.59.0 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 \
   @ai-sdk/anthropic@4.0.105 zod@4.6.7 @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332
 CLIENTS_TESTS ?= $(addprefix tests/serving/http/test_,foreign_clients.py tool_clients.py \
-  node_clients.py coding_agents.py page.py) tests/offload/test_saving.py
+  node_clients.py coding_agents.py page.py) tests/offload/test_saving.py tests/integrations/test_ray.py
 
 # What tests of llama.cpp's and vLLM's servers need, and which of vLLM's ask a server.
 PROTOCOL_PACKAGES ?= wget==3.2 requests filelock jsonschema==4.26.0 pybase64==1.5.1 \
-  pytest-asyncio==1.5.0
+  pytest-asyncio==1.5.0 fastapi==0.165.0
 VLLM_TESTS ?= $(addprefix tests/entrypoints/,anthropic/test_messages.py \
   $(addprefix openai/chat_completion/test_,chat.py chat_completion.py chat_echo.py \
   chat_logit_bias_validation.py completion_with_function_calling.py enable_force_include_usage.py \
@@ -197,7 +198,7 @@ test-protocols: $(INSTALLED)
 	    -c 'import sysconfig; print(sysconfig.get_path("purelib"))'):$$PWD" \
 	  $(CURDIR)/$(BIN)/python -P -m pytest -q -rfEs --tb=short -p no:warnings "$$@"; }; \
 	status=0; \
-	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests -m "not slow" unit) || status=1; \
+	test -z "$(LLAMA_CPP)" || (run "$(LLAMA_CPP)/tools/server/tests" -p llama_cpp_tests unit) || status=1; \
 	test -z "$(VLLM)" || (run "$(VLLM)" -p vllm_tests -c /dev/null --rootdir . --confcutdir tests/entrypoints \
 	  -o asyncio_mode=auto --continue-on-collection-errors $(VLLM_TESTS)) || status=1; \
 	exit $$status

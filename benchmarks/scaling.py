@@ -1,7 +1,8 @@
-"""The layer simulator beside measured layers: `python benchmarks/scaling.py --ranks 2 4`.
+"""The simulator beside measured layers and steps: `python benchmarks/scaling.py --ranks 1 2 4`.
 
-Measures links, experts and copies in gloo processes, times whole expert-parallel layers, and sets
-the simulator's prediction beside each. Runs under `torchrun` as well, with one size of group.
+Measures links, experts and copies in gloo processes, times whole expert-parallel layers and steps
+of a model, and sets the simulator's prediction beside each. Runs under `torchrun` as well, with one
+size of group.
 
 Shape suffixes: T tokens, D model, K choices, E experts, P ranks, R rows, S slots.
 """
@@ -26,6 +27,7 @@ from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, re
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate import scaling
+from moe_runtime.lab.simulate.system import SimulatedModel, SimulatedSteps, simulate_training
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -94,6 +96,8 @@ def time_in_turn(probes: dict[str, Callable[[], Any]], rounds: int) -> dict[str,
 EXPERT_ROWS = (16, 128, 512, 2048)
 EXCHANGED_BYTES = (12 << 10, 48 << 10, 768 << 10, 3 << 20)
 STAYING_TOKENS = (16, NUM_TOKENS)
+READ_BYTES = 128 << 20
+SMALL_TOKENS = 16
 
 
 def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
@@ -112,9 +116,11 @@ def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
         rows = torch.zeros((int(counts.sum()), 1), dtype=torch.uint8)
         transport.exchange(rows, route).wait()
 
+    read = torch.zeros(READ_BYTES // 4)
     return {
+        "read": read.sum,
         **{f"experts {n}": partial(compute, n) for n in EXPERT_ROWS},
-        **{f"exchange {n}": partial(exchange, n) for n in EXCHANGED_BYTES},
+        **{f"exchange {n}": partial(exchange, n) for n in EXCHANGED_BYTES if transport.size > 1},
         **{f"stay {n}": partial(stay_here, n, transport) for n in STAYING_TOKENS},
     }
 
@@ -130,12 +136,14 @@ def as_machine(seconds: dict[str, float], num_ranks: int) -> tuple[Cluster, floa
 
     # The same line as a link's for all three: a fixed cost of each call, and a rate.
     experts = line("experts", EXPERT_ROWS, [n * FLOPS_PER_ROW for n in EXPERT_ROWS])
-    exchanges = line("exchange", EXCHANGED_BYTES, EXCHANGED_BYTES)
+    exchanges = Link(alpha_s=0.0, bytes_per_s=float("inf"))
+    if num_ranks > 1:
+        exchanges = line("exchange", EXCHANGED_BYTES, EXCHANGED_BYTES)
     # Rows that stay go through all of dispatch and combine but the exchange: read and written once
     # before they leave, and once when they have come back.
     copies = line("stay", STAYING_TOKENS, [4 * n * TOP_K * DIM * 4 for n in STAYING_TOKENS])
     link = Link(
-        alpha_s=exchanges.alpha_s / (num_ranks - 1),
+        alpha_s=exchanges.alpha_s / max(1, num_ranks - 1),
         bytes_per_s=exchanges.bytes_per_s,
         # Gloo copies, and no core is free for it: a rank that sends does not compute.
         occupies_compute=True,
@@ -149,6 +157,7 @@ def as_machine(seconds: dict[str, float], num_ranks: int) -> tuple[Cluster, floa
         flops_per_s=experts.bytes_per_s,
         launch_s=experts.alpha_s,
         copy_bytes_per_s=copies.bytes_per_s,
+        memory_bytes_per_s=READ_BYTES / (seconds["read"] / share),
     )
     # Three exchanges are in it: of counts, and of no rows there and back.
     return cluster, max(0.0, copies.alpha_s - 3 * exchanges.alpha_s)
@@ -168,14 +177,16 @@ def stay_here(num_tokens: int, transport: Transport | None) -> None:
 class Layer:
     """One case on this rank: a layer to be timed, and the rows that the simulator is given."""
 
-    def __init__(self, case: Case, transport: Transport, seed: int = 1) -> None:
+    def __init__(
+        self, case: Case, transport: Transport, seed: int = 1, num_tokens: int = NUM_TOKENS
+    ) -> None:
         self._case, self._transport = case, transport
         rank, size = transport.rank, transport.size
         popularity_E = torch.arange(1, NUM_EXPERTS + 1) ** -case.zipf
         order = torch.randperm(NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
         popularity_E = popularity_E[order]
         random = torch.Generator().manual_seed(rank)
-        ids_TK = popularity_E.expand(NUM_TOKENS, -1).multinomial(TOP_K, generator=random)
+        ids_TK = popularity_E.expand(num_tokens, -1).multinomial(TOP_K, generator=random)
         placement = place_experts(
             case.algorithm,
             RoutingProfile.from_loads(popularity_E.numpy()[None]),
@@ -187,7 +198,7 @@ class Layer:
         self._experts = make_experts(self._slots.slots_per_rank)
         weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
         self._routing = Routing(ids_TK, weights_TK, NUM_EXPERTS)
-        self._x_TD = torch.randn(NUM_TOKENS, DIM)
+        self._x_TD = torch.randn(num_tokens, DIM)
 
     def run(self) -> None:
         case = self._case
@@ -233,6 +244,75 @@ class Layer:
         return scaling.predict_layer(cluster, workload, schedule).layer_s
 
 
+NUM_LAYERS = 4
+STACK = SimulatedModel(
+    num_layers=NUM_LAYERS,
+    model_dim=DIM,
+    num_experts=NUM_EXPERTS,
+    top_k=TOP_K,
+    expert_hidden=HIDDEN,
+    dense_parameters=NUM_LAYERS * 8 * DIM * DIM,
+    kv_bytes_per_token=1.0,
+    bytes_per_weight=4,
+    bytes_per_activation=4,
+)
+STEPS = {"step of 64": (64, False), "step of 1024": (1024, False), "training, 512": (512, True)}
+"""Tokens of each rank, and whether it is a step of training: backward, all-reduce, AdamW."""
+
+
+class Stack:
+    """A model of this rank: dense matrices and experts of several layers, and its own tokens."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, size = transport, transport.size
+        random = torch.Generator().manual_seed(transport.rank)
+        shapes = ((4 * DIM, DIM), (DIM, 4 * DIM))
+        self._dense = [[torch.randn(s) / s[1] ** 0.5 for s in shapes] for _ in range(NUM_LAYERS)]
+        self._experts = [make_experts(NUM_EXPERTS // size) for _ in range(NUM_LAYERS)]
+        self._slots = ExpertSlots.contiguous(NUM_EXPERTS, size)
+        self._x_TD = torch.randn(1024, DIM)
+        ids_LTK = torch.rand(NUM_LAYERS, 1024, NUM_EXPERTS, generator=random).topk(TOP_K).indices
+        self._ids_LTK = ids_LTK
+        experts = [w for one in self._experts for w in (one.gate_up, one.down)]
+        self._matrices = [w for pair in self._dense for w in pair]
+        weights = [w.requires_grad_() for w in (*self._matrices, *experts)]
+        self._optimizer = torch.optim.AdamW(weights, lr=1e-6, fused=True)
+
+    def run(self, num_tokens: int, is_training: bool) -> None:
+        with torch.set_grad_enabled(is_training):
+            x_TD = self._x_TD[:num_tokens]
+            for layer, (up, down) in enumerate(self._dense):
+                x_TD = x_TD + torch.relu(x_TD @ up.T) @ down.T / 8
+                ids_TK = self._ids_LTK[layer, :num_tokens]
+                weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
+                routing = Routing(ids_TK, weights_TK, NUM_EXPERTS)
+                compute = partial(self._compute, layer)
+                x_TD = x_TD + expert_parallel(
+                    x_TD, routing, compute, self._transport, slots=self._slots
+                )
+        if is_training:
+            x_TD.sum().backward()
+            if self._transport.size > 1:
+                flat = torch.cat([w.grad.flatten() for w in self._matrices if w.grad is not None])
+                dist.all_reduce(flat)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=False)
+
+    def _compute(self, layer: int, rows_RD: Tensor, counts_S: Tensor) -> Tensor:
+        return grouped_expert_mlp(rows_RD, counts_S, self._experts[layer], activation="silu")
+
+    @staticmethod
+    def predict_s(cluster: Cluster, fixed_s: float) -> dict[str, float]:
+        """The simulator's seconds of each step; what is fixed is a cost of each layer's call."""
+        cluster = replace(cluster, launch_s=cluster.launch_s + fixed_s)
+        times, found = SimulatedSteps(cluster, STACK), {}
+        for name, (tokens, is_training) in STEPS.items():
+            found[name] = times.step_s(tokens)
+            if is_training:
+                found[name] = simulate_training(cluster, STACK, tokens=tokens).step_s
+        return found
+
+
 def measure(rounds: int) -> dict[str, Any]:
     """The machine, and all cases that the default group has ranks for; on every rank."""
     group, size = dist.group.WORLD, dist.get_world_size()
@@ -247,23 +327,35 @@ def measure(rounds: int) -> dict[str, Any]:
         assert isinstance(inside, dist.ProcessGroup)
         assert isinstance(across, dist.ProcessGroup)
         grid, cases = HierarchicalTransport(inside, across), CASES
-    layers = [Layer(case, grid if case.hierarchical else flat) for case in cases]
-    probes = machine_probes(flat)
+    layers = [Layer(case, grid if case.hierarchical else flat) for case in cases if size > 1]
+    stack = Stack(flat)
+    small = Layer(Case(), flat, num_tokens=SMALL_TOKENS)
+    probes = {"small layer": small.run, **machine_probes(flat)}
     probes |= {f"layer {index}": layer.run for index, layer in enumerate(layers)}
+    probes |= {name: partial(stack.run, *step) for name, step in STEPS.items()}
     seconds = time_in_turn(probes, rounds)
     cluster, fixed_s = as_machine(seconds, size)
+    # Waking each other costs ranks more than exchanges alone show: what a layer of few rows does.
+    rest_s = max(0.0, seconds["small layer"] - small.predict_s(cluster, fixed_s))
+    fixed_s += rest_s / max(1.0, size / len(os.sched_getaffinity(0)))
     rows = []
-    for index, (case, layer) in enumerate(zip(cases, layers, strict=True)):
+    for name, predicted_s in stack.predict_s(cluster, fixed_s).items():
+        error = predicted_s / seconds[name] - 1
+        row = {"measured_s": seconds[name], "predicted_s": predicted_s, "error": error}
+        rows.append({"step": name, "ranks": size, **row})
+    for index, (case, layer) in enumerate(zip(cases, layers, strict=False)):
         measured_s, predicted_s = seconds[f"layer {index}"], layer.predict_s(cluster, fixed_s)
         error, row = predicted_s / measured_s - 1, {"ranks": size, **asdict(case)}
         rows.append(row | {"measured_s": measured_s, "predicted_s": predicted_s, "error": error})
-        if dist.get_rank() == 0:
-            times = f"measured {1e3 * measured_s:.1f} ms, predicted {1e3 * predicted_s:.1f} ms"
-            print(f"{_words(row)}: {times} ({error:+.0%})", flush=True)
+    for row in rows if dist.get_rank() == 0 else ():
+        times = f"{1e3 * row['measured_s']:.1f} ms, predicted {1e3 * row['predicted_s']:.1f} ms"
+        print(f"{_words(row)}: measured {times} ({row['error']:+.0%})", flush=True)
     return {"cluster": asdict(cluster), "fixed_s": fixed_s, "layers": rows}
 
 
 def _words(row: dict[str, Any]) -> str:
+    if "step" in row:
+        return f"{row['ranks']} ranks, {row['step']} tokens each"
     exchange = "two levels" if row["hierarchical"] else "flat"
     return (
         f"{row['ranks']} ranks, {exchange}, {row['degree']} chunks, zipf {row['zipf']:g}, "
@@ -281,7 +373,7 @@ def follow(number: int, rounds: int, num_ranks: int, store: str) -> None:
 def main() -> int:
     parser = results_parser(__doc__)
     add = parser.add_argument
-    add("--ranks", type=at_least(2), nargs="*", default=[2, 4], help="sizes to measure")
+    add("--ranks", type=at_least(1), nargs="*", default=[1, 2, 4], help="sizes to measure")
     add("--rounds", type=at_least(2), default=7)
     add("--write-machine", type=Path, help="for `moe-runtime simulate --machine`")
     options = parser.parse_args()
@@ -300,16 +392,27 @@ def main() -> int:
                 with ranks_here(options.rounds, size, store, follow):
                     measured.append(measure(options.rounds))
     rows = {_words(row): row for group in measured for row in group["layers"]}
-    errors = [abs(row["error"]) for row in rows.values()]
-    spread = f"median {statistics.median(errors):.0%}, largest {max(errors):.0%}"
-    print(f"error of the prediction: {spread} of {len(rows)} layers")
+    for what in ("layers", "steps"):
+        errors = [
+            abs(row["error"]) for row in rows.values() if ("step" in row) == (what == "steps")
+        ]
+        if errors:
+            spread = f"median {statistics.median(errors):.0%}, largest {max(errors):.0%}"
+            print(f"error of the prediction: {spread} of {len(errors)} {what}")
     machines = [{"cluster": group["cluster"], "fixed_s": group["fixed_s"]} for group in measured]
+    for machine in machines:
+        finite = {name: v for name, v in machine["cluster"].items() if v != float("inf")}
+        finite |= {
+            name: {key: v for key, v in finite[name].items() if v != float("inf")}
+            for name in ("intra", "inter")
+        }
+        machine["cluster"] = finite
     metrics = {name: Metric("s") for name in rows}
     results = ScriptResults("scaling", options, {"machines": machines}, metrics)
     for what in ("measured", "predicted"):
         results.add(what, [{name: row[f"{what}_s"] for name, row in rows.items()}])
     if options.write_machine:
-        cluster = measured[0]["cluster"]
+        cluster = measured[-1]["cluster"]
         fields = cluster | {name: Link(**cluster[name]) for name in ("intra", "inter")}
         said = "Measured by benchmarks/scaling.py."
         scaling.write_machine(Cluster(**fields), options.write_machine, said)

@@ -2,8 +2,9 @@
 
 A batch of requests is answered by one process and by two, which divide the experts. Counted are the
 bytes read from the disk, with the same slots in all and with the same memory in all, and the bytes
-that travel, beside those of the rows that each process lacks. Then a single text of the pocket
-model: what plans take of a step. Answers must be equal. All processes share this machine.
+that travel, with those of the rows that each process lacks. `--part plans` has a single text of
+the pocket model: what plans take of a step. Answers must be equal. All processes share this
+machine.
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from moe_runtime.config import parse_bytes
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.parallel.communication.transport import Pending
+from moe_runtime.parallel.communication.transport import FlatTransport, Pending
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.following import follow
 from moe_runtime.serving.requests import EngineOptions, Event, Finished, GenerationRequest, NewToken
@@ -40,7 +42,7 @@ from moe_runtime.serving.requests import EngineOptions, Event, Finished, Generat
 METRICS = {
     **facts("bytes", "read_bytes", "row_bytes", "needed_bytes", "plan_bytes"),
     **facts("count", "expert_slots", better="more"),
-    **facts("ratio", "reads_of_one", "travel_of_needed", "plan_of_step"),
+    **facts("share", "reads_of_one", "travel_of_needed", "plan_of_step"),
     **facts("s", "step_s", "plan_s"),
 }
 OPTIONS = EngineOptions(prompt_tokens=4, idle_prompt_tokens=4, reuses_prefixes=False)
@@ -49,9 +51,16 @@ choose, which repeat themselves."""
 
 
 class Counted(CountingTransport):
-    """Counts plans apart from rows."""
+    """Counts plans apart from rows, from the engine's start: its trials come before."""
 
-    plan_bytes = 0
+    def __init__(self, inner: FlatTransport) -> None:
+        super().__init__(inner)
+        self.exchange_numbers = self._exchange_numbers
+        self.plan_bytes = 0
+
+    def _exchange_numbers(self, numbers_PN: torch.Tensor) -> torch.Tensor:
+        self.row_bytes = self.plan_bytes = 0
+        return self._inner.exchange_numbers(numbers_PN)
 
     def exchange(self, rows_RD: torch.Tensor, route: object, **options: Any) -> Pending:
         if rows_RD.dtype == torch.int64:
@@ -98,7 +107,6 @@ def answer(work: Work, rank: int, store: str) -> dict[str, Any]:
         else:
             with Engine(model, OPTIONS) as engine:
                 if transport is not None:
-                    transport.row_bytes = 0  # those of trials
                     _time_plans(engine, found)
                 found["tokens"] = _texts(engine, work)
         stats = model.moe.stats()
@@ -141,28 +149,19 @@ def _texts(engine: Engine, work: Work) -> list[list[int]]:
     return found
 
 
-def _work(work: Work, rank: int, store: str, answers: Any) -> None:
-    answers.put((rank, answer(work, rank, store)))
-
-
 def answers_of(work: Work) -> list[dict[str, Any]]:
     """Of all processes, by rank."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        answers: Any = context.Queue()
-        given = (str(Path(folder, "store")), answers)
-        ranks = range(work.size)
-        processes = [context.Process(target=_work, args=(work, rank, *given)) for rank in ranks]
-        for process in processes:
-            process.start()
-        found = dict(answers.get() for _ in processes)
-        for process in processes:
-            process.join()
-    return [found[rank] for rank in ranks]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        store, found = str(Path(folder, "store")), []
+        for rank in range(work.size):
+            own = stack.enter_context(ProcessPoolExecutor(1, context))
+            found.append(own.submit(answer, work, rank, store))
+        return [one.result() for one in found]
 
 
-def counted(work: Work) -> dict[str, float]:
-    """Of a work in all its processes together, and of its texts."""
+def counted(work: Work, *, timed: bool) -> dict[str, Any]:
+    """Of a work in all its processes together, and its texts."""
     ranks = answers_of(work)
     names = ("read_bytes", "expert_slots", "row_bytes", "plan_bytes")
     found = {name: sum(one[name] for one in ranks) for name in names}
@@ -172,6 +171,7 @@ def counted(work: Work) -> dict[str, float]:
         needed = num_tokens * first["token_bytes"] * (work.size - 1)
         found |= {"needed_bytes": needed}
         found["travel_of_needed"] = (found["row_bytes"] + found["plan_bytes"]) / needed
+    if work.size > 1 and timed:
         pairs = zip(first["begun_s"][1:], first["begun_s"], strict=False)
         found["step_s"] = statistics.median(after - before for after, before in pairs)
         found["plan_s"] = statistics.median(first["plan_s"])
@@ -179,13 +179,15 @@ def counted(work: Work) -> dict[str, float]:
     return found | {"tokens": first["tokens"]}
 
 
-def measure(results: scripting.ScriptResults, works: dict[str, Work], rounds: int) -> None:
+def measure(
+    results: scripting.ScriptResults, works: dict[str, Work], rounds: int, *, timed: bool = False
+) -> None:
     """Adds rows of works that answer alike; the first is that of one process."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     for _ in range(rounds):
         texts, of_one = None, None
         for name, work in works.items():
-            found = counted(work)
+            found = counted(work, timed=timed)
             own = found.pop("tokens")
             if texts is None:
                 texts, of_one = own, found["read_bytes"]
@@ -201,17 +203,27 @@ def measure(results: scripting.ScriptResults, works: dict[str, Work], rounds: in
 def main() -> int:
     parser = scripting.results_parser(__doc__)
     parser.add_argument("--shape", default="olmoe-small", help="as of `bench latency`")
-    parser.add_argument("--host-memory", default="700MiB", help="of all processes together")
+    parser.add_argument("--host-memory", default="900MiB", help="of all processes together")
     parser.add_argument("--prompts", type=scripting.positive, default=8)
     parser.add_argument("--prompt-tokens", type=scripting.positive, default=48)
     parser.add_argument("--new-tokens", type=scripting.positive, default=16)
     parser.add_argument("--rounds", type=scripting.positive, default=3)
+    parser.add_argument("--part", choices=("reads", "plans"), default="reads")
     options = parser.parse_args()
     names = ("shape", "host_memory", "prompts", "prompt_tokens", "new_tokens", "rounds")
     settings = {name: getattr(options, name) for name in names} | {"weights": "random"}
-    results = scripting.ScriptResults("several-processes", options, settings, METRICS)
+    file = f"several-processes-{options.part}"
+    if options.part == "plans":
+        settings = {"model": "pocket", "rounds": options.rounds}
+    results = scripting.ScriptResults("several-processes", options, settings, METRICS, file=file)
+    if options.part == "plans":
+        own = [*map(tuple, cut_prompts(load_tokenizer(pocket_path()), 1, 64))]
+        pocket = (pocket_path(), own, 192, 256 << 20)
+        works = {"one process": Work(*pocket), "two": Work(*pocket, 2)}
+        measure(results, works, options.rounds, timed=True)
+        return results.finish()
     total = parse_bytes(options.host_memory)
-    writing: dict[str, Any] = {"keep": False, "needs_gguf": False, "say": print}
+    writing: dict[str, Any] = {"keep": False, "needs_gguf": False, "say": lambda _: None}
     with shape_checkpoint(SHAPES[options.shape], shapes_folder(), **writing) as files:
         folder = files.checkpoint
         cut = cut_prompts(load_tokenizer(folder), options.prompts, options.prompt_tokens)
@@ -225,10 +237,6 @@ def main() -> int:
             "two, the same memory": Work(*given, total // 2, 2),
         }
         measure(results, works, options.rounds)
-    own = [*map(tuple, cut_prompts(load_tokenizer(pocket_path()), 1, 64))]
-    pocket = (pocket_path(), own, 192, 256 << 20)
-    works = {"pocket, one process": Work(*pocket), "pocket, two": Work(*pocket, 2)}
-    measure(results, works, options.rounds)
     return results.finish()
 
 

@@ -41,9 +41,10 @@ FLOORS = {
     "training": 8,
     "research": 9,
     "serving": 9,
-    "cli": 10,
-    "benchmarks": 11,
-    "tests": 12,
+    "integrations": 10,
+    "cli": 11,
+    "benchmarks": 12,
+    "tests": 13,
 }
 # Floor 0 is one room: files that may use one another.
 GROUND = {"allocator", "errors", "config", "lazy", "types", "files", "folders", "digests"}

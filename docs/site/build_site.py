@@ -51,6 +51,7 @@ WRITTEN = {
         ("Benchmarks", "docs/benchmarks.md", "guides/benchmarks.md"),
         ("Benchmarks of this project", "benchmarks/README.md", "guides/project-benchmarks.md"),
         ("Examples", "examples/README.md", "guides/examples.md"),
+        ("Deployment", "deploy/README.md", "guides/deployment.md"),
         ("Contributing", "CONTRIBUTING.md", "guides/contributing.md"),
     ],
     "Concepts": [

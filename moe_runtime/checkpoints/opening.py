@@ -54,6 +54,8 @@ from moe_runtime.memory.source import FileStamp
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+    from moe_runtime.checkpoints.formats import PackedWeight
+
 _MAX_BYTES = 64 << 20
 _WEIGHTS = "*.safetensors"
 _TOKENIZER_FILES = (
@@ -277,6 +279,16 @@ def open_checkpoint(
     compute_dtype = _compute_dtype(dtype, config, plain_entries(entries, packed), bool(packed))
     own = _of_used(stamps, entries)
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=own)
+
+
+def packed_among(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, PackedWeight]:
+    """The quantised weights among tensors of a checkpoint that are no part of its model."""
+    from moe_runtime.checkpoints.formats import packed_weights, sign_of
+
+    quantization, place = take_quantization(read_config(folder), folder)
+    if quantization is None or not sign_of(entries):
+        return {}
+    return packed_weights(quantization, entries, place)
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:

@@ -117,9 +117,19 @@ def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
     return model._finalize_model_loading(model, config, info)
 
 
-HEADS_WITHOUT_SETTINGS = ("qwen3_next", "qwen3_5_moe_text")
-"""Families whose heads have the form and names that 5.23 knows of Mellum's, and whose settings say
-nothing of them: one layer of full attention."""
+_FULL = {"mtp_layer_types": ["full_attention"]}
+HEADS_WITHOUT_SETTINGS = {
+    **{"qwen3_next": _FULL, "qwen3_5_moe_text": _FULL},
+    "mimo_v2_flash": {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
+}
+"""Families whose settings say nothing of their heads, and what each layer of these is."""
+_NORMS_OF_HEADS = {
+    "mimo_v2_flash": {
+        "final_layernorm": "post_norm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }
+}
+"""Their names in checkpoints, and in a head, where 5.23 does not know them."""
 
 
 def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, list[WeightTransform]]:
@@ -127,6 +137,7 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
     model, and how its weights are named and stacked; 5.23. Raises UnsupportedModelError: this
     version of transformers makes none of it."""
     import transformers
+    from transformers.core_model_loading import WeightRenaming
 
     text: Any = model.config.get_text_config(decoder=True)
     try:
@@ -134,7 +145,8 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
 
         with ExitStack() as stack:
             if text.model_type in HEADS_WITHOUT_SETTINGS and not hasattr(text, "num_mtp_layers"):
-                for name, value in (("num_mtp_layers", 1), ("mtp_layer_types", ["full_attention"])):
+                settings = {"num_mtp_layers": 1, **HEADS_WITHOUT_SETTINGS[text.model_type]}
+                for name, value in settings.items():
                     setattr(text, name, value)
                     stack.callback(delattr, text, name)
             for context in MtpModel.get_init_context(model.dtype, False, False, None):
@@ -149,6 +161,8 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
     for each in conversions:  # those of a model with pictures look for the names of its text alone
         if getattr(each, "scope_prefix", None) is not None:
             each.scope_prefix = None
+    norms = _NORMS_OF_HEADS.get(text.model_type, {}).items()
+    conversions = [*(WeightRenaming(f".{a}.", f".{b}.") for a, b in norms), *conversions]
     for shared in ("embed_tokens", "shared_head", "rotary_emb"):
         setattr(head, shared, None)
     return head, conversions

@@ -31,7 +31,7 @@ from moe_runtime.cli.commands.replay import replay
 from moe_runtime.cli.commands.report import report
 from moe_runtime.cli.commands.run import run
 from moe_runtime.cli.commands.serve import serve
-from moe_runtime.cli.commands.simulate import simulate
+from moe_runtime.cli.commands.simulate import simulate_app
 from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session, one_line, print_json, require_address_space
 from moe_runtime.cli.stopping import StopRequest, release_broken_streams, terminable
@@ -75,7 +75,7 @@ _NO_MEMORY = (
     "std::bad_alloc",
 )
 """How torch, the dynamic linker, Python's threads and C++ say that there is no more memory."""
-_COMMANDS = (run, serve, generate, chat, inspect, pack, doctor, replay, report, place, simulate)
+_COMMANDS = (run, serve, generate, chat, inspect, pack, doctor, replay, report, place)
 _VERSIONS_SHOWN = ("python", "torch", "transformers", "triton")
 
 
@@ -129,6 +129,7 @@ def build_app() -> typer.Typer:
     app.callback(invoke_without_command=True)(_first_screen)
     for function in (*_COMMANDS, train, finetune):
         app.command(cls=StrictCommand)(expanded(function))
+    app.add_typer(simulate_app(), name="simulate")
     app.add_typer(models_app(), name="models")
     app.add_typer(predictor_app(), name="predictor")
     app.add_typer(

@@ -96,7 +96,7 @@ class DraftedSteps:
         control: chooses how many tokens are drafted, and counts.
         source: makes what drafts for a text.
         turn: the lock of the model's passes.
-        has_ended: whether there are no more drafts: one ended with an error, or they were too dear.
+        has_ended: whether there are no more drafts, since one ended with an error.
         handle: of the model, where drafts take memory that experts may lack.
         adds_mask: as for `BatchCache`.
     """
@@ -199,13 +199,14 @@ class DraftedSteps:
             waited_s, misses, spared = (max(last - first, 0) for first, last in pairs)
             spared_s = waited_s * spared / misses if misses else 0.0
         self.control.measured(num_base, num_rows, seconds, drafting_s, spared_s)
-        if self.control.is_too_dear and handle is not None and not self.has_ended:
-            draft_bytes = handle.facts.draft_bytes
-            self.has_ended, self.source = True, Lookups()
+        if self.control.is_too_dear and handle is not None and handle.draft_model is not None:
+            draft_bytes, self.source = handle.facts.draft_bytes, Lookups()
             give_up_drafts(handle)
+            self.control.begin_anew()
             message = (
                 "the draft is given up: answers come sooner where experts have its "
-                f"{format_bytes(draft_bytes)}; leave draft out, or give more memory"
+                f"{format_bytes(draft_bytes)}; lookup, which takes none, goes on; name it as "
+                "draft, or give more memory"
             )
             warnings.warn(message, MoERuntimeWarning, stacklevel=2)
 

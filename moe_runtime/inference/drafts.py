@@ -107,8 +107,10 @@ class Lookups:
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
         """Looks at nothing but tokens."""
 
-    def draft(self, drafters: Sequence[Lookup], counts: Sequence[int]) -> list[list[int]]:
-        return [drafter.draft(count) for drafter, count in zip(drafters, counts, strict=True)]
+    def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        """Nothing of texts that another source began, which was given up."""
+        pairs = zip(drafters, counts, strict=True)
+        return [one.draft(count) if isinstance(one, Lookup) else [] for one, count in pairs]
 
 
 PRIOR_RIGHT = (0.6, 0.3, 0.5, 0.75, 0.9)
@@ -166,6 +168,11 @@ class DraftControl:
     def __init__(self, most_rows: int) -> None:
         self.most_rows = most_rows
         self.reset_counts()
+        self.is_too_dear = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets all times and what was right: another drafter comes, with other memory."""
         self._num_passes = 0
         self._times: dict[int, _Time] = {}
         self._of_token = _Time()  # to draft one
@@ -174,7 +181,6 @@ class DraftControl:
         self._spared_share = _Time()  # of a step without drafts
         self._could_draft = False  # in the step that comes
         self._barren = 0  # passes since the last draft
-        self.is_too_dear = False
 
     def reset_counts(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
 from moe_runtime.checkpoints.expert_map import map_experts
+from moe_runtime.checkpoints.opening import packed_among
 from moe_runtime.checkpoints.transformers_private import (
     HEADS_WITHOUT_SETTINGS,
     head_of_further_tokens,
@@ -55,22 +56,27 @@ class HeadPlan(DraftPlan):
         self._name, text = "mtp", target.config.get_text_config(decoder=True)
         known = getattr(text, "num_mtp_layers", None)
         num_heads = int(text.model_type in HEADS_WITHOUT_SETTINGS) if known is None else known
-        own = re.compile(rf"^(model\.)?(mtp\.|layers\.{text.num_hidden_layers}\.)")
+        own = re.compile(rf"^(model\.)?(mtp\.(?!layers\.[1-9])|layers\.{text.num_hidden_layers}\.)")
         entries = {name: entry for name, entry in target.entries.items() if own.search(name)}
         if not num_heads or not entries:
             raise UnsupportedModelError(
                 f"draft mtp: expected a checkpoint with a head for further tokens, found none in "
                 f"{target.folder}; give lookup or a small model"
             )
-        if not target.is_plain:
+        if target.runs is not None or target.folder.is_file():
             raise UnsupportedModelError(
-                f"draft mtp: expected a head in bf16, fp16 or fp32, got a quantised or packed "
-                f"checkpoint, {target.folder}; give lookup or a small model"
+                f"draft mtp: expected a head in a safetensors checkpoint, got a packed one or a "
+                f"GGUF file, {target.folder}; give lookup or a small model"
             )
         head, conversions = head_of_further_tokens(model)
         # without stamps: those of the target are of the same files
         self._checkpoint = replace(
-            target, config=head.config, entries=entries, conversions=conversions, stamps={}
+            target,
+            config=head.config,
+            entries=entries,
+            packed=packed_among(target.folder, entries) if target.packed else {},
+            conversions=conversions,
+            stamps={},
         )
         self._model: Any = head
         self._experts = map_experts(head, self._checkpoint, may_be_dense=True)

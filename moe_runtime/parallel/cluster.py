@@ -42,6 +42,8 @@ class Cluster:
         copy_bytes_per_s: bytes read and written a second by sorting and combining rows.
         processors_per_node: ranks of a machine that compute at the same time, where ranks share
             processors; None for all of them.
+        memory_bytes: of a rank; `memory_bytes_per_s` and `disk_bytes_per_s` are those at which it
+            reads weights.
     """
 
     num_ranks: int
@@ -52,6 +54,9 @@ class Cluster:
     launch_s: float = 0.0
     copy_bytes_per_s: float = float("inf")
     processors_per_node: int | None = None
+    memory_bytes: float = float("inf")
+    memory_bytes_per_s: float = float("inf")
+    disk_bytes_per_s: float = float("inf")
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
@@ -62,7 +67,9 @@ class Cluster:
             raise ValueError(
                 f"{self.num_ranks} ranks do not divide into nodes of {self.ranks_per_node}"
             )
-        if not (self.flops_per_s > 0 and self.copy_bytes_per_s > 0 and self.launch_s >= 0):
+        rates = (self.flops_per_s, self.copy_bytes_per_s, self.memory_bytes)
+        rates += (self.memory_bytes_per_s, self.disk_bytes_per_s)
+        if not (min(rates) > 0 and self.launch_s >= 0):
             raise ValueError("rates must be positive and launch_s must not be negative")
         if self.processors_per_node is not None and self.processors_per_node < 1:
             raise ValueError(

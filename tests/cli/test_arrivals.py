@@ -33,6 +33,15 @@ bytes_per_s = 1e11
 alpha_s = 1e-6
 bytes_per_s = 1e10
 """
+MODEL = """
+num_layers = 2
+model_dim = 64
+num_experts = 48
+top_k = 2
+expert_hidden = 32
+dense_parameters = 1e6
+kv_bytes_per_token = 100
+"""
 
 
 LOADING = {
@@ -51,6 +60,17 @@ LOADING = {
     "predictor": ("--predictor running-counts", ("predictor", "running-counts")),
     "dtype": ("--dtype float16", ("dtype", "float16")),
     "teach": ("--no-teach", ("teach", False)),
+}
+SYSTEM = {
+    "model": ("", Path("model.toml")),
+    "ranks": ("--ranks 24", ("num_ranks", 24)),
+    "machine": ("--machine m.toml", Path("m.toml")),
+    "zipf": ("--zipf 0.375", 0.375),
+    "algorithm": ("--algorithm eplb", "eplb"),
+    "replicas_per_rank": ("--replicas-per-rank 2", ("replicas_per_rank", 2)),
+    "straggler": ("--straggler 1.75", 1.75),
+    "failure_days": ("--failure-days 2.5", ("mean_s", 216000.0)),
+    "restart_seconds": ("--restart-seconds 251", ("restart_s", 251.0)),
 }
 SEVERAL = dict.fromkeys(("processes", "gpus", "placement"), "tests/cli/test_processes.py")
 CASES = {
@@ -123,7 +143,11 @@ CASES = {
             "adapter": ("--adapter there", ("adapter", Path("there"))),
             "device": ("--device cpu", ("device", "cpu")),
         },
-        {"verbose": "tests/serving/test_generate_command.py", **SEVERAL},
+        {
+            "verbose": "tests/serving/test_generate_command.py",
+            **dict.fromkeys(("ray", "ray_engines"), "tests/integrations/test_ray_options.py"),
+            **SEVERAL,
+        },
     ),
     "pack": Case(
         ("moe_runtime.checkpoints.packing.pack_checkpoint",),
@@ -202,7 +226,42 @@ CASES = {
         },
         dict.fromkeys(("output", "from_map", "groups", "align"), "tests/cli/test_place.py"),
     ),
-    "simulate": Case(
+    "simulate serve": Case(
+        (
+            "moe_runtime.lab.simulate.scaling.read_machine",
+            "moe_runtime.lab.simulate.system.read_model",
+            "moe_runtime.lab.simulate.system.simulate_serving",
+        ),
+        ("model.toml",),
+        {
+            **SYSTEM,
+            "step_tokens": ("--step-tokens 237", ("step_tokens", 237)),
+            "prefill_ranks": ("--prefill-ranks 5", ("prefill_ranks", 5)),
+        },
+        dict.fromkeys(
+            (
+                *("arrivals", "rates", "requests", "prompt_tokens", "new_tokens"),
+                *("first_token", "between_tokens"),
+            ),
+            "tests/cli/test_simulate.py",
+        ),
+    ),
+    "simulate train": Case(
+        (
+            "moe_runtime.lab.simulate.scaling.read_machine",
+            "moe_runtime.lab.simulate.system.read_model",
+            "moe_runtime.lab.simulate.system.simulate_training",
+        ),
+        ("model.toml",),
+        {
+            **SYSTEM,
+            "tokens": ("--tokens 237", ("tokens", 237)),
+            "micro_batches": ("--micro-batches 3", ("micro_batches", 3)),
+            "checkpoint_minutes": ("--checkpoint-minutes 7", ("checkpoint_every_s", 420.0)),
+        },
+        {},
+    ),
+    "simulate layer": Case(
         (
             "moe_runtime.lab.simulate.scaling.read_machine",
             "moe_runtime.lab.simulate.scaling.sweep_scaling",
@@ -408,5 +467,6 @@ def put_files(folder: Path) -> None:
         write_trace(folder / name, trace_of(routes))
         np.savez(folder / f"ids-{name}", ids=routes.expert_ids)  # says nothing of experts
     (folder / "m.toml").write_text(MACHINE)
+    (folder / "model.toml").write_text(MODEL)
     (folder / "text.txt").write_text("words")
     (folder / "models").mkdir()

@@ -63,7 +63,7 @@ def refused(words: Sequence[str], capsys: Capsys) -> str:
         ("place", "FILE", "--gpus", "2"),
         ("predictor", "evaluate", "FILE"),
         ("train", "FILE"),
-        ("simulate", "--machine", "FILE"),
+        ("simulate", "layer", "--machine", "FILE"),
         ("run", "MODEL", "-p", "The", "--config", "FILE"),
         ("run", "MODEL", "-p", "The", "-n", "1", "--placement", "FILE"),
         ("run", "MODEL", "-p", "The", "-n", "1", "--predictor", "./FILE"),
@@ -282,7 +282,7 @@ def test_a_message_is_one_printable_line_of_bounded_length():
         ("run", "MODEL", "-p", "The", "--temperature", "1", "--top-p", "nan"),
         ("place", "TRACE", "--gpus", "2", "--fit", "inf"),
         ("replay", "TRACE", "--bandwidth", "3GB", "--latency", "inf"),
-        ("simulate", "--zipf", "nan"),
+        ("simulate", "layer", "--zipf", "nan"),
     ],
 )
 def test_numbers_beyond_all_bounds(words, checkpoint, tmp_path, capsys):

@@ -153,7 +153,7 @@ COMMANDS = {
     "report": (["report", "TRACE", "--max-accesses", "50", *DRAW_LITTLE], "-o"),
     "predictor fit": (["predictor", "fit", "TRACE", "--predictor", "popularity"], "-o"),
     "place": (["place", "TRACE", "--gpus", "2", "--algorithm", "greedy"], "-o"),
-    "simulate": (["simulate", "--ranks", "8", "--degrees", "1"], "--plot"),
+    "simulate layer": (["simulate", "layer", "--ranks", "8", "--degrees", "1"], "--plot"),
 }
 
 
@@ -199,7 +199,7 @@ INPUTS = {
         (["report", "PLOT", "-o", "FILE", "--png"], "FOLDER"),
     ],
     "place": [(["place", "TRACE", "--gpus", "2", "--output"], "TRACE")],
-    "simulate": [(["simulate", "--machine", "FILE", "--plot"], "FILE")],
+    "simulate layer": [(["simulate", "layer", "--machine", "FILE", "--plot"], "FILE")],
     "finetune": [
         (["finetune", "MODEL", "FILE", "--dry-run", "--trace"], "FILE"),
         (["finetune", "MODEL", "FILE", "--dry-run", "--trace"], "MODEL/tokenizer.json"),
@@ -230,7 +230,7 @@ def test_every_option_that_names_a_path_is_an_output_or_an_input():
     assert paths == OUTPUTS | FILES_THAT_ARE_READ | SCRATCH
 
 
-@pytest.mark.parametrize("command", ["run", "report", "place", "predictor fit", "simulate"])
+@pytest.mark.parametrize("command", ["run", "report", "place", "predictor fit", "simulate layer"])
 def test_a_name_of_no_file_is_no_output(checkpoint, trace, tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     words, option = COMMANDS.get(command, (["run", str(checkpoint), "-p", "x"], "--trace"))

@@ -23,11 +23,12 @@ bytes_per_s = 1e8
 
 def test_json_and_plot(tmp_path, capsys):
     plot = tmp_path / "scaling.png"
-    words = ["simulate", "--ranks", "8,16", "--degrees", "1,4", "--zipf", "0.5"]
+    words = ["simulate", "layer", "--ranks", "8,16", "--degrees", "1,4", "--zipf", "0.5"]
     words += ["--algorithm", "eplb", "--replicas-per-rank", "1", "--plot", str(plot), "--json"]
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["is_assumed"] is True
+    assert report["machine"]["memory_bytes"] is None
     assert len(report["points"]) == 8
     assert {point["num_ranks"] for point in report["points"]} == {8, 16}
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -36,14 +37,17 @@ def test_json_and_plot(tmp_path, capsys):
 def test_machine_file_and_table(tmp_path, capsys):
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE)
-    assert main(["simulate", "--ranks", "2,4", "--machine", str(machine), "--degrees", "1"]) == 0
+    assert (
+        main(["simulate", "layer", "--ranks", "2,4", "--machine", str(machine), "--degrees", "1"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "measured links and rates" in out
     assert "two levels" in out
 
 
 def test_a_shortcut_hides_what_the_backbone_has_time_for(capsys):
-    words = ["simulate", "--ranks", "16", "--degrees", "1", "--json", "--shortcut"]
+    words = ["simulate", "layer", "--ranks", "16", "--degrees", "1", "--json", "--shortcut"]
     blocks = []
     for backbone in ("0", "1,1,1", "0.0,2e-3,1e-3"):
         assert main([*words, backbone]) == 0
@@ -55,7 +59,9 @@ def test_a_shortcut_hides_what_the_backbone_has_time_for(capsys):
     assert blocks[0] == pytest.approx(fastest["layer_s"])
     assert blocks[1] == pytest.approx(fastest["compute_s"])
     assert blocks[1] <= blocks[2] <= blocks[0]
-    assert main(["simulate", "--ranks", "4", "--degrees", "1,2", "--shortcut", "1e-3"]) == 0
+    assert (
+        main(["simulate", "layer", "--ranks", "4", "--degrees", "1,2", "--shortcut", "1e-3"]) == 0
+    )
     assert "with a shortcut" in capsys.readouterr().out
 
 
@@ -68,7 +74,7 @@ def test_a_shortcut_hides_what_the_backbone_has_time_for(capsys):
     ],
 )
 def test_wrong_shortcuts(words, message, capsys):
-    assert main(["simulate", *words]) == 2
+    assert main(["simulate", "layer", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -86,7 +92,7 @@ def test_wrong_shortcuts(words, message, capsys):
 def test_wrong_machine_files(tmp_path, machine, message, capsys):
     path = tmp_path / "machine.toml"
     path.write_text(machine)
-    assert main(["simulate", "--ranks", "2", "--machine", str(path)]) == 2
+    assert main(["simulate", "layer", "--ranks", "2", "--machine", str(path)]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
@@ -105,20 +111,106 @@ def test_wrong_machine_files(tmp_path, machine, message, capsys):
     ],
 )
 def test_wrong_words(words, message, capsys):
-    assert main(["simulate", *words]) == 2
+    assert main(["simulate", "layer", *words]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
 def test_a_plot_of_another_kind_is_refused(capsys):
-    assert main(["simulate", "--plot", "scaling.gif"]) == 2
+    assert main(["simulate", "layer", "--plot", "scaling.gif"]) == 2
     assert "scaling.gif: expected a name that ends in one of .png, .svg, .pdf" in (
         capsys.readouterr().err
     )
 
 
 def test_a_plot_that_cannot_be_written_is_named(capsys):
-    assert main(["simulate", "--ranks", "8", "--degrees", "1", "--plot", "/dev/full"]) == 2
+    assert main(["simulate", "layer", "--ranks", "8", "--degrees", "1", "--plot", "/dev/full"]) == 2
     complaint = "error: /dev/full: the plot cannot be written: is a device, pipe"
     assert complaint in capsys.readouterr().err
+
+
+SIZES = """
+num_layers = 2
+model_dim = 1024
+num_experts = 16
+top_k = 2
+expert_hidden = 512
+dense_parameters = 1e7
+kv_bytes_per_token = 4096
+"""
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    path = tmp_path / "sizes.toml"
+    path.write_text(SIZES)
+    return str(path)
+
+
+def points_of(words, capsys):
+    assert main(["simulate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["points"]
+
+
+def test_a_service_by_rate_and_ranks(sizes, capsys):
+    words = ["serve", sizes, "--ranks", "2,8", "--requests", "60", "--new-tokens", "8"]
+    found = points_of([*words, "--rates", "1,200000"], capsys)
+    assert [one["num_ranks"] for one in found] == [2, 2, 8, 8]
+    for calm, busy in (found[:2], found[2:]):
+        assert calm["first_token_s"]["p95"] < busy["first_token_s"]["p95"]
+        assert calm["tokens_per_s"] < busy["tokens_per_s"]
+    assert found[1]["tokens_per_s"] < found[3]["tokens_per_s"]
+    assert all(one["good_share"] == 1 for one in found)
+    strict = points_of([*words, "--first-token", "1e-6"], capsys)
+    assert [one["good_share"] for one in strict] == [0, 0]
+    longer = points_of([*words, "--prompt-tokens", "90000"], capsys)
+    assert longer[0]["first_token_s"]["p50"] > found[0]["first_token_s"]["p50"]
+    assert main(["simulate", *words]) == 0
+    assert "assumed links and rates" in capsys.readouterr().out
+
+
+def test_recorded_arrivals(sizes, tmp_path, capsys):
+    file = tmp_path / "a.csv"
+    lines = [f"2023-11-16 18:17:{n:02}.5000000,{10 + n},{1 + n % 5}" for n in range(60)]
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
+    words = ["serve", sizes, "--ranks", "4", "--arrivals", str(file)]
+    plain, fast, apart = (
+        points_of([*words, *more], capsys)[0]
+        for more in ([], ["--rates", "4"], ["--prefill-ranks", "2"])
+    )
+    assert plain["requests_per_s"] == pytest.approx(60 / 59)
+    assert fast["requests_per_s"] == pytest.approx(4 * 60 / 59)
+    assert apart["requests_per_s"] == plain["requests_per_s"]
+    assert main(["simulate", *words, "--requests", "9"]) == 2
+    assert "--requests is for requests that --arrivals does not name" in capsys.readouterr().err
+
+
+def test_training_with_failures(sizes, tmp_path, capsys):
+    machine = tmp_path / "m.toml"
+    machine.write_text(MACHINE.replace("\n[intra]", "disk_bytes_per_s = 1e9\n[intra]", 1))
+    words = ["train", sizes, "--ranks", "2,512", "--machine", str(machine), "--tokens", "512"]
+    calm, failing = (points_of([*words, *more], capsys) for more in ([], ["--failure-days", "0.1"]))
+    for one, other in zip(calm, failing, strict=True):
+        assert other["tokens_per_s"] == pytest.approx(one["tokens_per_s"] * other["useful_share"])
+    assert failing[1]["useful_share"] < failing[0]["useful_share"] < 1
+    assert main(["simulate", *words]) == 0
+    assert "useful" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve", "--rates", "0"], "--rates must be positive numbers"),
+        (["serve", "--restart-seconds", "9"], "is for failures: give --failure-days too"),
+        (["serve", "--prefill-ranks", "8", "--ranks", "8"], "8 of 8 ranks leave none"),
+        (["train", "--algorithm", "eplc"], "did you mean 'eplb'"),
+        (["train", "--ranks", "12"], "12 ranks do not divide into nodes of 8"),
+    ],
+)
+def test_wrong_words_of_a_system(sizes, words, message, capsys):
+    command, *rest = words
+    assert main(["simulate", command, sizes, *rest]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1

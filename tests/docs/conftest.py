@@ -50,6 +50,7 @@ def workplace(tiny_model, recorded, tmp_path, monkeypatch) -> Path:
     for folder in ("models", "path/to", "fast/disk/run", "DATA"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "models" / "pocket").symlink_to(pocket_path())
+    (tmp_path / "benchmarks").symlink_to(RESULTS.parent)
     for name in ("MODEL", "CHECKPOINT", "FOLDER", "OLMoE-1B-7B", "path/to/checkpoint"):
         (tmp_path / name).symlink_to(tiny_model)
     for name in ("TRACE", "trace.npz", "later.npz", "routing.npz"):

@@ -36,6 +36,7 @@ SMALLER = {
     "run.steps=4000": "run.steps=9",
     "run.steps=100": "run.steps=1",
     "8,64,512,4096": "8,16",
+    "384,4096": "384",
     "256": "16",
 }
 # Options that end a command soon, where a line has not others.
@@ -43,7 +44,8 @@ BRIEFLY = {
     "run": {"--prompt": "Hello", "--max-new-tokens": "4"},
     "chat": {"--max-new-tokens": "4"},
     "generate": {"--max-new-tokens": "4"},
-    "simulate": {"--ranks": "8"},
+    "simulate layer": {"--ranks": "8"},
+    "simulate serve": {"--requests": "20"},
     "finetune": {"--context": "16", "--steps": "1"},
     "bench quality": {"--context": "16", "--chunks": "2"},
     "bench io": {"--time": "1", "--experts": "4"},
@@ -60,6 +62,7 @@ NOT_RUN = {
     "moe-runtime chat MODEL --device *": "needs a GPU",
     "torchrun *": "several processes: tests/parallel",
     "moe-runtime models remove *": "removes a download: tests/checkpoints/test_hub.py",
+    "moe-runtime generate * --ray *": "needs a cluster: tests/integrations",
     "moe-runtime serve *": "serves until it is stopped: tests/serving",
     "moe-runtime bench serve *": "needs a server: tests/serving/test_load_command.py",
     "moe-runtime bench dispatch*": "several processes: tests/bench",

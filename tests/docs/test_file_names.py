@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOPS = ("moe_runtime", "kernels", "policies", "models", "benchmarks", "examples", "tests", "docs")
+TOPS = ("moe_runtime", "kernels", "policies", "models", "benchmarks", "examples", "deploy", "tests")
+TOPS += ("docs",)
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".md"}
 QUOTED = re.compile(r"(`+)([^`\n]+)\1")
 NAME = re.compile(r"(?<![\w/.*-])[\w/-]+\.(?:py|cpp|c|h)(?![\w.*-])")

@@ -227,7 +227,12 @@ def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
             training = offloaded(
                 model, moe_runtime.AdamW(lr=1e-3, weight_decay=0), tmp_path, experts_in_memory=0.4
             )
-            trainer = training.attach(make(model=model, args=settings, **options))
+            trainer = make(model=model, args=settings, **options)
+            settings.sync_ref_model = True
+            with pytest.raises(moe_runtime.UnsupportedUseError, match="sync_ref_model would copy"):
+                training.attach(trainer)
+            settings.sync_ref_model = False
+            training.attach(trainer)
         else:
             adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True)
             trainer = make(model=model, args=settings, optimizers=(adamw, None), **options)
@@ -235,9 +240,6 @@ def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
         found.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert found[0] == found[1]
     assert training.num_steps == len(found[0]) == 4
-    settings.sync_ref_model = True
-    with pytest.raises(moe_runtime.UnsupportedUseError, match="sync_ref_model would copy"):
-        training.attach(trainer)
     training.close()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import signal
 import weakref
 from collections.abc import Iterator
@@ -192,7 +193,7 @@ def test_a_request_that_moves_goes_on_with_the_same_bits(checkpoint, has_plain_c
     for passes in (3, 4):
         for _ in range(passes):
             moves.advance(model.model)
-        moves = RunningRequest.unpack(moves.pack(), model.ends, model.model.config)
+        moves = pickle.loads(pickle.dumps(moves)).arrive(model.model.config)
     while not moves.is_finished:
         moves.advance(model.model)
     assert moves.tokens == stays.tokens

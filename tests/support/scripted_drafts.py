@@ -55,6 +55,9 @@ class Scripted(Lookups):
     def __init__(self, make: Callable[[], Any]) -> None:
         self.new = make
 
+    def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        return [one.draft(count) for one, count in zip(drafters, counts, strict=True)]
+
 
 def models_of_few_tokens(folder: Path, size: int) -> Any:
     """Writes a mixture that knows so many tokens to ``model``, and a dense model for its drafts to

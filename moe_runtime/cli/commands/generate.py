@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,11 +21,13 @@ from moe_runtime.cli.processes import (
     start_processes,
 )
 from moe_runtime.cli.prompts import read_text
+from moe_runtime.cli.strict import refuse_given
+from moe_runtime.errors import UnsupportedUseError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from moe_runtime.serving.batches.batch_run import BatchOutcome, BatchSettings
+    from moe_runtime.serving.batches.batch_run import BatchOutcome, BatchSettings, BatchWork
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
 _MOST_TOGETHER = 256
@@ -49,6 +53,8 @@ def generate(
     max_running: options.Count = _MOST_TOGETHER,
     exact: options.Exact = False,
     max_tokens: options.Count | None = None,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS")] = None,
+    ray_engines: options.Count | None = None,
     loading: options.AdaptedLoading,
     several: options.SeveralProcesses,
     as_json: options.Json = False,
@@ -70,8 +76,18 @@ def generate(
         max_running: Most requests at a time; fewer where memory has no room.
         max_tokens: Room for prompts and answers of all requests at a time; when omitted, what they
             need, up to a quarter of the memory that experts lack.
+        ray: Answer on the machines of a Ray cluster: its HOST:PORT, auto for the one that this
+            machine belongs to, or local. The checkpoint is at the same place on all of them.
+        ray_engines: Copies of the model on the cluster, each with --host-memory; one for each GPU
+            or machine when omitted.
     """
+    if ray is None:
+        refuse_given(ctx, {"ray_engines"}, "is for a cluster: give --ray ADDRESS too")
+    else:
+        why = "divides one model on this machine, and --ray uses many copies: give one of them"
+        refuse_given(ctx, {"processes", "gpus", "placement"}, why)
     start_processes(several, ctx.obj)
+    answer = None if ray is None else _on_ray(ray, ray_engines)
     from moe_runtime.serving.requests import EngineOptions
 
     # only the whole batch's time counts, not the time of each token
@@ -105,6 +121,7 @@ def generate(
                 progress=shown.enter_context(console.loading_bar()),
                 on_loaded=bar.begin,
                 on_done=bar.show,
+                answer=answer,
                 on_room=lambda room: from_first(group, "room", lambda: room),
             )
         _tell(outcome, model, as_json=as_json, verbose=verbose)
@@ -131,6 +148,16 @@ def _follow(settings: "BatchSettings", room: int) -> None:
         follow_first(loaded, batch_options(settings.engine))
 
 
+def _on_ray(address: str, num_engines: int | None) -> "Callable[[BatchWork], None]":
+    if not importlib.util.find_spec("ray"):
+        raise UnsupportedUseError(
+            "--ray needs the package ray; install it with pip install 'moe-runtime[ray]'"
+        )
+    from moe_runtime.integrations.ray import answer_on_ray
+
+    return answer_on_ray(address, num_engines, console.say_line)
+
+
 def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) -> None:
     """Prints what was done."""
     stats, engine = outcome.stats, outcome.engine
@@ -145,18 +172,19 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
     kept = f", {outcome.kept} were there" if outcome.kept else ""
     failed = f", {outcome.failed} failed" if outcome.failed else ""
     rows = [("answered", f"{outcome.answered} of {outcome.requests} requests{kept}{failed}")]
-    if stats is not None:
+    if outcome.seconds:
         from moe_runtime.inference.generation import sampling_words
 
         rows.append(("choice of tokens", sampling_words(outcome.sampling)))
         shared = f" ({outcome.cached_tokens} shared)" if outcome.cached_tokens else ""
-        rate = outcome.new_tokens / outcome.seconds if outcome.seconds else 0.0
+        rate = outcome.new_tokens / outcome.seconds
         rows += [
             ("tokens", f"{outcome.prompt_tokens} in prompts{shared}, {outcome.new_tokens} new"),
-            ("loading", f"{stats.load_s:.2f} s"),
             ("answering", f"{outcome.seconds:.2f} s, {rate:.2f} new tokens/s"),
-            *runtime_rows(stats, verbose=verbose),
         ]
+    if stats is not None:
+        rows.append(("loading", f"{stats.load_s:.2f} s"))
+        rows += runtime_rows(stats, verbose=verbose)
     console.print_rows("what the runtime did", rows, to_stderr=True)
 
 

@@ -104,6 +104,8 @@ class LayerWorkload:
     Attributes:
         rows_PP: ``[P, P]`` rows (token copies) that each rank sends to each.
         slowdown_P: ``[P]`` factor on each rank's compute time; stragglers have more than 1.
+        weights_s_P: ``[P]`` seconds in which each rank reads its experts' weights, which its
+            computation takes at least; in ``degree`` parts as the rows.
     """
 
     rows_PP: np.ndarray
@@ -112,6 +114,7 @@ class LayerWorkload:
     gate_s: float = 0.0
     shared_s: float = 0.0
     slowdown_P: np.ndarray | None = None
+    weights_s_P: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +295,10 @@ def _compute(
 
 
 def _expert_s(cluster: Cluster, workload: LayerWorkload, rows_P: np.ndarray) -> np.ndarray:
-    return cluster.launch_s + rows_P * workload.flops_per_row / cluster.flops_per_s
+    compute_s = rows_P * workload.flops_per_row / cluster.flops_per_s
+    if workload.weights_s_P is not None:
+        compute_s = np.maximum(compute_s, workload.weights_s_P)
+    return cluster.launch_s + compute_s
 
 
 def _copy_s(cluster: Cluster, workload: LayerWorkload, rows_P: np.ndarray) -> np.ndarray:
@@ -373,6 +379,7 @@ ASSUMED = Cluster(
 _RATES = {
     *("ranks_per_node", "processors_per_node"),
     *("flops_per_s", "launch_s", "copy_bytes_per_s"),
+    *("memory_bytes", "memory_bytes_per_s", "disk_bytes_per_s"),
 }
 _LINKS = ("intra", "inter")
 _LINK_KEYS = {"alpha_s", "bytes_per_s", "occupies_compute"}
@@ -459,20 +466,32 @@ def rank_shares(
     place: Callable[..., Placement] = place_experts,
 ) -> np.ndarray:
     """``[P]`` load of each rank: Zipf loads of experts in random order, placed as asked."""
-    num_experts = cluster.num_ranks * shape.experts_per_rank
-    random = np.random.default_rng(imbalance.seed)
-    loads = np.arange(1, num_experts + 1, dtype=np.float64) ** -imbalance.zipf
-    loads = random.permutation(loads)
-    devices = Devices(num_nodes=cluster.num_nodes, gpus_per_node=cluster.local_ranks)
-    placement = place(
-        imbalance.algorithm,
-        RoutingProfile.from_loads(loads[None]),
-        devices,
-        num_replicas=imbalance.replicas_per_rank * cluster.num_ranks,
-    )
+    loads = expert_loads(cluster.num_ranks * shape.experts_per_rank, imbalance)
+    replicas = imbalance.replicas_per_rank * cluster.num_ranks
+    placement = placed(cluster, loads, imbalance.algorithm, replicas, place)
     per_copy = loads / placement.copies[0]
     slots = placement.expert_of_slot[0]
     return np.bincount(placement.gpu_of_slot, weights=per_copy[slots], minlength=cluster.num_ranks)
+
+
+def expert_loads(num_experts: int, imbalance: Imbalance) -> np.ndarray:
+    """``[E]`` Zipf loads in random order."""
+    random = np.random.default_rng(imbalance.seed)
+    loads = np.arange(1, num_experts + 1, dtype=np.float64) ** -imbalance.zipf
+    return random.permutation(loads)
+
+
+def placed(
+    cluster: Cluster,
+    loads_E: np.ndarray,
+    algorithm: str,
+    num_replicas: int,
+    place: Callable[..., Placement],
+) -> Placement:
+    """The experts of a layer on the ranks."""
+    devices = Devices(num_nodes=cluster.num_nodes, gpus_per_node=cluster.local_ranks)
+    profile = RoutingProfile.from_loads(loads_E[None])
+    return place(algorithm, profile, devices, num_replicas=num_replicas)
 
 
 def _workload(
@@ -513,7 +532,8 @@ def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -
     """Writes a machine that ``read_machine`` reads; the remark says where the numbers are from."""
     lines = [f"# {line}" for line in remark.splitlines()]
     rates = {name: getattr(cluster, name) for name in sorted(_RATES)}
-    lines += [f"{name} = {value!r}" for name, value in rates.items() if value is not None]
+    known = {name: value for name, value in rates.items() if value not in (None, float("inf"))}
+    lines += [f"{name} = {value!r}" for name, value in known.items()]
     for name in _LINKS:
         link: Link = getattr(cluster, name)
         lines += [

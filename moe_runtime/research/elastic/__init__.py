@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import pickle
 import queue
 import sys
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,15 @@ from moe_runtime.parallel.communication.transport import Store, open_store
 from moe_runtime.parallel.communication.watch import DEFAULT_TIMEOUT_S
 from moe_runtime.parallel.placement_map import PlacementMap, keep_in_place, resize
 from moe_runtime.policies.placement import Devices, Placement, RoutingProfile
-from moe_runtime.research.elastic.member import POLL_S, Change, ElasticRequest, Member, decide
+from moe_runtime.research.elastic.member import (
+    POLL_S,
+    Change,
+    ElasticRequest,
+    Member,
+    Orders,
+    RankReport,
+    decide,
+)
 from moe_runtime.research.elastic.paged_experts import SpreadModel, load_spread_model
 from moe_runtime.research.placement_solvers import check_algorithm, place_experts
 
@@ -77,7 +86,7 @@ class _Resize:
     """A change that was asked for.
 
     `num_ranks` None keeps their number; `algorithm` None moves as few experts as possible;
-    `num_replicas` are slots of a layer for second copies, at least; `reports` are loads by rank.
+    `num_replicas` are slots of a layer for second copies, at least; `loads` are those of ranks.
     """
 
     future: Future[ChangeReport]
@@ -85,27 +94,27 @@ class _Resize:
     algorithm: str | None = None
     num_replicas: int = 0
     asked_s: float = field(default_factory=time.monotonic)
-    reports: dict[int, np.ndarray] | None = None
+    asks_loads: bool = False
+    loads: dict[int, np.ndarray] = field(default_factory=dict)
     change: Change = field(init=False)
     ready_s: float = 0.0
     num_moved_requests: int = 0
 
 
-class Coordinator:
-    """Writes the orders of every step. Commands may come from any thread."""
+class RequestFront:
+    """Takes requests and changes from any thread, and writes the orders of every step."""
 
     def __init__(
         self, store: Store, members: Tokens, placement: Placement, *, timeout_s: float
     ) -> None:
         self.placement = placement
+        self.members = members
         self._store = store
-        self._members = members
         self._timeout_s = timeout_s
         self._epoch = 0
         self._commands: queue.SimpleQueue[_Served | _Resize | None] = queue.SimpleQueue()
         self._served: dict[int, _Served] = {}
-        self._ranks_of_requests: dict[int, int] = {}
-        self._waiting: deque[int] = deque()
+        self._ranks: dict[int, int] = {}
         self._resizes: deque[_Resize] = deque()
         self._pending: _Resize | None = None
         self._loads_LE = np.zeros((placement.num_layers, placement.num_experts))
@@ -115,7 +124,7 @@ class Coordinator:
 
     @property
     def num_ranks(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def submit(
         self, request: ElasticRequest, on_token: Callable[[int], None] | None
@@ -146,40 +155,36 @@ class Coordinator:
         self._resizes.clear()
         self._pending = None
 
-    def write(self) -> Mapping[int, dict[str, Any]]:
-        """The orders of this step, by rank."""
+    def write(self) -> Orders:
+        """The orders of this step."""
         if self._pending is not None and self._pending.ready_s:
             self._finish_change()
         is_idle = not (self._served or self._pending or self._resizes or self._is_closing)
         self._take_commands(wait_s=POLL_S if is_idle else 0)
         if self._is_closing and self._gives_up:
             self.fail(RankFailureError("the service was ended before this was done"))
-            return {rank: {"close": True} for rank in range(self.num_ranks)}
-        orders: dict[int, dict[str, Any]] = defaultdict(dict)
-        self._assign(orders)
+            return Orders(ends=True)
+        orders = Orders(requests=self._assign())
         if self._pending is not None:
-            self._watch_change(orders)
-        elif self._resizes:
-            self._begin_change(orders)
-        elif self._is_closing and not self._served:
-            for rank in range(self.num_ranks):
-                orders[rank]["close"] = True
-        return orders
+            return self._watch_change(self._pending, orders)
+        if self._resizes:
+            return self._begin_change(self._resizes[0], orders)
+        return replace(orders, ends=self._is_closing and not self._served)
 
-    def read(self, rank: int, report: dict[str, Any]) -> None:
+    def read(self, rank: int, report: RankReport) -> None:
         """Takes what a rank generated."""
-        for number, tokens in report.get("tokens", {}).items():
-            served = self._served[int(number)]
+        for number, tokens in report.tokens.items():
+            served = self._served[number]
             served.tokens += tokens
             if served.on_token is not None:
                 for token in tokens:
                     served.on_token(token)
-        for number in report.get("finished", ()):
+        for number in report.finished:
             served = self._served.pop(number)
-            del self._ranks_of_requests[number]
+            del self._ranks[number]
             served.future.set_result(tuple(served.tokens))
-        if "loads" in report and self._resizes and self._resizes[0].reports is not None:
-            self._resizes[0].reports[rank] = np.array(report["loads"], dtype=np.float64)
+        if report.loads_LE is not None and self._resizes:
+            self._resizes[0].loads[rank] = report.loads_LE
 
     def _take_commands(self, *, wait_s: float) -> None:
         try:
@@ -191,81 +196,58 @@ class Coordinator:
                     self._resizes.append(command)
                 else:
                     self._served[self._num_requests] = command
-                    self._waiting.append(self._num_requests)
                     self._num_requests += 1
                 command = self._commands.get_nowait()
         except queue.Empty:
             pass
 
-    def _assign(self, orders: dict[int, dict[str, Any]]) -> None:
+    def _assign(self) -> tuple[tuple[int, int, ElasticRequest], ...]:
         """Gives new requests to the ranks with the fewest; none to ranks that are to leave."""
         change = None if self._pending is None else self._pending.change
         num_ranks = self.num_ranks if change is None else min(self.num_ranks, change.num_new)
-        busy = Counter(self._ranks_of_requests.values())
-        while self._waiting:
-            number = self._waiting.popleft()
+        busy = Counter(self._ranks.values())
+        new = [number for number in self._served if number not in self._ranks]
+        for number in new:
             rank = min(range(num_ranks), key=lambda rank: (busy[rank], rank))
             busy[rank] += 1
-            self._ranks_of_requests[number] = rank
-            asked = asdict(self._served[number].request)
-            orders[rank].setdefault("requests", []).append((number, asked))
+            self._ranks[number] = rank
+        return tuple((n, self._ranks[n], self._served[n].request) for n in new)
 
-    def _begin_change(self, orders: dict[int, dict[str, Any]]) -> None:
-        asked = self._resizes[0]
-        if asked.algorithm is not None and not self._has_loads(asked, orders):
-            return
-        members = self._members
-        missing = (asked.num_ranks or 0) - len(members)
-        if missing > 0:
-            standing_by = self._standing_by()
-            if len(standing_by) < missing:
-                if time.monotonic() - asked.asked_s > self._timeout_s:
-                    self._resizes.popleft().future.set_exception(
-                        RankFailureError(
-                            f"{missing} more processes are needed for "
-                            f"{asked.num_ranks} ranks, but "
-                            f"{len(standing_by)} stand by after {self._timeout_s:g} s"
-                        )
-                    )
-                return
-            members += tuple(standing_by[:missing])
+    def _begin_change(self, asked: _Resize, orders: Orders) -> Orders:
+        if asked.algorithm is not None and len(asked.loads) < self.num_ranks:
+            first, asked.asks_loads = not asked.asks_loads, True
+            return replace(orders, counts_loads=first)
+        missing = (asked.num_ranks or 0) - self.num_ranks
+        joined = range(1, self._store.add("joined", 0) + 1)
+        standing_by = [number for number in joined if number not in self.members]
+        if len(standing_by) < missing and time.monotonic() - asked.asked_s <= self._timeout_s:
+            return orders
         self._resizes.popleft()
+        if len(standing_by) < missing:
+            asked.future.set_exception(
+                RankFailureError(
+                    f"{missing} more processes are needed for {asked.num_ranks} ranks, but "
+                    f"{len(standing_by)} stand by after {self._timeout_s:g} s"
+                )
+            )
+            return orders
+        members = (*self.members, *standing_by[: max(missing, 0)])
         try:
             placement = self._place(asked)
         except ValueError as error:
             asked.future.set_exception(error)
-            return
-        change = Change.between(self._epoch + 1, members, self.placement, placement)
+            return orders
         self._epoch += 1
-        asked.change = change
+        asked.change = Change.between(self._epoch, members, self.placement, placement)
         self._pending = asked
-        text = change.to_json()
-        for rank in range(self.num_ranks):
-            orders[rank]["prepare"] = text
-        for number in members[self.num_ranks :]:
-            num_calls = self._store.add(f"calls/{number}", 1)
-            self._store.set(f"call/{number}/{num_calls - 1}", text)
-
-    def _has_loads(self, asked: _Resize, orders: dict[int, dict[str, Any]]) -> bool:
-        """Asks all ranks for their counts, once, and adds them up when they have come."""
-        if asked.reports is None:
-            asked.reports = {}
-            for rank in range(self.num_ranks):
-                orders[rank]["loads"] = True
-            return False
-        if len(asked.reports) < self.num_ranks:
-            return False
-        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(asked.reports.values())
-        return True
-
-    def _standing_by(self) -> list[int]:
-        joined = self._store.add("joined", 0)
-        return [number for number in range(1, joined + 1) if number not in self._members]
+        call(self._store, asked.change, members[self.num_ranks :])
+        return replace(orders, prepare=asked.change)
 
     def _place(self, asked: _Resize) -> Placement:
         num_ranks = self.num_ranks if asked.num_ranks is None else asked.num_ranks
         if asked.algorithm is None:
             return resize(self.placement, num_ranks, self._loads_LE)
+        self._loads_LE = LOAD_DECAY * self._loads_LE + sum(asked.loads.values())
         devices = Devices(num_nodes=1, gpus_per_node=num_ranks)
         slots = self.placement.num_experts + asked.num_replicas
         wanted = place_experts(
@@ -276,33 +258,24 @@ class Coordinator:
         )
         return keep_in_place(self.placement, wanted, devices, rename="devices")
 
-    def _watch_change(self, orders: dict[int, dict[str, Any]]) -> None:
+    def _watch_change(self, pending: _Resize, orders: Orders) -> Orders:
         """Switches when all ranks are ready; gives the change up when one is not going to be."""
-        pending = self._pending
-        assert pending is not None
-        change = pending.change
         try:
-            may_switch = decide(self._store, change)
+            if not decide(self._store, pending.change):
+                return orders
         except RankFailureError as error:
-            for rank in range(self.num_ranks):
-                orders[rank]["abandon"] = True
             self._pending = None
             pending.future.set_exception(
                 RankFailureError(f"the change was given up, the service goes on as it was: {error}")
             )
-            return
-        if not may_switch:
-            return
-        ranks = _rebalance(self._ranks_of_requests, change.num_new)
-        pending.num_moved_requests = sum(
-            ranks[n] != rank for n, rank in self._ranks_of_requests.items()
-        )
-        for rank in range(self.num_ranks):
-            orders[rank]["switch"] = ranks
-        self._ranks_of_requests = ranks
-        self._members = change.members[: change.num_new]
+            return replace(orders, abandon=True)
+        before, change = self._ranks, pending.change
+        self._ranks = _rebalance(before, change.num_new)
+        pending.num_moved_requests = sum(self._ranks[n] != before[n] for n in before)
+        self.members = change.members[: change.num_new]
         self.placement = change.placement
         pending.ready_s = time.monotonic()
+        return replace(orders, switch=self._ranks)
 
     def _finish_change(self) -> None:
         """The first orders in the new epoch: the switch has taken place."""
@@ -317,6 +290,13 @@ class Coordinator:
                 switch_s=time.monotonic() - pending.ready_s,
             )
         )
+
+
+def call(store: Store, change: Change, numbers: Tokens) -> None:
+    """Tells processes that stand by to join."""
+    for number in numbers:
+        num_calls = store.add(f"calls/{number}", 1)
+        cast(Any, store).set(f"call/{number}/{num_calls - 1}", pickle.dumps(change))
 
 
 def _running_future() -> Future[Any]:
@@ -394,7 +374,7 @@ class ElasticService:
         self._store.set("model", describe(self._model))
         self._timeout_s = timeout_s
         self._member = Member(self._model, self._store, timeout_s=timeout_s)
-        self._coordinator: Coordinator | None = None
+        self._front: RequestFront | None = None
         self._thread = threading.Thread(target=self._run, name="moe-serve", daemon=True)
         self._error: BaseException | None = None
 
@@ -423,13 +403,9 @@ class ElasticService:
             first = resize(alone, num_ranks)
         self._await_workers(num_ranks - 1)
         change = Change.between(0, tuple(range(num_ranks)), None, first)
-        for number in change.members[1:]:
-            self._store.add(f"calls/{number}", 1)
-            self._store.set(f"call/{number}/0", change.to_json())
+        call(self._store, change, change.members[1:])
         self._member.join(change, 0, decides=True)
-        self._coordinator = Coordinator(
-            self._store, change.members, first, timeout_s=self._timeout_s
-        )
+        self._front = RequestFront(self._store, change.members, first, timeout_s=self._timeout_s)
         self._thread.start()
         return self
 
@@ -513,24 +489,24 @@ class ElasticService:
         self.close(at_once=kind is not None)
 
     @property
-    def _orders(self) -> Coordinator:
-        if self._coordinator is None:
+    def _orders(self) -> RequestFront:
+        if self._front is None:
             raise ValueError("the service has not been started; call start() first")
         if self._error is not None:
             raise RankFailureError(f"the service has ended: {self._error}") from self._error
-        return self._coordinator
+        return self._front
 
     def _run(self) -> None:
-        assert self._coordinator is not None
+        assert self._front is not None
         # Whatever ends the thread must reach those that wait for tokens; a mistake of ours
         # goes on to be printed as well.
         with contextlib.suppress(MoERuntimeError):
             try:
-                self._member.serve(self._coordinator)
+                self._member.serve(self._front)
             finally:
                 self._error = sys.exception()
                 if self._error is not None:
-                    self._coordinator.fail(self._error)
+                    self._front.fail(self._error)
 
     def _await_workers(self, count: int) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -627,7 +603,7 @@ def _stand_by(store: Store, member: Member) -> None:
             time.sleep(POLL_S)
             continue
         num_calls += 1
-        change = Change.from_json(store.get(call).decode())
+        change = pickle.loads(store.get(call))
         if member.join(change, change.members.index(number)):
             member.serve()
     store.add("left", 1)

@@ -15,18 +15,17 @@ passes.
 
 from __future__ import annotations
 
-import json
+import itertools
+import pickle
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.errors import MoERuntimeError, RankFailureError
@@ -98,16 +97,6 @@ class Change:
         return Placement(
             expert_of_slot=np.array(self.slots), num_experts=self.num_experts, num_gpus=self.num_new
         )
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Change:
-        value = json.loads(text)
-        for name in ("slots", "transfers"):
-            value[name] = tuple(map(tuple, value[name]))
-        return cls(**value | {"members": tuple(value["members"])})
 
 
 def decide(store: Store, change: Change) -> bool:
@@ -285,40 +274,28 @@ class RunningRequest:
         self.unreported = 0
         return self.tokens[first:]
 
-    def pack(self) -> bytes:
-        """Everything that another rank needs to go on."""
-        header = {
-            "number": self.number,
-            "request": asdict(self.request),
-            "tokens": self.tokens,
-            "unreported": self.unreported,
-            "is_finished": self.is_finished,
-        }
-        tensors = {"random": self._random.get_state()}
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything that another rank needs to go on; caches of other kinds are built again."""
         layers = [] if self._cache is None or self.is_finished else self._cache.layers
-        if all(_is_plain(layer) for layer in layers):
-            for index, layer in enumerate(layers):
-                tensors[f"keys.{index}"] = layer.keys.contiguous()
-                tensors[f"values.{index}"] = layer.values.contiguous()
-        return save_tensors(tensors, metadata={"request": json.dumps(header)})
+        kept = [(one.keys, one.values) for one in layers if _is_plain(one)]
+        state = self.__dict__ | {"_random": self._random.get_state()}
+        return state | {"_cache": kept if len(kept) == len(layers) else []}
 
-    @classmethod
-    def unpack(cls, data: bytes, ends: frozenset[int], config: Any) -> RunningRequest:
-        header = json.loads(_metadata(data)["request"])
-        asked = header["request"] | {"prompt": tuple(header["request"]["prompt"])}
-        found = cls(header["number"], ElasticRequest(**asked), ends)
-        found.tokens, found.unreported = header["tokens"], header["unreported"]
-        found.is_finished = header["is_finished"]
-        tensors = load_tensors(data)
-        found._random.set_state(tensors.pop("random"))
-        if tensors:
-            from transformers import DynamicCache
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._random = torch.Generator()
+        self._random.set_state(state["_random"])
 
-            found._cache = DynamicCache(config=config)
-            for index in range(len(tensors) // 2):
-                keys, values = tensors[f"keys.{index}"], tensors[f"values.{index}"]
-                found._cache.update(keys, values, index)
-        return found
+    def arrive(self, config: Any) -> RunningRequest:
+        """Makes a cache of the keys and values that came with it."""
+        from transformers import DynamicCache
+
+        kept, self._cache = self._cache, None
+        if kept:
+            self._cache = DynamicCache(config=config)
+            for layer, (keys, values) in enumerate(kept):
+                self._cache.update(keys, values, layer)
+        return self
 
 
 def _is_plain(layer: Any) -> bool:
@@ -328,26 +305,45 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer) and not layer.is_sliding
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    """The text part of a file in the format of safetensors."""
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size])["__metadata__"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """What rank 0 tells all ranks in a step.
+
+    Attributes:
+        requests: new ones, with their number and the rank that generates for them.
+        prepare: a change to prepare.
+        switch: ranks of all requests in the prepared epoch, which begins now.
+        abandon: the prepared change is given up.
+        counts_loads: ranks report what was counted since the last time.
+        ends: the service ends.
+    """
+
+    requests: tuple[tuple[int, int, ElasticRequest], ...] = ()
+    prepare: Change | None = None
+    switch: Mapping[int, int] | None = None
+    abandon: bool = False
+    counts_loads: bool = False
+    ends: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class RankReport:
+    """What a rank tells rank 0: new tokens and finished requests by number, loads if asked for."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+    loads_LE: np.ndarray | None = None
 
 
 POLL_S = 0.02
-_SIZE_BYTES = 8
 
 
-class Orders(Protocol):
+class Reception(Protocol):
     """Rank 0's side of the messages."""
 
-    def write(self) -> Mapping[int, dict[str, Any]]:
-        """The orders of this step, by rank."""
-        ...
+    def write(self) -> Orders: ...
 
-    def read(self, rank: int, report: dict[str, Any]) -> None:
-        """Takes the report of a rank."""
-        ...
+    def read(self, rank: int, report: RankReport) -> None: ...
 
 
 class Member:
@@ -380,111 +376,103 @@ class Member:
             time.sleep(POLL_S)
         epoch = preparation.epoch()
         if change.num_old:
-            self._take_over(*exchange_bytes(epoch.transport, {}))
+            self._take_over(epoch.transport, {})
         self._spread.enter(epoch, preparation.arrivals)
         return True
 
-    def serve(self, orders: Orders | None = None) -> None:
-        """Generates until this rank has left the group or the service ends; `orders` on rank 0
-        only.
-        """
-        while self._step(orders):
+    def serve(self, front: Reception | None = None) -> None:
+        """Generates until this rank has left the group or the service ends; `front` on rank 0."""
+        while self._step(front):
             pass
 
-    def _step(self, orders: Orders | None) -> bool:
+    def _step(self, front: Reception | None) -> bool:
+        """An exchange and the passes after it; False where this rank has left."""
         transport = self._spread.epoch.transport
         running = [one for one in self._requests.values() if not one.is_finished]
-        arrived, passes = exchange_bytes(transport, self._messages(orders), note=len(running))
-        messages = {rank: json.loads(data) for rank, data in arrived.items()}
-        if orders is not None:
-            for rank, message in messages.items():
-                if "report" in message:
-                    orders.read(rank, message["report"])
+        messages: dict[int, list[Any]] = {}
+        report = self._report()
+        if report.tokens or report.finished or report.loads_LE is not None:
+            messages[0] = [report]
+        if front is not None and (written := front.write()) != Orders():
+            for rank in range(transport.size):
+                messages.setdefault(rank, []).append(written)
+        orders = Orders()
+        arrived, passes = exchange(transport, messages, note=len(running))
+        for rank, said in arrived.items():
+            for one in said:
+                if isinstance(one, Orders):
+                    orders = one
+                elif front is not None:
+                    front.read(rank, one)
         for index in range(max(passes)):
             if index < len(running):
                 running[index].advance(self.model.model)
             else:
                 self.model.serve_others()
-        return self._obey(messages.get(0, {}).get("orders", {}))
+        return self._obey(orders)
 
-    def _messages(self, orders: Orders | None) -> dict[int, bytes]:
-        messages: dict[int, dict[str, Any]] = {}
-        report = self._report()
-        if report:
-            messages[0] = {"report": report}
-        if orders is not None:
-            for rank, order in orders.write().items():
-                messages.setdefault(rank, {})["orders"] = order
-        return {rank: json.dumps(message).encode() for rank, message in messages.items()}
-
-    def _report(self) -> dict[str, Any]:
-        report: dict[str, Any] = {}
-        tokens = {n: one.take_report() for n, one in self._requests.items() if one.unreported}
-        if tokens:
-            report["tokens"] = tokens
-        finished = [number for number, one in self._requests.items() if one.is_finished]
-        if finished:
-            report["finished"] = finished
-        for number in finished:
-            del self._requests[number]
+    def _report(self) -> RankReport:
+        requests = self._requests
+        report = RankReport(
+            tokens={n: one.take_report() for n, one in requests.items() if one.unreported},
+            finished=[number for number, one in requests.items() if one.is_finished],
+        )
+        for number in report.finished:
+            del requests[number]
         if self._reports_loads:
-            report["loads"] = self._spread.loads_LE.tolist()
+            report.loads_LE = self._spread.loads_LE.copy()
             self._spread.loads_LE[:] = 0
             self._reports_loads = False
         return report
 
-    def _obey(self, order: dict[str, Any]) -> bool:
-        """Carries out the orders after a step; False where this rank has left."""
-        for number, asked in order.get("requests", ()):
-            request = ElasticRequest(**asked | {"prompt": tuple(asked["prompt"])})
-            self._requests[number] = RunningRequest(number, request, self.model.ends)
-        self._reports_loads = order.get("loads", False)
-        if "prepare" in order:
-            change = Change.from_json(order["prepare"])
+    def _obey(self, orders: Orders) -> bool:
+        own = self._spread.epoch.transport.rank
+        for number, rank, request in orders.requests:
+            if rank == own:
+                self._requests[number] = RunningRequest(number, request, self.model.ends)
+        self._reports_loads = orders.counts_loads
+        if orders.prepare is not None:
             self._preparation = ChangePreparation(
-                change,
-                self._spread.epoch.transport.rank,
-                self._spread.pages,
-                self._store,
-                timeout_s=self._timeout_s,
+                orders.prepare, own, self._spread.pages, self._store, timeout_s=self._timeout_s
             )
-        if order.get("abandon"):
+        if orders.abandon:
             self._preparation = None
-        if "switch" in order:
-            return self._switch_epoch(
-                {int(number): rank for number, rank in order["switch"].items()}
-            )
-        return not order.get("close", False)
+        if orders.switch is not None:
+            return self._switch_epoch(orders.switch)
+        return not orders.ends
 
-    def _switch_epoch(self, ranks: dict[int, int]) -> bool:
+    def _switch_epoch(self, ranks: Mapping[int, int]) -> bool:
         """Enters the prepared epoch; requests move to their new ranks. False if this one left."""
         preparation, self._preparation = self._preparation, None
         assert preparation is not None, "a switch of epochs without a preparation"
         present, change = self._spread.epoch, preparation.change
         has_left = preparation.rank >= change.num_new
-        messages: dict[int, bytes] = {}
+        messages: dict[int, list[Any]] = {}
         for number, rank in ranks.items():
             if number in self._requests and rank != preparation.rank:
-                packed = self._requests.pop(number).pack()
-                message = len(packed).to_bytes(_SIZE_BYTES, "little") + packed
-                messages[rank] = messages.get(rank, b"") + message
+                messages.setdefault(rank, []).append(self._requests.pop(number))
         # Of the two groups, the larger one has all ranks.
         is_shrinking = change.num_new < change.num_old
-        carrier = present.transport if is_shrinking else preparation.epoch().transport
-        self._take_over(*exchange_bytes(carrier, messages))
+        self._take_over(
+            present.transport if is_shrinking else preparation.epoch().transport, messages
+        )
         if has_left:
             self._spread.leave()
         else:
             self._spread.enter(preparation.epoch(), preparation.arrivals)
         return not has_left
 
-    def _take_over(self, arrived: dict[int, bytes], _: list[int]) -> None:
-        """Goes on with requests of other ranks."""
-        for data in arrived.values():
-            while data:
-                end = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
-                one = RunningRequest.unpack(
-                    data[_SIZE_BYTES:end], self.model.ends, self.model.model.config
-                )
-                self._requests[one.number] = one
-                data = data[end:]
+    def _take_over(self, transport: Transport, messages: Mapping[int, list[Any]]) -> None:
+        """Sends requests to other ranks, and goes on with theirs."""
+        arrived, _ = exchange(transport, messages)
+        for one in itertools.chain.from_iterable(arrived.values()):
+            self._requests[one.number] = one.arrive(self.model.model.config)
+
+
+def exchange(
+    transport: Transport, messages: Mapping[int, list[Any]], note: int = 0
+) -> tuple[dict[int, list[Any]], list[int]]:
+    """As `exchange_bytes`, of lists of objects."""
+    packed = {rank: pickle.dumps(message) for rank, message in messages.items()}
+    arrived, notes = exchange_bytes(transport, packed, note)
+    return {rank: pickle.loads(data) for rank, data in arrived.items()}, notes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from moe_runtime.inference.incremental_text import IncrementalText
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.inference.pictures import Picture, PictureReader, Pictures, place
-from moe_runtime.serving.batches.offline import Answer, AnswerFile, answer_all, tokens_of
+from moe_runtime.serving.batches.offline import Answer, AnswerFile, News, answer_all, tokens_of
 from moe_runtime.serving.http.answer_text import AnswerText, Piece
 from moe_runtime.serving.kv_account import rounded_up
 from moe_runtime.serving.requests import (
@@ -59,6 +60,7 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.types import RuntimeStats
 
+Progress = Callable[[str, int, int], None]
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _NUMBER, _WHOLE = ("a number", (int, float)), ("a whole number", (int,))
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
@@ -536,19 +538,80 @@ class BatchSettings:
     engine: EngineOptions
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """An answer as the file gets it, and what `BatchOutcome` counts."""
+
+    number: int
+    record: dict[str, Any]
+    is_failed: bool
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+
+
+class BatchWork:
+    """Requests that have no answer yet, by number, for what answers them.
+
+    `take` writes answers; ``on_loaded`` is to be called before the first. Answers are given within
+    `answering`, which an interrupt ends.
+    """
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        jobs: Mapping[int, Job],
+        answers: AnswerFile,
+        outcome: BatchOutcome,
+        *,
+        progress: Progress | None,
+        on_loaded: Callable[[int], None],
+        on_done: Callable[[BatchOutcome], None],
+    ) -> None:
+        self.settings = settings
+        self.jobs = jobs
+        self.progress = progress
+        self.outcome = outcome
+        self._answers, self._on_loaded, self._on_done = answers, on_loaded, on_done
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        self._on_loaded(len(self.jobs))
+        started_s = time.perf_counter()
+        self.outcome.is_interrupted = True
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+            self.outcome.is_interrupted = False
+        self.outcome.seconds = time.perf_counter() - started_s
+
+    def take(self, one: Answered) -> None:
+        self._answers.add(one.record)
+        outcome = self.outcome
+        if one.is_failed:
+            outcome.failed += 1
+        else:
+            outcome.answered += 1
+            outcome.prompt_tokens += one.prompt_tokens
+            outcome.cached_tokens += one.cached_tokens
+            outcome.new_tokens += one.new_tokens
+        self._on_done(outcome)
+
+
 def run_batch(
     text: str,
     settings: BatchSettings,
     *,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     on_loaded: Callable[[int], None],
     on_done: Callable[[BatchOutcome], None],
+    answer: Callable[[BatchWork], None] | None = None,
     on_room: Callable[[int], None] = lambda room: None,
 ) -> BatchOutcome:
     """Answers what has no answer yet.
 
     ``on_room`` gets the tokens that the model is loaded for, 0 where there is nothing to answer;
-    ``on_loaded`` the number of requests to answer; ``on_done`` is called after each.
+    ``on_loaded`` the number of requests to answer; ``on_done`` is called after each. ``answer``
+    answers them elsewhere; by default an engine of this process does.
 
     Raises:
         ValueError: a line cannot be answered, with its number, or an option is out of range.
@@ -560,33 +623,48 @@ def run_batch(
     batch, jobs, sampling = _read(text, settings, progress)
     asked = {job.id: number for number, job in enumerate(jobs)}
     with AnswerFile(settings.output, asked) as answers:
-        left = [number for number in range(len(jobs)) if number not in answers.answered]
+        left = {n: job for n, job in enumerate(jobs) if n not in answers.answered}
         kept = len(jobs) - len(left)
         outcome = BatchOutcome(requests=len(jobs), sampling=sampling, kept=kept)
-        room = _tokens_for([jobs[number] for number in left], settings) if left else 0
+        room = 0
+        if left and answer is None:
+            room = room_of(needs_of(left.values()), settings)
         on_room(room)
         if left:
-            loaded: Any = moe_runtime.load(
-                settings.model, max_tokens=room, progress=progress, **settings.loading
+            work = BatchWork(
+                settings,
+                left,
+                answers,
+                outcome,
+                progress=progress,
+                on_loaded=on_loaded,
+                on_done=on_done,
             )
-            on_loaded(len(left))
-            with contextlib.closing(loaded.moe):
-                wanted = {number: jobs[number] for number in left}
-                _answer(loaded, batch, wanted, answers, settings.engine, outcome, on_done)
-                engine = outcome.engine
-                outcome.stats = loaded.moe.stats() if engine is None else engine.experts
+            (answer or functools.partial(_answer_here, batch, room))(work)
         if not outcome.is_interrupted:
             answers.finish()
     return outcome
 
 
 def _read(
-    text: str, settings: BatchSettings, progress: Callable[[str, int, int], None] | None
+    text: str, settings: BatchSettings, progress: Progress | None
 ) -> tuple[Batch, list[Job], dict[str, Any]]:
     """Checks lines before anything is fetched, and all but their dtype before weights are."""
     top_p = 1.0 if settings.top_p is None else settings.top_p
     check_options(settings.max_new_tokens, settings.temperature or 0.0, top_p, settings.seed)
     lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
+    batch, own = make_batch(lines, settings, progress)
+    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
+    arithmetic = str(checkpoint.dtype)
+    if settings.loading.get("adapter") is not None:
+        arithmetic += AdapterFolder(settings.loading["adapter"]).digest()
+    return batch, batch.jobs(arithmetic), own
+
+
+def make_batch(
+    lines: Sequence[PromptLine], settings: BatchSettings, progress: Progress | None = None
+) -> tuple[Batch, dict[str, Any]]:
+    """The requests of lines, and how tokens are chosen by default."""
     folder = find_checkpoint(settings.model, weights=False, progress=progress)
     config = read_generation_config(folder)
     warn_of_unused(config, is_engine=True)
@@ -608,62 +686,76 @@ def _read(
         stops=stop_strings_of(config),
         reader=reader,
     )
-    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
-    arithmetic = str(checkpoint.dtype)
-    if settings.loading.get("adapter") is not None:
-        arithmetic += AdapterFolder(settings.loading["adapter"]).digest()
-    return batch, batch.jobs(arithmetic), own
+    return batch, own
 
 
-def _tokens_for(jobs: Sequence[Job], settings: BatchSettings) -> int:
-    needs = [rounded_up(tokens_of(job.request)) for job in jobs]
-    if settings.max_tokens is None:
-        return room_for(settings.model, needs, settings.engine.most_running, settings.loading)
-    longest = max(needs)
-    if settings.max_tokens < longest:
-        line = jobs[needs.index(longest)].line
+def needs_of(jobs: Iterable[Job]) -> dict[str, int]:
+    """Tokens that each request may have, by its place."""
+    return {job.line.place: rounded_up(tokens_of(job.request)) for job in jobs}
+
+
+def room_of(needs: Mapping[str, int], settings: BatchSettings) -> int:
+    """Tokens to load the model for. Raises ValueError: ``max_tokens`` is too few for a request."""
+    room = settings.max_tokens
+    if room is None:
+        sizes, most = list(needs.values()), settings.engine.most_running
+        room = room_for(settings.model, sizes, most, settings.loading)
+    longest = max(needs, key=needs.__getitem__)
+    if room < needs[longest]:
         raise ValueError(
-            f"--max-tokens {settings.max_tokens} is too small: {line.place}, with its answer, may "
-            f"need {longest}"
+            f"--max-tokens {room} is too small: {longest}, with its answer, may need "
+            f"{needs[longest]}"
         )
-    return settings.max_tokens
+    return room
 
 
-def _answer(
+def _answer_here(batch: Batch, room: int, work: BatchWork) -> None:
+    settings, outcome = work.settings, work.outcome
+    loaded: Any = moe_runtime.load(
+        settings.model, max_tokens=room, progress=work.progress, **settings.loading
+    )
+    with contextlib.closing(loaded.moe):
+        with work.answering():
+            outcome.engine = answer_jobs(loaded, batch, work.jobs, settings.engine, work.take)
+        engine = outcome.engine
+        outcome.stats = loaded.moe.stats() if engine is None else engine.experts
+
+
+def answer_jobs(
     loaded: Any,
     batch: Batch,
     jobs: Mapping[int, Job],
-    answers: AnswerFile,
     options: EngineOptions,
-    outcome: BatchOutcome,
-    on_done: Callable[[BatchOutcome], None],
-) -> None:
+    take: Callable[[Answered], None],
+    news: News | None = None,
+) -> EngineStatistics:
+    """Answers jobs with a loaded model; ``take`` is called for each, in the caller's thread.
+
+    ``news`` are numbers of jobs to answer then, which ``jobs`` has by then, as of `answer_all`.
+    """
     batch.end_ids = frozenset(end_token_ids(loaded, batch.tokenizer))
 
-    def take(number: int, answer: Answer) -> None:
-        answers.add(batch.record(jobs[number], answer))
-        if answer.reason == "error":
-            outcome.failed += 1
-        else:
-            outcome.answered += 1
-            outcome.prompt_tokens += len(jobs[number].request.prompt_ids)
-            outcome.cached_tokens += answer.cached_tokens
-            outcome.new_tokens += len(answer.token_ids)
-        on_done(outcome)
-
-    started_s = time.perf_counter()
-    outcome.is_interrupted = True
-    with contextlib.suppress(KeyboardInterrupt):
-        outcome.engine = answer_all(
-            loaded,
-            {number: batch.request_of(job) for number, job in jobs.items()},
-            options,
-            on_token=lambda number, token: batch.is_over(jobs[number], token),
-            on_answer=take,
-            whole=lambda number: batch.whole_request_of(jobs[number]),
+    def done(number: int, answer: Answer) -> None:
+        take(
+            Answered(
+                number=number,
+                record=batch.record(jobs[number], answer),
+                is_failed=answer.reason == "error",
+                prompt_tokens=len(jobs[number].request.prompt_ids),
+                cached_tokens=answer.cached_tokens,
+                new_tokens=len(answer.token_ids),
+            )
         )
-        outcome.is_interrupted = False
-    outcome.seconds = time.perf_counter() - started_s
+
+    return answer_all(
+        loaded,
+        {number: batch.request_of(job) for number, job in jobs.items()},
+        options,
+        on_token=lambda number, token: batch.is_over(jobs[number], token),
+        on_answer=done,
+        whole=lambda number: batch.whole_request_of(jobs[number]),
+        news=news,
+    )
 
 
 def room_for(

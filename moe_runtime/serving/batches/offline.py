@@ -174,6 +174,11 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
 
 
+News = queue.SimpleQueue[int | Mapping[int, GenerationRequest] | None]
+"""What a batch waits for: a request's number as it has an event, more requests, None as their end.
+"""
+
+
 @dataclass(slots=True)
 class Answer:
     """What became of a request; ``token_ids`` include the one that ended the answer."""
@@ -199,6 +204,7 @@ def answer_all(
     on_token: Callable[[int, NewToken], bool],
     on_answer: Callable[[int, Answer], None],
     whole: Callable[[int], GenerationRequest] | None = None,
+    news: News | None = None,
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
@@ -210,6 +216,8 @@ def answer_all(
             answer.
         on_answer: called once for each request, in the caller's thread.
         whole: gives a request as the engine gets it, with what only those under way have in memory.
+        news: further requests to answer, which other threads put there while this runs; it ends
+            after None.
 
     Raises:
         RankFailureError: another process of a divided model died or stalled; unfinished requests
@@ -217,7 +225,7 @@ def answer_all(
     """
     options = batch_options(options)
     with contextlib.ExitStack() as stack:
-        flow = _Flow(requests, options, on_token, on_answer, whole or requests.__getitem__)
+        flow = _Flow(requests, options, on_token, on_answer, whole, news)
         # after the engine's end: its last events
         stack.callback(flow.take_the_rest)
         engine = stack.enter_context(Engine(model, options))
@@ -271,13 +279,16 @@ class _Flow:
         options: EngineOptions,
         on_token: Callable[[int, NewToken], bool],
         on_answer: Callable[[int, Answer], None],
-        whole: Callable[[int], GenerationRequest],
+        whole: Callable[[int], GenerationRequest] | None,
+        news: News | None,
     ) -> None:
-        self._requests, self._whole = requests, whole
+        self._requests = dict(requests)
+        self._whole = whole or self._requests.__getitem__
         self._most_open = options.most_waiting
         self._on_token, self._on_answer = on_token, on_answer
         self._ready = deque(order_of_work(requests))
-        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._news: News = queue.SimpleQueue() if news is None else news
+        self._is_fed = news is not None
         self._open: dict[int, _Open] = {}
         self._open_tokens = 0
         self._engine: Engine | None = None
@@ -285,10 +296,16 @@ class _Flow:
     def run(self, engine: Engine) -> None:
         self._engine = engine
         capacity = engine.statistics().kv_capacity
-        while self._ready or self._open:
+        while self._ready or self._open or self._is_fed:
             while self._ready and self._fits(self._ready[0], capacity):
                 self._submit(engine, self._ready.popleft())
-            self._take(self._news.get())
+            news = self._news.get()
+            if isinstance(news, int):
+                self._take(news)
+            else:
+                self._is_fed = news is not None
+                self._requests.update(news or {})
+                self._ready.extend(order_of_work(news or {}))
 
     def take_the_rest(self) -> None:
         """Reports answers that ended before the engine did, but for one that an interrupt left by

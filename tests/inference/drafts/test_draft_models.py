@@ -238,6 +238,9 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
 def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
     smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
     settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
+    again = torch.cat([PROMPT, PROMPT, PROMPT[:, :8]], 1)  # what follows stood there before
+    with (model := moe_runtime.load(pocket_path(), **settings)).moe:
+        repeated = model.generate(again, do_sample=False, max_new_tokens=NEW)[0].tolist()
     with (model := moe_runtime.load(pocket_path(), draft=folder, **settings)).moe:
         control = EveryDraft(model._drafts.control.most_rows)
         model.moe.drafts = model._drafts.control = control
@@ -248,7 +251,7 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
         assert waited_s > 0
         assert 0 < spared < misses
         model._drafts.control.is_too_dear = True
-        with pytest.warns(MoERuntimeWarning, match=r"the draft is given up: .* MiB; leave draft"):
+        with pytest.warns(MoERuntimeWarning, match=r"the draft is given up: .* MiB; lookup"):
             found = model.generate(PROMPT, do_sample=False, **options)[0].tolist()
         assert found == plain[0]
         after = model.moe.stats()
@@ -256,7 +259,8 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
         assert after.expert_slots == min(before.expert_slots + num_more, smallest.total_experts)
         assert (after.draft_bytes, after.drafts_given_up) == (0, 1)
         assert after.budget_bytes <= before.budget_bytes
-        assert model._drafts.source.new().offer(4).most == 0
+        assert model.generate(again, do_sample=False, max_new_tokens=NEW)[0].tolist() == repeated
+        assert model.moe.stats().drafted_tokens > after.drafted_tokens
         model.moe.check()
 
 

@@ -1,5 +1,9 @@
 """A checkpoint's own head for further tokens drafts what transformers' module of it would."""
 
+import dataclasses
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +11,11 @@ import moe_families
 import pytest
 import torch
 from engine_events import ask_all, drained, request_of
+from quantized_checkpoints import EXPERTS, SHARED, WIDE
 from safetensors.torch import load_file, save_file
 from scripted_drafts import EveryDraft
 from tiny_checkpoints import PROMPT, randomise, save, tiny_model
+from weight_packers import fp8_block
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
@@ -31,12 +37,17 @@ QWEN_NAMES = {
     **{"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"},
     "post_norm": "norm",
 }
+MIMO = "MiMoV2FlashForCausalLM"
+MIMO_NAMES = {
+    **{"post_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
+    "self_attn.sinks": "self_attn.attention_sink_bias",
+}
 
 
-def with_head(name: str, folder: Path) -> tuple[Any, Any, Path]:
+def with_head(name: str, folder: Path, **sizes: Any) -> tuple[Any, Any, Path]:
     """A tiny model of transformers, its head, and the checkpoint of both."""
     (family,) = [each for each in moe_families.FAMILIES if str(each) == name]
-    model = tiny_model(family)
+    model = tiny_model(dataclasses.replace(family, config={**family.config, **sizes}))
     save(model, folder, sharded=False)
     torch.manual_seed(6)
     text = model.config.get_text_config()
@@ -44,13 +55,20 @@ def with_head(name: str, folder: Path) -> tuple[Any, Any, Path]:
     if is_qwen := name.startswith("Qwen"):
         text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
         place, renamed = "mtp.", QWEN_NAMES
+    if name == MIMO:
+        text.num_mtp_layers, text.mtp_layer_types = 1, ["sliding_attention"]
+        text.mtp_mlp_layer_types = ["dense"]
+        place, renamed = "model.mtp.layers.0.", MIMO_NAMES
     head = modeling_layers.MtpModel(model, 1).float().eval()
+    for key, vector in head.layers.named_parameters():
+        if key.endswith("sinks"):  # which a head of transformers leaves as memory was
+            vector.data.zero_()
     randomise(head.layers)
     tensors = load_file(folder / "model.safetensors")
     for key, value in head.layers[0].state_dict().items():
         name = key.replace("mtp_block.", "layers.0." if is_qwen else "")
-        first, _, rest = name.partition(".")
-        name = f"{renamed.get(first, first)}.{rest}"
+        for own, published in renamed.items():
+            name = re.sub(rf"^{re.escape(own)}\b", published, name)
         stem = place + name.rpartition(".")[0]
         if name.endswith("experts.gate_up_proj"):
             for expert, pair in enumerate(value):
@@ -61,6 +79,8 @@ def with_head(name: str, folder: Path) -> tuple[Any, Any, Path]:
                 tensors[f"{stem}.{expert}.down_proj.weight"] = matrix.clone()
         else:
             tensors[place + name] = value.clone()
+            if "layers.0" in place:  # a second one, which is for a later token
+                tensors[place.replace("0", "1") + name] = -value
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return model, head, folder
 
@@ -100,7 +120,10 @@ class Noted(EveryDraft):
 
 @pytest.mark.parametrize(
     "name",
-    ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", QWEN_WITH_PICTURES],
+    [
+        *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"),
+        *(QWEN_WITH_PICTURES, MIMO),
+    ],
 )
 def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
     reference, head, folder = with_head(name, tmp_path)
@@ -133,6 +156,35 @@ def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
             (first,) = {text[0] for text in texts if text[1 : 1 + len(tokens)] == tokens}
             assert draft == expected(reference, head, [first, *tokens], len(draft))
         model.moe.check()
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", MIMO])
+def test_a_quantised_head_drafts_what_its_values_would(name, tmp_path):
+    """In blocks of FP8, as it is published, and as plain weights of the same values."""
+    _, _, folder = with_head(name, tmp_path / "packed", **WIDE)
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    tensors, pack = load_file(folder / "model.safetensors"), fp8_block(torch.float32)
+    values = dict(tensors)
+    for key, tensor in [*tensors.items()]:
+        if tensor.ndim == 2 and re.search(EXPERTS + "|" + SHARED, key):
+            parts, values[key] = pack(key, tensor)
+            tensors |= parts
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    found = []
+    for each in (plain, folder):
+        model: Any = moe_runtime.load(each, draft="mtp", **SETTINGS)
+        with model.moe:
+            control = model._drafts.control = Noted(model, 6)
+            ids = model.generate(PROMPT, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
+            found.append((ids.tolist(), [draft for _, draft in control.drafts]))
+            assert model.moe.stats().draft_bytes > 0
+    assert any(found[0][1])
+    assert found[0] == found[1]
 
 
 def test_a_head_is_part_of_the_memory_plan_or_refused(tmp_path):

@@ -181,7 +181,8 @@ _FILE_ROLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("results.json", ("bench", "report", "results.json"), ("bench.html",)),
     ("train.toml", ("train", "train.toml"), ()),
     ("train.toml", ("train", "train.toml", "--dry-run"), ()),
-    ("machine.toml", ("simulate", "--ranks", "8", "--machine", "machine.toml"), ()),
+    ("sizes.toml", ("simulate", "train", "sizes.toml", "--ranks", "8"), ()),
+    ("machine.toml", ("simulate", "layer", "--ranks", "8", "--machine", "machine.toml"), ()),
     (
         "predictor.npz",
         ("run", "model", "-p", "The", "-n", "2", "--predictor", "predictor.npz", *_BUDGET),
@@ -304,7 +305,7 @@ def interrupted(rng: Random, place: Path, good: Path) -> Case:
         Case(["train", "train.toml", "--set", "run.steps=30"], keeps=["trained"]),
         Case(["finetune", "model", "text.txt", *_TUNE, *_BUDGET], keeps=["tuned"]),
         Case(["predictor", "fit", "trace.npz", "-o", "new.npz"], outputs=["new.npz"]),
-        Case(["simulate", "--ranks", "8,64"]),
+        Case(["simulate", "layer", "--ranks", "8,64"]),
     )
     case = rng.choice(commands)
     number = rng.choice((signal.SIGINT, signal.SIGINT, signal.SIGTERM))

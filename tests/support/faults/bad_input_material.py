@@ -51,6 +51,14 @@ vocab_size = 300
 peak_rate = 1e-3
 """
 
+SIZES_TOML = """num_layers = 2
+model_dim = 64
+num_experts = 48
+top_k = 2
+expert_hidden = 32
+dense_parameters = 1e6
+kv_bytes_per_token = 100
+"""
 MACHINE_TOML = """\
 ranks_per_node = 8
 flops_per_s = 5e14
@@ -76,6 +84,7 @@ def make_material(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text('{"prompt": "The"}\n"A"\n')
     (folder / "train.toml").write_text(TRAIN_TOML)
     (folder / "machine.toml").write_text(MACHINE_TOML)
+    (folder / "sizes.toml").write_text(SIZES_TOML)
     (folder / "options.toml").write_text('policy = "lru"\nhost-memory = "1GiB"\n')
     measured = MeasuredSystem(repetitions=[{"t_s": [1.0, 2.0]}, {"t_s": 3.0}])
     one = describe_system("one", measured, {"t_s": Metric("s")}, system_versions={}, quality=None)

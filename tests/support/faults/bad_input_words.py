@@ -28,7 +28,9 @@ _SOUND = {
     "replay": ("trace.npz", "--policy", "lru"),
     "report": ("trace.npz", "--max-accesses", "100"),
     "place": ("trace.npz", "--gpus", "2"),
-    "simulate": ("--ranks", "8"),
+    "simulate layer": ("--ranks", "8"),
+    "simulate serve": ("sizes.toml", "--ranks", "8", "--requests", "9", "--new-tokens", "4"),
+    "simulate train": ("sizes.toml", "--ranks", "8"),
     "train": ("train.toml", "--dry-run"),
     "finetune": ("model", "text.txt", "--dry-run", "--context", "16", "--sequences", "1"),
     "predictor fit": ("trace.npz", "-o", "new.npz"),
@@ -133,7 +135,7 @@ def option(rng: Random, place: Path, good: Path) -> Case:
 def argument(rng: Random, place: Path, good: Path) -> Case:
     """Odd words where a model or a file belongs, and words too many or too few."""
     _fill(place, good)
-    command = rng.choice(sorted(set(_SOUND) - {*_RARE, "simulate", "serve"}))
+    command = rng.choice(sorted(set(_SOUND) - {*_RARE, "simulate layer", "serve"}))
     words = [*command.split(), *_SOUND[command]]
     at = len(command.split())
     way = rng.randrange(4)
@@ -149,7 +151,7 @@ def argument(rng: Random, place: Path, good: Path) -> Case:
 _CHEAP = (
     ("replay", "trace.npz", "--policy", "lru"),
     ("predictor", "list"),
-    ("simulate", "--ranks", "8", "--json"),
+    ("simulate", "layer", "--ranks", "8", "--json"),
     ("run", "model", "-p", "The", "-n", "2", "--host-memory", "1GiB"),
     ("replay", "no.npz"),
     ("--version",),

@@ -48,7 +48,18 @@ _REASONS = {
         test_router_delete_model""",
     "the build, tokens or texts of llama.cpp and its model": """
         test_chat_completion test_chat_completion_stream test_chat_completion_cached_tokens
-        test_chat_completion_with_openai_library test_completion_with_openai_library""",
+        test_chat_completion_with_openai_library test_completion_with_openai_library
+        test_weather test_calc_result test_thoughts test_hello_world
+        test_anthropic_thinking_with_reasoning_model
+        test_completion_stream_with_openai_library_stops
+        test_completion_with_required_tool_real_model[template_override18]
+        test_completion_with_required_tool_real_model[template_override19]
+        test_completion_with_required_tool_real_model[template_override21]
+        test_completion_with_required_tool_real_model[template_override22]""",
+    "calls in functionary's form, which is not known here": """
+        test_completion_with_required_tool_real_model[template_override24]
+        test_completion_with_required_tool_real_model[template_override25]
+        test_completion_without_tool_call_slow[meetkai-functionary-medium-v3.2-256-tools1-None-CompletionMode.NORMAL]""",
     "embeddings and ranking are refused": """
         test_embedding.py test_rerank.py test_vision_embeddings
         test_vision_embeddings_oai_content""",
@@ -63,6 +74,8 @@ _REASONS = {
     "asks for another form than OpenAI's or Anthropic's": """
         test_invalid_chat_completion_req[messages7] test_logprobs_stream
         test_completion_without_tool_call_fast
+        test_completion_with_required_tool_real_model[CompletionMode.STREAMED]
+        test_completion_without_tool_call_slow[CompletionMode.STREAMED]
         test_context_size_exceeded test_context_size_exceeded_stream
         test_anthropic_tool_result_with_image test_anthropic_vision_format_accepted
         test_anthropic_empty_messages""",

@@ -49,12 +49,14 @@ def answer_to_any_name(server: Server, name: str | None) -> str:
 
 
 def skip_foreign(items: Sequence[pytest.Item], reasons: Mapping[str, str]) -> None:
-    """Skips tests that do not apply: by reasons, beginnings of their names or of their files'."""
+    """Skips tests that do not apply: by reasons, their names, with one parameter or with all, or
+    the names of their files."""
     names = {name: why for why, text in reasons.items() for name in text.split()}
     for item in items:
         first = item.name.split()[0]
-        plain = first.partition("[")[0]
+        plain, _, given = first.partition("[")
         own = first, plain, item.path.name, f"{item.path.name}::{plain}"
+        own += tuple(f"{plain}[{part}]" for part in given.rstrip("]").split("-"))
         found = next((names[name] for name in own if name in names), None)
         if found is not None:
             item.add_marker(pytest.mark.skip(reason=found))

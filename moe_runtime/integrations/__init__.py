@@ -1,0 +1,1 @@
+"""This runtime within the programs that clusters are run by."""

@@ -1,0 +1,498 @@
+"""Predicts serving and training of a whole model over many ranks, with failures and restarts.
+
+Every rank has the dense weights, its experts, and its own sequences (data parallel attention beside
+expert parallel). All ranks take a step together. A step's time is that of its layers, which
+`scaling.predict_layer` simulates.
+
+Legend: P ranks, E experts, N requests.
+"""
+
+import csv
+import heapq
+import math
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+import numpy as np
+
+from moe_runtime.config import nearest
+from moe_runtime.errors import CapacityError
+from moe_runtime.files import read_toml
+from moe_runtime.lab.simulate.scaling import (
+    Imbalance,
+    LayerSchedule,
+    LayerWorkload,
+    expert_loads,
+    placed,
+    predict_layer,
+)
+from moe_runtime.parallel.cluster import Cluster
+from moe_runtime.policies.placement import Placement, place_experts
+
+WORKING_SHARE = 0.1
+"""Of a rank's memory, what activations and buffers take."""
+OPTIMIZER_BYTES = 12
+"""Of each parameter that is trained: moments and a master copy in fp32."""
+EVEN = Imbalance()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedModel:
+    """A model by its sizes.
+
+    Attributes:
+        dense_parameters: everything but the routed experts; a token passes all of them.
+        kv_bytes_per_token: keys and values of all layers.
+    """
+
+    num_layers: int
+    model_dim: int
+    num_experts: int
+    top_k: int
+    expert_hidden: int
+    dense_parameters: float
+    kv_bytes_per_token: float
+    bytes_per_weight: float = 2.0
+    bytes_per_activation: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} exceeds the {self.num_experts} experts")
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of one expert in one layer."""
+        return 3.0 * self.model_dim * self.expert_hidden
+
+    @property
+    def parameters(self) -> float:
+        routed = self.num_layers * self.num_experts * self.expert_parameters
+        return self.dense_parameters + routed
+
+
+def read_model(path: str | os.PathLike[str]) -> SimulatedModel:
+    """Reads a model's sizes from a TOML file."""
+    value = read_toml(path)
+    known = set(SimulatedModel.__slots__)
+    for key, item in value.items():
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}: {nearest(key, known)}")
+        if isinstance(item, bool) or not isinstance(item, int | float):
+            raise ValueError(f"{path}: {key} is {item!r}, expected a number")
+    missing = known - {"bytes_per_weight", "bytes_per_activation"} - value.keys()
+    if missing:
+        raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}")
+    try:
+        return SimulatedModel(**value)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+class SimulatedSteps:
+    """Seconds of a step of a model on a cluster, by the tokens of each rank.
+
+    Weights are read once a step: an expert's by the rank that has it, if a token chose it. What a
+    rank's memory lacks comes from its disk each time.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: SimulatedModel,
+        imbalance: Imbalance = EVEN,
+        *,
+        place: Callable[..., Placement] = place_experts,
+    ) -> None:
+        self.cluster, self.model = cluster, model
+        num_ranks = cluster.num_ranks
+        # every rank has as many slots
+        replicas = imbalance.replicas_per_rank * num_ranks + -model.num_experts % num_ranks
+        loads_E = expert_loads(model.num_experts, imbalance)
+        placement = placed(cluster, loads_E, imbalance.algorithm, replicas, place)
+        self._probability_E = loads_E / loads_E.sum()
+        self._copies_E = placement.copies[0]
+        self._experts_S = placement.expert_of_slot[0]
+        self._rank_S = placement.gpu_of_slot
+        self._straggler = imbalance.straggler
+        slots = placement.num_slots / num_ranks
+        self._slot_bytes = model.expert_parameters * model.bytes_per_weight
+        self.expert_bytes = slots * model.num_layers * self._slot_bytes
+        self.dense_bytes = model.dense_parameters * model.bytes_per_weight
+        room = cluster.memory_bytes * (1 - WORKING_SHARE) - self.dense_bytes
+        self.resident_share = min(1.0, max(0.0, room) / self.expert_bytes)
+        if room < 0 or (self.resident_share < 1 and not math.isfinite(cluster.disk_bytes_per_s)):
+            need = (self.dense_bytes + self.expert_bytes) / (1 - WORKING_SHARE)
+            raise CapacityError(
+                f"{num_ranks} ranks: each needs {need / 2**30:.1f} GiB for its weights, and has "
+                f"{cluster.memory_bytes / 2**30:.1f}; give more ranks, or disk_bytes_per_s"
+            )
+        rest = max(0.0, room - self.expert_bytes)
+        self.kv_tokens = num_ranks * rest / model.kv_bytes_per_token
+        """Tokens whose keys and values fit, on all ranks together."""
+        self._known: dict[tuple[float, bool], float] = {}
+
+    def step_s(self, tokens: float, context: float = 0.0, *, is_training: bool = False) -> float:
+        """Seconds of a step of so many tokens on each rank.
+
+        Args:
+            tokens: of each rank.
+            context: tokens of each rank whose keys and values are read.
+            is_training: forward and backward.
+        """
+        read_s = context * self.model.kv_bytes_per_token / self.cluster.memory_bytes_per_s
+        if tokens <= 0:
+            return 0.0
+        # Between powers of two, time is nearly linear in the tokens.
+        below = 2.0 ** math.floor(math.log2(tokens))
+        first, last = self._layers_s(below, is_training), self._layers_s(2 * below, is_training)
+        share = tokens / below - 1
+        return first + (last - first) * share + read_s
+
+    def _layers_s(self, tokens: float, is_training: bool) -> float:
+        key = tokens, is_training
+        if key not in self._known:
+            schedules = [LayerSchedule()]
+            if self.cluster.num_nodes > 1 and self.cluster.local_ranks > 1:
+                schedules.append(LayerSchedule(hierarchical=True))
+            # A backward pass has twice the products, and sends gradients as the other sends rows.
+            layers = [self._layer(tokens, products) for products in (1, 2)[: 1 + is_training]]
+            seconds = sum(
+                min(predict_layer(self.cluster, layer, one).layer_s for one in schedules)
+                for layer in layers
+            )
+            self._known[key] = self.model.num_layers * seconds
+        return self._known[key]
+
+    def _layer(self, tokens: float, products: int) -> LayerWorkload:
+        """One layer of a step, with so many products by each matrix; its gate is the dense part."""
+        model, cluster, num_ranks = self.model, self.cluster, self.cluster.num_ranks
+        choices = tokens * num_ranks * model.top_k
+        rows_S = (self._probability_E / self._copies_E)[self._experts_S] * choices
+        rows_P = np.bincount(self._rank_S, weights=rows_S, minlength=num_ranks)
+        # rows of an expert are all on one copy or spread over them: each copy sees its share
+        touched_S = -np.expm1(-rows_S)
+        touched_P = np.bincount(self._rank_S, weights=touched_S, minlength=num_ranks)
+        weights_s = (
+            touched_P
+            * self._slot_bytes
+            * (
+                self.resident_share / cluster.memory_bytes_per_s
+                + (1 - self.resident_share) / cluster.disk_bytes_per_s
+            )
+        )
+        flops = 2 * model.dense_parameters / model.num_layers * tokens
+        dense_s = max(
+            flops / cluster.flops_per_s,
+            self.dense_bytes / model.num_layers / cluster.memory_bytes_per_s,
+        )
+        slowdown_P = np.ones(num_ranks)
+        slowdown_P[0] = self._straggler
+        return LayerWorkload(
+            rows_PP=np.broadcast_to(rows_P / num_ranks, (num_ranks, num_ranks)),
+            row_bytes=model.model_dim * model.bytes_per_activation,
+            flops_per_row=products * 2 * model.expert_parameters,
+            gate_s=products * dense_s,
+            weights_s_P=products * weights_s,
+            slowdown_P=slowdown_P,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Seconds between two failures of one rank on average, and from a failure to the next step."""
+
+    mean_s: float = math.inf
+    restart_s: float = 0.0
+    seed: int = 0
+
+
+NEVER = Failures()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Arrivals:
+    """``[N]`` seconds, prompt tokens and new tokens of requests, in order of time."""
+
+    at_s: np.ndarray
+    prompt: np.ndarray
+    new: np.ndarray
+
+    def faster(self, factor: float) -> "Arrivals":
+        return Arrivals(self.at_s / factor, self.prompt, self.new)
+
+    @property
+    def rate(self) -> float:
+        return len(self.at_s) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+
+
+def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
+    """Reads a CSV file of TIMESTAMP, ContextTokens, GeneratedTokens, as Azure publishes them."""
+    names = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    rows = []
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if not set(names) <= set(reader.fieldnames or ()):
+            raise ValueError(f"{path}: expected the columns {', '.join(names)}")
+        for number, row in enumerate(reader, start=2):
+            try:
+                at_s = datetime.fromisoformat(row[names[0]][:26]).timestamp()
+                rows.append((at_s, max(1, int(row[names[1]])), max(1, int(row[names[2]]))))
+            except (TypeError, ValueError):
+                raise ValueError(f"{path}, line {number}: expected a time and two counts") from None
+    if len(rows) < 2:
+        raise ValueError(f"{path}: holds fewer than two requests")
+    at_s, prompt, new = np.array(sorted(rows)).T
+    return Arrivals(at_s - at_s[0], prompt.astype(np.int64), new.astype(np.int64))
+
+
+def poisson_arrivals(
+    num_requests: int, rate: float, prompt: int, new: int, *, seed: int = 0
+) -> Arrivals:
+    """Requests of one size at random times."""
+    random = np.random.default_rng(seed)
+    at_s = np.cumsum(random.exponential(1 / rate, num_requests))
+    return Arrivals(at_s, np.full(num_requests, prompt), np.full(num_requests, new))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ServePrediction:
+    """``[N]`` seconds to the first token and between later ones of each request; of all ranks."""
+
+    first_s: np.ndarray
+    between_s: np.ndarray
+    tokens_per_s: float
+    num_failures: int = 0
+
+    def met(self, first_s: float, between_s: float) -> float:
+        """Share of requests within both limits."""
+        return float(((self.first_s <= first_s) & (self.between_s <= between_s)).mean())
+
+
+@dataclass(slots=True)
+class _Pool:
+    """A group of ranks that takes steps together."""
+
+    times: SimulatedSteps
+    step_tokens: int
+    failures: Failures
+    num_failures: int = 0
+    _failures_s: list[float] = field(default_factory=list)
+
+    def run(self, arrivals: Arrivals, read: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``[N]`` times of first and of last tokens; ``read`` are prompt tokens that are computed.
+
+        Prompts are read in order, up to ``step_tokens`` of a rank in a step, beside all answers
+        that are under way. After a failure, all of these begin again.
+        """
+        num_ranks = self.times.cluster.num_ranks
+        first_s, last_s = np.zeros(len(read)), np.zeros(len(read))
+        random = np.random.default_rng(self.failures.seed)
+        mean_s = self.failures.mean_s / num_ranks
+        fails_s = random.exponential(mean_s) if math.isfinite(mean_s) else math.inf
+        waiting: deque[int] = deque()
+        running: list[tuple[int, int]] = []  # the step that ends it, request
+        begun: dict[int, int] = {}  # tokens read of prompts under way
+        now, step, context, held, coming = 0.0, 0, 0.0, 0.0, 0
+        order = np.argsort(arrivals.at_s, kind="stable")
+        sizes = arrivals.prompt + arrivals.new
+        while coming < len(order) or waiting or running:
+            if not (waiting or running):
+                now = max(now, float(arrivals.at_s[order[coming]]))
+            while coming < len(order) and arrivals.at_s[order[coming]] <= now:
+                waiting.append(int(order[coming]))
+                coming += 1
+            budget = self.step_tokens * num_ranks
+            ended, tokens = [], len(running)
+            while waiting and budget > 0:
+                request = waiting[0]
+                if request not in begun:
+                    if held + sizes[request] > self.times.kv_tokens and held:
+                        break
+                    held += sizes[request]
+                    begun[request] = 0
+                taken = min(budget, int(read[request]) - begun[request])
+                begun[request] += taken
+                budget -= taken
+                tokens += max(taken, 1)
+                if begun[request] < read[request]:
+                    break
+                ended.append(waiting.popleft())
+            step += 1
+            took_s = self.times.step_s(tokens / num_ranks, context / num_ranks)
+            if now + took_s > fails_s:
+                now = fails_s + self.failures.restart_s
+                fails_s = now + random.exponential(mean_s)
+                self.num_failures += 1
+                again = sorted({*ended, *(one for _, one in running)})
+                waiting.extendleft(reversed(again))
+                running.clear()
+                begun.clear()
+                context, held = 0.0, 0.0
+                continue
+            now += took_s
+            context += len(running)
+            while running and running[0][0] <= step:
+                _, request = heapq.heappop(running)
+                last_s[request] = now
+                context -= sizes[request]
+                held -= sizes[request]
+            for request in ended:
+                del begun[request]
+                first_s[request] = last_s[request] = now
+                if arrivals.new[request] > 1:
+                    heapq.heappush(running, (step + int(arrivals.new[request]) - 1, request))
+                    context += int(arrivals.prompt[request]) + 1
+                else:
+                    held -= sizes[request]
+        return first_s, last_s
+
+
+def simulate_serving(
+    cluster: Cluster,
+    model: SimulatedModel,
+    arrivals: Arrivals,
+    *,
+    step_tokens: int = 256,
+    prefill_ranks: int = 0,
+    imbalance: Imbalance = EVEN,
+    failures: Failures = NEVER,
+    place: Callable[..., Placement] = place_experts,
+    times: Callable[..., SimulatedSteps] = SimulatedSteps,
+) -> ServePrediction:
+    """Simulates a service step by step.
+
+    Args:
+        step_tokens: prompt tokens of a rank in a step.
+        prefill_ranks: ranks that read prompts alone and send their keys and values to the others,
+            which generate (Splitwise, DistServe); 0 for none. Each of both groups has all experts.
+    """
+
+    def pool(num_ranks: int, num_tokens: int) -> _Pool:
+        group = replace(cluster, num_ranks=num_ranks)
+        return _Pool(times(group, model, imbalance, place=place), num_tokens, failures)
+
+    if not prefill_ranks:
+        whole = pool(cluster.num_ranks, step_tokens)
+        first_s, last_s = whole.run(arrivals, arrivals.prompt)
+        num_failures = whole.num_failures
+    else:
+        if not prefill_ranks < cluster.num_ranks:
+            raise ValueError(f"{prefill_ranks} of {cluster.num_ranks} ranks leave none to generate")
+        readers = pool(prefill_ranks, step_tokens)
+        one = np.ones_like(arrivals.new)
+        first_s, _ = readers.run(replace(arrivals, new=one), arrivals.prompt)
+        # A request's keys and values travel over the link of one rank.
+        link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+        sent_s = link.seconds(1, arrivals.prompt * model.kv_bytes_per_token)
+        makers = pool(cluster.num_ranks - prefill_ranks, step_tokens)
+        nothing = np.zeros_like(arrivals.prompt)
+        rest = Arrivals(first_s + sent_s, arrivals.prompt, np.maximum(arrivals.new - 1, 1))
+        _, last_s = makers.run(rest, nothing)
+        last_s = np.where(arrivals.new > 1, last_s, first_s)
+        num_failures = readers.num_failures + makers.num_failures
+    return ServePrediction(
+        first_s=first_s - arrivals.at_s,
+        between_s=(last_s - first_s) / np.maximum(arrivals.new - 1, 1),
+        tokens_per_s=float(arrivals.new.sum() / (last_s.max() - arrivals.at_s[0])),
+        num_failures=num_failures,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainPrediction:
+    """Seconds of a step by its parts, and what failures leave of the throughput."""
+
+    layers_s: float
+    reduce_s: float
+    optimizer_s: float
+    tokens_per_s: float
+    checkpoint_s: float
+    checkpoint_every_s: float
+    useful_share: float
+
+    @property
+    def step_s(self) -> float:
+        return self.layers_s + self.reduce_s + self.optimizer_s
+
+
+def simulate_training(
+    cluster: Cluster,
+    model: SimulatedModel,
+    *,
+    tokens: int,
+    micro_batches: int = 1,
+    checkpoint_every_s: float | None = None,
+    imbalance: Imbalance = EVEN,
+    failures: Failures = NEVER,
+    place: Callable[..., Placement] = place_experts,
+) -> TrainPrediction:
+    """Predicts a training step, and the share of time that failures leave.
+
+    Args:
+        tokens: of a micro-batch on each rank.
+        checkpoint_every_s: None for the interval that loses least.
+    """
+    times = SimulatedSteps(cluster, model, imbalance, place=place)
+    num_ranks = cluster.num_ranks
+    layers_s = micro_batches * times.step_s(tokens, is_training=True)
+    # Experts are updated where they are, the dense part by every rank in part (ZeRO's first stage).
+    experts = times.expert_bytes / model.bytes_per_weight
+    held = model.dense_parameters / num_ranks + experts
+    kept = model.bytes_per_weight + model.bytes_per_activation
+    room = cluster.memory_bytes * (1 - WORKING_SHARE)
+    # Where weights and gradients of the dense part have no room, ranks have parts of these too.
+    is_whole = OPTIMIZER_BYTES * held + kept * (model.dense_parameters + experts) <= room
+    needed = (OPTIMIZER_BYTES + kept) * held
+    if not is_whole and needed > room:
+        raise CapacityError(
+            f"{num_ranks} ranks: each needs {needed / 2**30:.1f} GiB for weights, gradients and "
+            f"optimizer, and has {room / 2**30:.1f}; give more ranks"
+        )
+    # A reduce-scatter and an all-gather over the slowest link; of parts, two all-gathers.
+    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    rounds, others = 2 if is_whole else 3, num_ranks - 1
+    sent = rounds * model.dense_parameters * model.bytes_per_activation * others / num_ranks
+    reduce_s = float(link.seconds(rounds * others, sent)) if others else 0.0
+    per_parameter = 2 * (OPTIMIZER_BYTES + model.bytes_per_weight)
+    optimizer_s = held * per_parameter / cluster.memory_bytes_per_s
+    state = model.parameters * (OPTIMIZER_BYTES + model.bytes_per_weight) / num_ranks
+    checkpoint_s = (
+        state / cluster.disk_bytes_per_s if math.isfinite(cluster.disk_bytes_per_s) else 0.0
+    )
+    mean_s = failures.mean_s / num_ranks
+    every_s = checkpoint_every_s or best_interval_s(checkpoint_s, mean_s)
+    share = useful_share(every_s, checkpoint_s, failures.restart_s, mean_s)
+    step_s = layers_s + reduce_s + optimizer_s
+    return TrainPrediction(
+        layers_s=layers_s,
+        reduce_s=reduce_s,
+        optimizer_s=optimizer_s,
+        tokens_per_s=share * tokens * micro_batches * num_ranks / step_s,
+        checkpoint_s=checkpoint_s,
+        checkpoint_every_s=every_s,
+        useful_share=share,
+    )
+
+
+def best_interval_s(checkpoint_s: float, mean_s: float) -> float:
+    """Young's interval between checkpoints: what they cost equals what failures lose."""
+    return math.sqrt(2 * max(checkpoint_s, 1.0) * mean_s) if math.isfinite(mean_s) else math.inf
+
+
+def useful_share(every_s: float, checkpoint_s: float, restart_s: float, mean_s: float) -> float:
+    """Share of time that is work, exactly, where failures come independently of each other (Daly).
+
+    Work of ``every_s`` and a checkpoint are done in one piece, or begin again after a restart.
+    """
+    if not math.isfinite(mean_s):
+        return 1.0 if not math.isfinite(every_s) else every_s / (every_s + checkpoint_s)
+    piece = (every_s + checkpoint_s) / mean_s
+    if piece > 700:
+        return 0.0
+    return every_s / ((mean_s + restart_s) * math.expm1(piece))
