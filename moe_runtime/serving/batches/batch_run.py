@@ -605,7 +605,7 @@ def run_batch(
     on_loaded: Callable[[int], None],
     on_done: Callable[[BatchOutcome], None],
     answer: Callable[[BatchWork], None] | None = None,
-    on_room: Callable[[int], None] = lambda room: None,
+    on_room: Callable[[int], object] = lambda room: None,
 ) -> BatchOutcome:
     """Answers what has no answer yet.
 
