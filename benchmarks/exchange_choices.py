@@ -165,15 +165,16 @@ class Run:
         self._schedule = self._choice.best(loads_P, self._schedule)
         self._counted_E = np.zeros_like(self._counted_E)
 
-    def _once(self, *loads: np.ndarray) -> float:
-        """Seconds of a pass with loads of ranks, or of experts now and before."""
-        key = b"".join(one.tobytes() for one in loads) + repr(self._schedule).encode()
+    def _once(self, loads: np.ndarray, last_E: np.ndarray | None = None) -> float:
+        """Seconds of a pass with loads of ranks; or of experts, now and before."""
+        key = loads.tobytes() + repr(self._schedule).encode()
+        if last_E is not None:
+            key += last_E.tobytes()
         if key not in self._known:
-            is_sparse = len(loads) > 1
             self._known[key] = (
-                self._sparse_s(*loads)
-                if is_sparse
-                else self._choice.layer_s(loads[0], self._schedule)
+                self._choice.layer_s(loads, self._schedule)
+                if last_E is None
+                else self._sparse_s(loads, last_E)
             )
         return self._known[key]
 
