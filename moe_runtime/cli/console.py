@@ -101,6 +101,11 @@ def launched_rank() -> int | None:
     return int(rank) if rank and "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def num_launched() -> int:
+    """Number of processes that `torchrun` started; 1 where it did not."""
+    return 1 if launched_rank() is None else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def say_line(text: str) -> None:
     """Prints a line of the program on stderr."""
     print(f"moe-runtime: {one_line(text)}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import typer
 
 from moe_runtime.cli import options
-from moe_runtime.cli.console import Session, launched_rank
+from moe_runtime.cli.console import Session, launched_rank, num_launched
 from moe_runtime.cli.stopping import stop_on_signals
 from moe_runtime.errors import RankFailureError
 
@@ -45,7 +45,8 @@ _SEEN_S = 0.5
 
 def divided(several: options.SeveralProcesses, group: "ProcessGroup | None") -> dict[str, Any]:
     """What `moe_runtime.load` is told of the processes."""
-    given = {"placement": several.placement, "group": group}
+    is_divided = group is not None and group.size() > 1
+    given = {"placement": several.placement, "group": group if is_divided else None}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -60,10 +61,9 @@ def start_processes(several: options.SeveralProcesses, session: Session) -> None
     visible = _visible_gpus(several.gpus)
     size = several.processes or len(visible)
     if launched_rank() is not None:
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if started != size:
+        if num_launched() != size:
             name = "--processes" if several.gpus is None else "--gpus"
-            raise ValueError(f"{name} asks for {size} processes, torchrun started {started}")
+            raise ValueError(f"{name} asks for {size} processes, torchrun started {num_launched()}")
         return
     import torch
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
@@ -84,6 +84,7 @@ def start_processes(several: options.SeveralProcesses, session: Session) -> None
             run_id=secrets.token_hex(8),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # this machine's own name may lead nowhere
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             signals_to_handle="SIGQUIT",
@@ -98,7 +99,7 @@ def start_processes(several: options.SeveralProcesses, session: Session) -> None
 
 
 def _visible_gpus(gpus: str | None) -> list[str]:
-    """The GPUs that an option names."""
+    """The GPUs that an option names among those that this command sees, as CUDA names them."""
     if gpus is None:
         return []
     import torch
@@ -110,7 +111,9 @@ def _visible_gpus(gpus: str | None) -> list[str]:
     if len(asked) < 2 or not {*asked} <= {*here} or len({*asked}) < len(asked):
         found = f"{len(here)} here: {', '.join(here)}" if here else "none here"
         raise ValueError(f"--gpus {gpus}: expected two different GPUs or more, there are {found}")
-    return asked
+    inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = inherited.split(",") if inherited else here
+    return [names[int(number)].strip() for number in asked]
 
 
 @contextlib.contextmanager
@@ -124,7 +127,11 @@ def _forwarded_signals() -> Iterator[None]:
                 child.send_signal(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, forward) for number in numbers}
+    found = {number: signal.getsignal(number) for number in numbers}
+    # One that is ignored, as under `nohup`, stays so.
+    before = {number: old for number, old in found.items() if old != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, forward)
     try:
         yield
     finally:
@@ -133,8 +140,8 @@ def _forwarded_signals() -> Iterator[None]:
 
 
 def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
-    """Takes part in the steps of the first process's engine until it ends; signals are for that
-    one to hear."""
+    """Takes part in the steps of the first process's engine until it ends; ignores signals, which
+    the first process obeys."""
     from moe_runtime.serving.following import follow
 
     with contextlib.closing(model.moe), stop_on_signals(is_held=lambda: True):

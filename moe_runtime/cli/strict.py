@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from moe_runtime.cli.console import launched_rank
+from moe_runtime.cli.console import num_launched
 from moe_runtime.config import nearest
 from moe_runtime.files import (
     at_home,
@@ -184,8 +184,7 @@ class StrictCommand(TyperCommand):
         super().__init__(*args, help=joined, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        several = launched_rank() is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if several and self.name not in _WITH_OTHERS:
+        if num_launched() > 1 and self.name not in _WITH_OTHERS:
             raise ValueError(
                 f"{self.name} works in one process; start it without torchrun "
                 "(run, serve, generate, chat, train, finetune and bench dispatch take several)"

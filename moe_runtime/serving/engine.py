@@ -23,7 +23,7 @@ from moe_runtime.inference.routing_replay import RoutingOfPass
 from moe_runtime.inference.sequence_cache import bring_back, own_states, set_room, take_out
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
-from moe_runtime.serving.passes import ModelPasses
+from moe_runtime.serving.passes import ModelPasses, add_logprobs
 from moe_runtime.serving.plans import BEAT_S, Plans, checksum
 from moe_runtime.serving.prefixes import Filled, PrefixDisk, Prefixes, account_for
 from moe_runtime.serving.requests import (
@@ -373,7 +373,7 @@ class Engine:
         if self.failure is not None:
             message = f"the model's processes stopped: {self.failure}"
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
-            self._finish(sequence, Finished(reason, message))
+            self._finish(sequence, Finished(reason, message), keeps=False)
         self._rows.close()
         with self._changed:
             self._changed.notify_all()
@@ -423,7 +423,7 @@ class Engine:
         num_decoding = len(decoding) + sum(map(len, in_rows))
         divides = self._options.exact or not self._passes.reads_together
         chosen = self._scheduler.prompts(*self._prompt_sizes(bool(num_decoding)), exact=divides)
-        with Failure():  # later requests compute it again
+        with self._catching():  # later requests compute it again
             chosen = self._prefixes.cut(chosen)
         num_prompt = sum(num_new for _, num_new in chosen)
         arriving = (sequence.arrival for sequence in self._scheduler.running)
@@ -476,7 +476,7 @@ class Engine:
                 )
         self._counts["steps"] += 1
         if logits_RV is None:
-            self._fail(group, failure)
+            self._fail(group, failure.finished)
             return
         parts = logits_RV.split([1 + len(draft) for draft in drafted])
         for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
@@ -593,10 +593,32 @@ class Engine:
             logits_BV = self._shown(chosen, compute)
         self._counts["steps"] += 1
         if logits_BV is None:
-            self._fail([sequence for sequence, _ in chosen], failure)
+            self._fail([sequence for sequence, _ in chosen], failure.finished)
             return
+        self._end_pass(chosen, logits_BV)
+
+    def _end_pass(self, chosen: list[tuple[Sequence, int]], logits_BV: torch.Tensor | None) -> None:
+        first, num_new = chosen[0]
+        if first.is_reading and first.wants_prompt_logprobs:  # it is alone
+            failed = self._add_logprobs(first, num_new, logits_BV)
+            if failed is not None:
+                self._fail([first], failed)
+                return
+            logits_BV = None if logits_BV is None else logits_BV[-1:]
         for row, (sequence, num_new) in enumerate(chosen):
-            self._advance(sequence, num_new, logits_BV[row])
+            self._advance(sequence, num_new, None if logits_BV is None else logits_BV[row])
+
+    def _add_logprobs(
+        self, sequence: Sequence, num_new: int, logits_RV: torch.Tensor | None
+    ) -> Finished | None:
+        """Log-probabilities of the tokens of a prompt; gives how the answer ends, if they fail."""
+        assert logits_RV is not None
+        with Failure() as failure:
+            add_logprobs(sequence, num_new, logits_RV)
+        failed = failure.finished if failure.has_failed else None
+        if self._plans is not None:
+            self._plans.chose(0, None if failed is None else "error")
+        return failed
 
     def _catching(self) -> Failure:
         """What one process catches, several cannot: the others have computed something else."""
@@ -611,7 +633,7 @@ class Engine:
             self._go_on(sequence, logits_V)
         if sequence.is_finished:
             return
-        with Failure():  # later requests compute it again
+        with self._catching():  # later requests compute it again
             if not was_reading:
                 self._prefixes.keep_answer(sequence)
             elif sequence.cuts or not sequence.is_reading:
@@ -650,21 +672,21 @@ class Engine:
             self._plans.chose(0 if token is None else token.token_id, ending)
         return finished
 
-    def _fail(self, sequences: list[Sequence], failure: Failure) -> None:
+    def _fail(self, sequences: list[Sequence], finished: Finished) -> None:
         """A pass failed: it was one sequence's, or each tries again alone."""
         self._sizes.ignore_step()
         for sequence in sequences:
             self._prefixes.forget_cuts(sequence)
             if len(sequences) == 1:
-                self._finish(sequence, failure.finished)
+                self._finish(sequence, finished)
             else:
                 sequence.is_alone = True
                 if not isinstance(sequence.cache, InRow):  # which is as it was
                     self._scheduler.preempt(sequence)
 
-    def _finish(self, sequence: Sequence, finished: Finished) -> None:
-        if finished.reason != "error" and not self._is_closed:
-            with Failure():
+    def _finish(self, sequence: Sequence, finished: Finished, *, keeps: bool = True) -> None:
+        if finished.reason != "error" and keeps:
+            with self._catching():
                 self._rows.take_out(sequence, is_view=True)
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)

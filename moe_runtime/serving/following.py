@@ -11,8 +11,8 @@ import torch
 from moe_runtime.errors import RankFailureError
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.plans import Plan
-from moe_runtime.serving.requests import Event, Finished, FinishReason, NewToken
-from moe_runtime.serving.scheduling import Sequence
+from moe_runtime.serving.requests import Finished, FinishReason, NewToken
+from moe_runtime.serving.scheduling import Sequence, hear_nothing
 
 
 def follow(model: Any, **options: Any) -> None:
@@ -64,17 +64,19 @@ class Follower(Engine):
         self._told.extend(plan.chosen)
         computed, self._computed = self._computed, []
         for chosen in computed:
-            for sequence, num_new in chosen:
-                self._advance(sequence, num_new, None)
+            self._end_pass(chosen, None)
         if self._told or plan.state != self._state():
-            raise RankFailureError(
-                f"this process and the first one disagree after step {self._counts['steps']} "
-                "(a bug of moe-runtime); start all of them again"
-            )
+            raise self._disagreement()
+
+    def _disagreement(self) -> RankFailureError:
+        return RankFailureError(
+            f"this process and the first one disagree after step {self._counts['steps']} "
+            "(a bug of moe-runtime); start all of them again"
+        )
 
     def _begin_step(self, plan: Plan) -> None:
         for number, request in plan.came:
-            self._scheduler.add(self._sequence_of(request, _hear_nothing, number))
+            self._scheduler.add(self._sequence_of(request, hear_nothing, number))
         ended = {*plan.cancelled}
         self._beside_tokens = plan.beside_tokens
         known = (*self._scheduler.running, *self._scheduler.waiting)
@@ -90,11 +92,19 @@ class Follower(Engine):
         self._computed.append(chosen)
 
     def _add_token(self, sequence: Sequence, logits_V: torch.Tensor | None) -> Finished | None:
-        token, ending = self._told.popleft()
+        token, ending = self._next_told()
         if ending != "error":
             self._counts["generated_tokens"] += 1
             sequence.add(NewToken(token))
         return None if ending is None else Finished(ending)
 
+    def _add_logprobs(
+        self, sequence: Sequence, num_new: int, logits_RV: torch.Tensor | None
+    ) -> Finished | None:
+        _, ending = self._next_told()
+        return None if ending is None else Finished(ending)
 
-def _hear_nothing(event: Event) -> None: ...
+    def _next_told(self) -> tuple[int, FinishReason | None]:
+        if not self._told:
+            raise self._disagreement()
+        return self._told.popleft()

@@ -248,8 +248,8 @@ class ModelPasses:
         """Computes the next tokens of prompts, so many of each; gives logits ``[B, V]`` of what
         follows.
 
-        One alone that wants log-probabilities of its prompt gets them. States after tokens that
-        `Sequence.cuts` names are copied there.
+        One alone that wants log-probabilities of its prompt gets ``[R, V]``, of all tokens. States
+        after tokens that `Sequence.cuts` names are copied there.
         """
         sizes = [num_new for _, num_new in chosen]
         ids = []
@@ -269,9 +269,7 @@ class ModelPasses:
                 return self._call([ids], cache, keep=ends, **inputs)[0]
             if not chosen[0][0].wants_prompt_logprobs:
                 return self._call([ids], cache, keep=1, **inputs)[:, -1]
-            logits_RV = self._call([ids], cache, keep=sizes[0], **inputs)[0]
-        _add_logprobs(*chosen[0], logits_RV)
-        return logits_RV[-1:]
+            return self._call([ids], cache, keep=sizes[0], **inputs)[0]
 
     def positions_of(self, request: GenerationRequest) -> Positions | None:
         return Positions.of(self._model, request.prompt_ids, request.pictures)
@@ -467,7 +465,7 @@ def _keeps_attention(model: Any) -> bool:
     return model.device.type != "cpu"
 
 
-def _add_logprobs(sequence: Sequence, num_new: int, logits_RV: torch.Tensor) -> None:
+def add_logprobs(sequence: Sequence, num_new: int, logits_RV: torch.Tensor) -> None:
     first, prompt = sequence.num_computed, sequence.request.prompt_ids
     targets = prompt[first + 1 : first + 1 + num_new]
     wanted = sequence.request.num_prompt_logprobs or 0

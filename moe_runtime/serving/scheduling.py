@@ -244,7 +244,7 @@ class Sequence:
             self.is_finished = True
             self.stop()
             self._tell(finished)
-            self._on_event = _hear_nothing  # breaks the cycle between listener and sequence
+            self._on_event = hear_nothing  # breaks the cycle between listener and sequence
 
     def _tell(self, event: Event) -> None:
         # a listener that fails has disconnected
@@ -254,7 +254,7 @@ class Sequence:
             self.is_cancelled = True
 
 
-def _hear_nothing(event: Event) -> None: ...
+def hear_nothing(event: Event) -> None: ...
 
 
 T = TypeVar("T")

@@ -203,18 +203,17 @@ def serve(
         on_demand=on_demand,
         idle_s=unload_idle,
     )
-    if console.launched_rank() is not None or several.are_asked_for:
+    if console.num_launched() > 1 or several.are_asked_for:
         refuse_given(ctx, _OF_ONE_PROCESS, "is for one process: leave it out")
         if len(models) > 1:
             raise ValueError(f"several processes serve one model, got {len(models)}")
     start_processes(several, ctx.obj)
     with joined_processes(ctx.obj) as group, contextlib.ExitStack() as stack:
-        if group is not None:
-            own = {**settings.loading, **divided(several, group)}
-            settings = dataclasses.replace(settings, loading=own)
-            if group.rank():
-                follow_first(load_to_follow(settings), settings.engine)
-                return
+        own = {**settings.loading, **divided(several, group)}
+        settings = dataclasses.replace(settings, loading=own)
+        if group is not None and group.rank():
+            follow_first(load_to_follow(settings), settings.engine)
+            return
         progress = stack.enter_context(console.loading_bar())
         stop: StopRequest | None = None
         # An interrupt would end the connections in the middle of what is sent.

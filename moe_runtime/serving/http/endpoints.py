@@ -358,7 +358,10 @@ class Endpoints:
         return json_response({})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._server.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        text, is_divided = self._server.metrics.text, self._server.is_divided
+        # it waits for what other processes report
+        found = await asyncio.to_thread(text) if is_divided else text()
+        return Response(found, media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": moe_runtime.__version__})

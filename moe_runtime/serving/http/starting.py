@@ -325,3 +325,6 @@ def run_server(
             drain_s=settings.drain_s,
         )
         on_answered()
+    # A process that died while none was answered is missed when the engine ends.
+    if server.failure is not None:
+        raise server.failure
