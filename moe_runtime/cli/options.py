@@ -305,12 +305,15 @@ class SeveralProcesses:
     placement: Path | None = None
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses two numbers of processes, and one GPU for several."""
+        """Refuses two numbers of processes, one GPU for several, and drafts."""
         if self.processes is not None and self.gpus is not None:
             raise ValueError("--gpus starts a process for each GPU: leave --processes out")
         device = ctx.params.get("device", "auto")
         if self.gpus is not None and device not in ("auto", "cuda"):
             raise ValueError(f"--device {device}: --gpus names the devices, leave it out")
+        draft = ctx.params.get("draft", "none")
+        if self.are_asked_for and draft != "none":
+            raise ValueError(f"--draft {draft} is for one process: leave it out")
 
     @property
     def are_asked_for(self) -> bool:

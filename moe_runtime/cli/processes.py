@@ -92,9 +92,13 @@ def start_processes(several: options.SeveralProcesses, session: Session) -> None
         try:
             elastic_launch(config, sys.executable)(*words)
         except ChildFailedError as error:
-            codes = [failure.exitcode for _, failure in sorted(error.failures.items())]
-            # a process that was killed; the others say why they ended
-            raise typer.Exit(next((c for c in codes if c > 0), 128 - min(codes))) from None
+            codes = {rank: one.exitcode for rank, one in sorted(error.failures.items())}
+            said = [code for code in codes.values() if code > 0]
+            killed = tuple(rank for rank, code in codes.items() if code == -signal.SIGKILL)
+            if killed and not {*said} - {128 + signal.SIGTERM}:
+                # The launcher ended the others before one could say it.
+                raise ended_error(killed, size) from None
+            raise typer.Exit(said[0] if said else 128 - min(codes.values())) from None
     raise typer.Exit
 
 

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,7 +29,7 @@ from training_runs import train, training_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.cli.main import main
-from moe_runtime.cli.processes import named_end
+from moe_runtime.cli.processes import _forwarded_signals, named_end
 from moe_runtime.errors import RankFailureError
 
 PROMPT = "The store reads"
@@ -166,11 +167,10 @@ def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path)
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     words = ["generate", str(checkpoint), "--prompts", "-", "-o", str(output), *SMALL]
     typed = (tmp_path / "in.jsonl").read_text()
-    launch = Launch([*words, "--max-running", "2"], 2, tmp_path, typed=typed)
+    # The longest begin: the first ends after 130 steps, all after 250 or more.
+    words_of_two = [*words, "--max-running", "2"]
+    launch = Launch(words_of_two, 2, tmp_path, typed=typed, dies_after=(190, output))
     try:
-        while not (output.exists() and output.read_text().count("\n")) and launch.is_running:
-            pass
-        launch.processes[1].kill()
         assert launch.ended() == [2, -signal.SIGKILL]
         assert "rank 1 of 2 has ended" in launch.errors()[0]
         begun = [json.loads(line) for line in output.read_text().splitlines()]
@@ -224,6 +224,9 @@ def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
         (["m", "--adapter", "a=b"], "--adapter is for one process: leave it out"),
         (["m", "n"], "several processes serve one model, got 2"),
         (["m", "--processes", "3"], "--processes asks for 3 processes, torchrun started 2"),
+        (["m", "--gpus", "0,1", "--device", "cuda:0"], "--device cuda:0: --gpus names the devices"),
+        (["m", "--processes", "2", "--draft", "lookup"], "--draft lookup is for one process"),
+        (["m", "--gpus", "0,1", "--device", "cpu"], "--device cpu: --gpus names the devices"),
     ):
         assert main(["serve", *words]) == 2
         assert complaint in capsys.readouterr().err
@@ -231,14 +234,75 @@ def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
     assert "--gpus starts a process for each GPU" in capsys.readouterr().err
 
 
+def test_torchrun_with_one_process_lacks_nothing(checkpoint, tmp_path):
+    words = ["serve", str(checkpoint), "--dry-run", "--prefix-disk", "1MiB", *SMALL]
+    launch = Launch([*words, "--port", "0"], 1, tmp_path)
+    try:
+        assert launch.ended() == [0], launch.errors()
+    finally:
+        launch.close()
+
+
+@pytest.mark.parametrize("name", ["run", "serve", "generate", "chat"])
+def test_a_placement_map_is_read_by_one_process_too(name, checkpoint, tmp_path, capsys):
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(checkpoint, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    text.write_text(PROMPT)
+    more = {
+        "run": ("-p", PROMPT),
+        "serve": ("--dry-run", "--port", "0"),
+        "generate": ("--prompts", str(text), "-o", str(tmp_path / "out.jsonl")),
+    }
+    missing = str(tmp_path / "map.json")
+    words = [name, str(model), "--placement", missing, *SMALL[:-1], *more.get(name, ())]
+    assert main(words) == 2
+    assert missing in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_signals_go_on_to_the_processes_unless_they_are_ignored(monkeypatch):
+    process_of = psutil.Process
+    said = "import signal; signal.signal(1, signal.SIG_DFL); print(flush=True); signal.pause()"
+    with handled(signal.SIGHUP, signal.SIG_IGN), handled(signal.SIGTERM, signal.SIG_IGN):
+        for ignored in (True, False):
+            with contextlib.ExitStack() as stack:
+                if not ignored:
+                    stack.enter_context(handled(signal.SIGHUP, lambda *_: None))
+                words = [sys.executable, "-c", said]
+                child = stack.enter_context(subprocess.Popen(words, stdout=subprocess.PIPE))
+                assert child.stdout is not None
+                child.stdout.readline()
+                started = SimpleNamespace(children=lambda pid=child.pid: [process_of(pid)])
+                monkeypatch.setattr(psutil, "Process", lambda started=started: started)
+                with _forwarded_signals():
+                    signal.raise_signal(signal.SIGHUP)
+                    signal.raise_signal(signal.SIGTERM)
+                    assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) == ignored
+                    if ignored:
+                        child.kill()
+                    assert child.wait() == (-signal.SIGKILL if ignored else -signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 @pytest.mark.parametrize(
-    ("codes", "expected"), [({}, 0), ({0: 2}, 2), ({1: -9}, 137), ({0: 143, 1: -15}, 143)]
+    ("codes", "expected"),
+    [({}, 0), ({0: 2, 1: -9}, 2), ({1: -11}, 139), ({0: 143, 1: -15}, 143), ({0: 143, 1: -9}, 2)],
 )
-def test_a_command_starts_its_own_processes(codes, expected, monkeypatch):
+def test_a_command_starts_its_own_processes(codes, expected, monkeypatch, capsys):
     """With torch's launcher, whose exit code is that of the first process that says one."""
     given: list[Any] = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def launch(config: Any, program: str) -> Any:
         def start(*words: str) -> None:
@@ -255,16 +319,23 @@ def test_a_command_starts_its_own_processes(codes, expected, monkeypatch):
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
     words = ["run", "m", "-p", "x", "--processes", "2"]
     assert main(words) == expected
+    assert ("rank 1 of 2 has ended" in capsys.readouterr().err) == (codes == {0: 143, 1: -9})
     config, program, started = given
     assert (config.nproc_per_node, config.max_restarts, program) == (2, 0, sys.executable)
+    assert config.local_addr == "localhost"
     assert started[-len(words) :] == tuple(words)
     assert os.environ["OMP_NUM_THREADS"] == str(max(1, torch.get_num_threads() // 2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert main([*words[:-2], "--gpus", "0,2"]) == expected
     assert (given[-3].nproc_per_node, os.environ["CUDA_VISIBLE_DEVICES"]) == (2, "0,2")
+    for gpus, names in (("0,2", "3,GPU-5"), ("all", "3,1,GPU-5,7")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1, GPU-5,7")
+        assert main([*words[:-2], "--gpus", gpus]) == expected
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == names
 
 
-def test_gpus_that_are_not_here(capsys):
+def test_gpus_that_are_not_here(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for gpus in ("all", "7,8"):
         assert main(["run", "m", "-p", "x", "--gpus", gpus]) == 2
         assert f"--gpus {gpus}: expected two different GPUs or more" in capsys.readouterr().err
@@ -276,6 +347,16 @@ def test_the_launcher_itself(checkpoint):
     words = [str(checkpoint), "-p", PROMPT, "-n", "20", "--processes", "2"]
     done = subprocess.run([*program, *words], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == text_of_transformers(checkpoint, 20).strip()
+    words = [str(checkpoint), "--port", "0", "--processes", "2", *SMALL]
+    with handled(signal.SIGINT, signal.default_int_handler):
+        server = subprocess.Popen(
+            [*program[:-1], "serve", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    assert server.stdout is not None
+    assert json.loads(server.stdout.readline())["address"]
+    server.send_signal(signal.SIGINT)
+    _, shown = server.communicate()
+    assert server.returncode == 128 + signal.SIGINT, shown
 
 
 def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path):

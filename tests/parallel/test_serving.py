@@ -1,5 +1,6 @@
 """An engine whose steps several processes take together: the answers of one process's engine."""
 
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,28 @@ import numpy as np
 import peft
 import pytest
 import quantized_checkpoints
-from parallel_serving import answered, refusals, served_until_a_kill
+from parallel_serving import (
+    answered,
+    answered_without_numbers,
+    ended_within_a_step,
+    failed_cuts,
+    refusals,
+    served_until_a_kill,
+)
 from rank_pool import RankPool
 from text_checkpoint import tiny_text_model
 from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 
 from moe_runtime.checkpoints.packing import pack_checkpoint
+from moe_runtime.errors import RankFailureError
 from moe_runtime.inference.expert_partition import COUNTED
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.parallel.communication.transport import Arrived, LocalTransport
+from moe_runtime.serving.following import Follower
 from moe_runtime.serving.plans import Plan, Plans
 from moe_runtime.serving.requests import EngineOptions, GenerationRequest
+from moe_runtime.serving.scheduling import Sequence, hear_nothing
 
 Ranks = Callable[[int], RankPool]
 KINDS = (
@@ -119,7 +130,7 @@ def test_a_process_that_dies_at_any_step_is_named(seed, checkpoint):
         for rank in {0, 1, 2} - {victim}:
             is_ok, outcome = pool.collect_of(rank)
             assert is_ok, outcome
-            message, ranks, _ = outcome
+            message, ranks = outcome
             assert ranks == (victim,), message
             assert message.startswith(f"rank {victim} of 3 has ended")
     finally:
@@ -131,7 +142,37 @@ def test_what_several_processes_lack_is_refused(checkpoint, ranks):
     assert second[0] == "requests go to the first process; the others follow it"
     for said in (first, second):
         assert said[1].startswith("ranks disagree about the engine's steps (its checksum)")
-    assert first[2] == "an adapter: a model in several processes takes none; leave it out"
+    assert first[2:] == [
+        f"{what}: a model in several processes takes none; leave it out"
+        for what in ("an adapter", "pictures")
+    ]
+
+
+def test_an_engine_may_be_closed_while_a_step_ends_an_answer(checkpoint, ranks):
+    (reasons, failure), _ = ranks(2).run(ended_within_a_step, str(checkpoint))
+    assert (reasons, failure) == (["length"], None)
+
+
+def test_logits_that_are_no_numbers_end_one_answer(checkpoint, ranks):
+    (*spoilt, is_same, failure), _ = ranks(2).run(answered_without_numbers, str(checkpoint))
+    for reason, message in spoilt:
+        assert reason == "error"
+        assert "not finite" in message
+    assert is_same
+    assert failure is None
+
+
+def test_what_changes_the_next_step_ends_all(checkpoint, ranks):
+    assert ranks(2).run(failed_cuts, str(checkpoint)) == ["no room for the state"] * 2
+
+
+def test_tokens_that_were_not_told_are_a_disagreement():
+    follower = Follower.__new__(Follower)
+    follower._told, follower._counts = deque(), Counter(steps=3)
+    sequence = Sequence(GenerationRequest(prompt_ids=(1,), max_new_tokens=1), hear_nothing, 1, "")
+    for tell in (follower._add_token, lambda one, _: follower._add_logprobs(one, 1, None)):
+        with pytest.raises(RankFailureError, match="disagree after step 3"):
+            tell(sequence, None)
 
 
 def test_a_plan_arrives_as_it_was_sent():

@@ -271,17 +271,17 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
         else:
             console.say_line(f"warning: {warning}")
     models = [place.served[place.name] for place in ready.places if place.served]
-    stats = [loaded.moe.stats() for loaded in ready.loaded]
+    counts = [model.engine.statistics() for model in models]  # of all processes
     adapters = {name: place.name for place in ready.places for name in place.adapters}
     if as_json:
         described: dict[str, dict[str, Any]] = {
             place.name: {"model": place.name, "status": place.status} for place in ready.places
         }
-        for model, some in zip(models, stats, strict=True):
+        for model, working in zip(models, counts, strict=True):
             described[model.name] |= {
                 "max_request_tokens": model.engine.most_request_tokens,
-                "budget_bytes": some.budget_bytes,
-                "adapter_bytes": model.engine.statistics().adapter_bytes,
+                "budget_bytes": working.experts.budget_bytes,
+                "adapter_bytes": working.adapter_bytes,
             }
         every = list(described.values())
         console.print_json(
@@ -297,8 +297,8 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
     for place in ready.places:
         if not place.served:
             rows.append(("model", f"{place.name}, loaded when it is asked for"))
-    for model, some, loaded in zip(models, stats, ready.loaded, strict=True):
-        working = model.engine.statistics()
+    for model, working, loaded in zip(models, counts, ready.loaded, strict=True):
+        some = working.experts
         kept = min(some.expert_slots * some.slot_bytes, some.expert_bytes)
         rows += [
             ("model", model.name),

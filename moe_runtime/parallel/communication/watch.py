@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import socket
 import threading
 import time
@@ -503,4 +504,7 @@ def _is_of_an_exchange(error: RuntimeError) -> bool:
 
 def _first_line(error: RuntimeError) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    # without gloo's place in its sources, and its advice
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", lines[0].strip())

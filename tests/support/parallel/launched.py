@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -27,8 +29,10 @@ class Launch:
         store_port: int | None = None,
         attempt: int = 0,
         typed: str = "",
+        dies_after: tuple[int, Path] | None = None,
     ) -> None:
-        """``typed`` is the standard input of them all."""
+        """``typed`` is the standard input of them all. The second dies in its pass of that number,
+        once the file has a line."""
         (folder / "in").write_text(typed)
         self.folder = folder
         with socket.socket() as free:
@@ -48,7 +52,9 @@ class Launch:
                 "TORCHELASTIC_USE_AGENT_STORE": str(store_port is not None),
             }
             process = context.Process(
-                target=_run, args=(words, environment, folder, rank), daemon=True
+                target=_run,
+                args=(words, environment, folder, rank, dies_after if rank == 1 else None),
+                daemon=True,
             )
             process.start()
             self.processes.append(process)
@@ -85,7 +91,13 @@ class Launch:
             process.join()
 
 
-def _run(words: list[str], environment: dict[str, str], folder: Path, rank: int) -> None:
+def _run(
+    words: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    rank: int,
+    dies_after: tuple[int, Path] | None,
+) -> None:
     for number, name in ((0, "in"), (1, f"out-{rank}"), (2, f"err-{rank}")):
         with open(folder / name, "w" if number else "r") as file:
             os.dup2(file.fileno(), number)
@@ -102,7 +114,21 @@ def _run(words: list[str], environment: dict[str, str], folder: Path, rank: int)
     def load_slow(*args, **options):
         model = load(*args, **options)
         model.register_forward_hook(lambda *_: time.sleep(_TOKEN_S))
+        if dies_after is not None:
+            model.register_forward_hook(_death_of(*dies_after))
         return model
 
     moe_runtime.load = load_slow
     sys.exit(main(words))
+
+
+def _death_of(num_passes: int, file: Path) -> Callable[..., None]:
+    left = iter(range(num_passes - 1))
+
+    def die(*_: object) -> None:
+        if next(left, None) is None:
+            while not (file.exists() and "\n" in file.read_text()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die

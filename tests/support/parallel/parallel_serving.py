@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,9 +17,11 @@ from engine_events import Answer, ask, ask_all, drained, hold, request_of
 
 import moe_runtime
 from moe_runtime.errors import RankFailureError
+from moe_runtime.inference.pictures import Picture, PlacedPicture
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.following import follow
-from moe_runtime.serving.requests import EngineOptions, SamplingOptions
+from moe_runtime.serving.prefixes import Prefixes
+from moe_runtime.serving.requests import EngineOptions, Event, NewToken, SamplingOptions
 
 NEW = 8
 MAX_TOKENS = 256
@@ -90,8 +95,8 @@ def _told_of(answer: Answer) -> tuple[Any, ...]:
     return tokens, read.logprobs, read.cached_tokens, experts, answer.finished
 
 
-def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[int, ...], float]:
-    """One process kills itself at some step; what the others hear of it, and after how long."""
+def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[int, ...]]:
+    """One process kills itself at some step; what the others hear of it."""
     rank = dist.get_rank()
     model: Any = moe_runtime.load(
         path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
@@ -107,11 +112,10 @@ def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[i
     experts = [part for name, part in model.named_modules() if name.endswith("mlp.experts")]
     for part in experts if rank == victim else ():
         part.register_forward_pre_hook(count)
-    began_s = time.monotonic()
     try:
         if rank:
             follow(model)
-            return "", (), 0.0
+            return "", ()
         with Engine(model) as engine:
             prompts = prompts_of(model.config.vocab_size)
             answers = [ask(engine, request_of(prompt, 60))[0] for prompt in prompts]
@@ -123,7 +127,87 @@ def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[i
         assert all(str(failure) in (one.finished.message or "") for one in answers)
         raise failure
     except RankFailureError as error:
-        return str(error), error.ranks, time.monotonic() - began_s
+        return str(error), error.ranks
+
+
+def ended_within_a_step(path: str) -> tuple[list[Any], Any]:
+    """The engine is closed by another thread while a step ends an answer; what all hear of it."""
+    model: Any = moe_runtime.load(
+        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
+    )
+    with model.moe:
+        if dist.get_rank():
+            follow(model)
+            return [], None
+        engine = Engine(model)
+        closing = threading.Thread(target=engine.close)
+        answer = Answer()
+
+        def close_and_hear(event: Event) -> None:
+            answer(event)
+            if isinstance(event, NewToken):
+                closing.start()
+                while engine.is_open:
+                    time.sleep(0.01)
+
+        engine.submit(request_of(prompts_of(300)[0], 1), close_and_hear)
+        closing.join()
+        return [answer.wait().finished.reason], engine.failure
+
+
+def answered_without_numbers(path: str) -> list[Any]:
+    """Prompts of which some logits are no numbers, in the first process, and one after them."""
+    rank = dist.get_rank()
+    model: Any = moe_runtime.load(
+        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
+    )
+
+    def spoil(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        rows = logits.flatten(0, -2)
+        if len(rows) > 1:  # only a prompt's log-probabilities need more than the last
+            rows[0] = math.nan
+        return logits
+
+    options = EngineOptions(prompt_tokens=16, idle_prompt_tokens=16)
+    with model.moe:
+        if rank:
+            follow(model, options=options)
+            return []
+        with Engine(model, options) as engine:
+            prompt = prompts_of(300)[0]
+            (before,) = ask_all(engine, [request_of(prompt, NEW)])
+            hook = model.lm_head.register_forward_hook(spoil)
+            spoilt = [
+                ask_all(engine, [request_of(prompt, num_new, num_prompt_logprobs=1)])[0].finished
+                for num_new in (0, NEW)
+            ]
+            hook.remove()
+            (after,) = ask_all(engine, [request_of(prompt, NEW)])
+            drained(engine)
+            same = before.ids == after.ids
+            return [*((one.reason, one.message) for one in spoilt), same, engine.failure]
+
+
+def failed_cuts(path: str) -> str:
+    """What ends an engine whose process cannot set aside what later requests begin with."""
+    model: Any = moe_runtime.load(
+        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
+    )
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room for the state")
+
+    with model.moe, mock.patch.object(Prefixes, "cut", fail):
+        if dist.get_rank():
+            try:
+                follow(model)
+            except MemoryError as error:
+                return str(error)
+            return ""
+        with mock.patch("threading.excepthook"), Engine(model) as engine:
+            (answer,) = ask_all(engine, [request_of(prompts_of(300)[0], NEW)])
+            assert answer.finished.reason == "error"
+        return str(engine.failure)
 
 
 def refusals(path: str) -> list[str]:
@@ -156,9 +240,10 @@ def refusals(path: str) -> list[str]:
             follow(model)
             return said
         with Engine(model) as engine:
-            for request in (request_of((1, 2), 3, adapter="one"),):
+            picture = PlacedPicture(0, Picture({}, "", (1,), (1,), b"", {}))
+            for needs in ({"adapter": "one"}, {"pictures": (picture,)}):
                 try:
-                    engine.submit(request, lambda _: None)
+                    engine.submit(request_of((1, 2), 3, **needs), lambda _: None)
                 except ValueError as error:
                     said.append(str(error))
     return said
