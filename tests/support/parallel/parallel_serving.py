@@ -130,7 +130,7 @@ def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[i
         return str(error), error.ranks
 
 
-def ended_within_a_step(path: str) -> tuple[list[Any], Any]:
+def ended_within_a_step(path: str) -> tuple[list[str], Exception | None]:
     """The engine is closed by another thread while a step ends an answer; what all hear of it."""
     model: Any = moe_runtime.load(
         path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
@@ -151,8 +151,9 @@ def ended_within_a_step(path: str) -> tuple[list[Any], Any]:
                     time.sleep(0.01)
 
         engine.submit(request_of(prompts_of(300)[0], 1), close_and_hear)
+        reasons = [answer.wait().finished.reason]
         closing.join()
-        return [answer.wait().finished.reason], engine.failure
+        return reasons, engine.failure
 
 
 def answered_without_numbers(path: str) -> list[Any]:
