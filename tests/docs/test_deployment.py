@@ -115,13 +115,13 @@ name=$(basename "$0")
 echo "$name $*" >> "$CALLS"
 case "$name" in
   scontrol) printf 'node1\\nnode2\\n' ;;
+  ray) [ "$1" = status ] && cat "$NODES" ;;
   srun) while [[ "$1" == --* ]]; do shift; done; exec "$@" ;;
 esac
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
+def run_script(script: Path, tmp_path: Path, **variables: str) -> tuple[Any, str]:
     """With programs in the place of Slurm's, torchrun and Ray, which note how they are called."""
     for name in ("scontrol", "srun", "torchrun", "ray", "moe-runtime"):
         path = tmp_path / name
@@ -130,15 +130,42 @@ def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
     calls = tmp_path / "calls"
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     job |= {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"}
-    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["MODEL", "IN.jsonl", "OUT.jsonl"]
-    subprocess.run(
-        ["bash", str(script), *words], check=True, env={**environment, "CALLS": str(calls)}
-    )
-    said = calls.read_text()
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), **variables}
+    words = ["bash", str(script), "MODEL", "IN.jsonl", "OUT.jsonl"]
+    ended = subprocess.run(words, check=False, env={**os.environ, **job}, stderr=subprocess.PIPE)
+    return ended, calls.read_text()
+
+
+RAY_STATUS = """Node status
+Active:
+ 1 node_2f8c0000000000000000000000000000
+ 1 node_77ab0000000000000000000000000000
+Pending:
+ (no pending nodes)
+Recent failures:
+ (no failures)
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text(RAY_STATUS)
+    ended, said = run_script(script, tmp_path, NODES=str(nodes))
+    assert ended.returncode == 0
     program = next(re.finditer(r"moe-runtime (run|generate|train) .*", said))
     require_program(program[0].split())
     assert "node1:20077" in said
     assert "MODEL" in program[0]
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.M)
     assert set(options) <= {"job-name", "nodes", "ntasks-per-node", "output", "requeue"}
+
+
+def test_a_batch_does_not_begin_before_all_nodes_have_joined(tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text(RAY_STATUS.replace(" 1 node_77ab0000000000000000000000000000\n", ""))
+    script = DEPLOY / "slurm" / "batch.sbatch"
+    ended, said = run_script(script, tmp_path, NODES=str(nodes), JOIN_SECONDS="0")
+    assert ended.returncode == 1
+    assert b"1 of 2 nodes joined the Ray cluster in 0 s" in ended.stderr
+    assert "moe-runtime" not in said
