@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -41,22 +40,16 @@ from moe_runtime.serving.batches.batch_run import (
 )
 from moe_runtime.serving.batches.offline import News, order_of_work
 
-# Where Ray is absent, type checkers read `import ray` as an import of this module.
+# Not by a statement: where Ray is absent, type checkers take this module for it.
 ray: Any = importlib.import_module("ray")
 RayActorError: Any = ray.exceptions.RayActorError
 RayTaskError: Any = ray.exceptions.RayTaskError
-# Of an engine, its node, or an answer that went with them.
-LOST: Any = (RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.ObjectLostError)
 
 HELD_SHARE = 0.75
 """Of its share of what is left, an engine has so much at hand; the rest goes to the first that has
 little left."""
 MOST_LOSSES = 4
 """Engines that may be lost one after another without an answer in between."""
-FREE_S = 30.0
-"""For what others hold to become free."""
-BEGIN_S = 300.0
-"""Without any engine that runs."""
 LOOK_S = 0.5
 ANSWERS_S = 10.0
 
@@ -111,10 +104,9 @@ class BatchEngine:
 
 @dataclasses.dataclass(eq=False)
 class _Worker:
-    """An actor, when it runs, its jobs, and what it is waited for with: its loading, or answers."""
+    """An actor, the jobs that it has, and what it is waited for with: its loading, or answers."""
 
     actor: Any
-    begun: Any
     awaited: Any
     is_ready: bool = False
     held: dict[int, Job] = dataclasses.field(default_factory=dict)
@@ -179,48 +171,20 @@ class _Layout:
     num_gpus: int
 
 
-def _resources() -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
-    """Of each node: all, and what is free."""
-    free = ray._private.state.available_resources_per_node()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return [node["Resources"] for node in nodes], [free.get(node["NodeID"], {}) for node in nodes]
-
-
-def _free_layout(device: str, wanted: int | None, say: Callable[[str], None]) -> _Layout:
-    """Waits a little for all of the cluster, then takes what is free. Raises ValueError: nothing
-    is, or less than wanted."""
-    deadline = time.monotonic() + FREE_S
-    while True:
-        nodes, free = _resources()
-        layout = _layout(nodes, device, wanted)
-        kind = "cuda" if layout.num_gpus else "cpu"
-        with contextlib.suppress(ValueError):
-            if _layout(free, kind, wanted) == layout:
-                return layout
-        if time.monotonic() > deadline:
-            break
-        time.sleep(LOOK_S)
-    found = _layout(free, kind, wanted, "free ")
-    say(f"others use a part of the cluster: {found.num_engines} engines take what is free")
-    return found
-
-
-def _layout(
-    nodes: list[Mapping[str, float]], device: str, wanted: int | None, kind: str = ""
-) -> _Layout:
-    """Divides such resources of all nodes between so many engines of one size."""
+def _layout(nodes: list[Mapping[str, float]], device: str, wanted: int | None) -> _Layout:
+    """Divides the resources of all nodes between so many engines of one size."""
     gpus = [] if device == "cpu" else [int(node.get("GPU", 0)) for node in nodes]
     if any(gpus) or device.startswith("cuda"):
         most = sum(gpus)
         if not 1 <= (wanted or most) <= most:
-            raise ValueError(f"--ray-engines {wanted or 1}: the cluster has {most} {kind}GPUs")
+            raise ValueError(f"--ray-engines {wanted or 1}: the cluster has {most} GPUs")
         return _Layout(wanted or most, 1, 1)
     cpus = [int(node.get("CPU", 0)) for node in nodes if node.get("CPU", 0) >= 1]
     count = wanted or len(cpus)
     for size in range(max(cpus, default=0), 0, -1):
         if sum(num // size for num in cpus) >= count > 0:
             return _Layout(count, size, 0)
-    raise ValueError(f"--ray-engines {count or 1}: the cluster has {sum(cpus)} {kind}processors")
+    raise ValueError(f"--ray-engines {count}: the cluster has {sum(cpus)} free processors")
 
 
 class _Pool:
@@ -230,13 +194,13 @@ class _Pool:
         self, work: BatchWork, num_engines: int | None, say: Callable[[str], None]
     ) -> None:
         self._work, self._say = work, say
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         loading = work.settings.loading
-        self._layout = _free_layout(loading["device"], num_engines, say)
-        num_nodes = len(_resources()[0])
+        self._layout = _layout(nodes, loading["device"], num_engines)
         budget = parse_budget(loading["host_memory"], name="--host-memory")
-        if budget.num_bytes is None and self._layout.num_engines > num_nodes:
+        if budget.num_bytes is None and self._layout.num_engines > len(nodes):
             raise ValueError(
-                f"{self._layout.num_engines} engines on {num_nodes} machines: --host-memory "
+                f"{self._layout.num_engines} engines on {len(nodes)} machines: --host-memory "
                 "must say what each may take, such as 7GiB"
             )
         self._needs = ray.put(needs_of(work.jobs.values()))
@@ -245,7 +209,6 @@ class _Pool:
         self._left = len(self._queue)
         self._workers: list[_Worker] = []
         self._losses = 0
-        self._last_s = time.monotonic()  # that an engine ran
 
     def run(self) -> None:
         try:
@@ -274,22 +237,12 @@ class _Pool:
         )
         threads = None if layout.num_gpus else layout.num_cpus
         actor = made.remote(self._work.settings, threads)
-        begun = actor.__ray_ready__.remote()
-        self._workers.append(_Worker(actor, begun, actor.load.remote(self._needs)))
+        self._workers.append(_Worker(actor, actor.load.remote(self._needs)))
 
     def _look(self) -> None:
         """Takes what has come from any engine."""
         by_ref = {worker.awaited: worker for worker in self._workers}
         done, _ = ray.wait(list(by_ref), num_returns=1, timeout=LOOK_S, fetch_local=False)
-        begun = [worker.begun for worker in self._workers]
-        if done or ray.wait(begun, num_returns=1, timeout=0)[0]:
-            self._last_s = time.monotonic()
-        elif time.monotonic() - self._last_s > BEGIN_S:
-            raise RankFailureError(
-                f"--ray: no engine began within {BEGIN_S:g} s, each asks for "
-                f"{self._layout.num_cpus} processors and {self._layout.num_gpus} GPUs: end what "
-                "else uses the cluster, or add a node"
-            )
         for ref in done:
             worker = by_ref[ref]
             try:
@@ -300,7 +253,7 @@ class _Pool:
                 if not worker.is_ready or isinstance(cause, ValueError):
                     raise cause from None
                 self._lose(worker, cause)
-            except LOST as error:
+            except RayActorError as error:
                 self._lose(worker, error)
 
     def _take(self, worker: _Worker) -> None:
@@ -475,7 +428,7 @@ async def _until_cancelled(answer: Any) -> AsyncIterator[bytes]:
         async for piece in answer:
             yield piece
     finally:
-        answer.cancel()  # no effect where it has ended
+        answer.cancel()  # which nothing that has ended minds
 
 
 def _carried(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

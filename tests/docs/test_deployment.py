@@ -85,6 +85,8 @@ def test_manifests_fit_the_schemas_and_the_container(manifest):
         require_program(words[words.index("moe-runtime") :])
         mounted = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
         assert mounted["checkpoint"] in words
+        # Kubernetes would make the token's folder in that of the keys, which is read-only
+        assert template["spec"]["automountServiceAccountToken"] is False
         assert mounted.keys() <= {volume["name"] for volume in template["spec"]["volumes"]}
 
 

@@ -106,11 +106,12 @@ def test_errors_of_engines_are_one_line(cluster, tmp_path, capsys, monkeypatch):
         return err
 
     assert "--max-tokens 4 is too small" in refused(cluster.address, "--max-tokens", "4")
-    said = "--ray-engines 3: the cluster has 2 processors"
+    said = "--ray-engines 3: the cluster has 2 free processors"
     assert said in refused(cluster.address, "--ray-engines", "3")
     assert "no cluster answers there" in refused("127.0.0.1:1")
     assert "expected the cluster's HOST:PORT" in refused("ray://127.0.0.1:1")
-    monkeypatch.setattr(on_ray, "_resources", lambda: ([{"CPU": 2.0}], [{"CPU": 2.0}]))
+    one = [{"Alive": True, "Resources": {"CPU": 2.0}}]
+    monkeypatch.setattr(on_ray.ray, "nodes", lambda: one)
     said = "2 engines on 1 machines: --host-memory must say what each may take"
     assert said in refused(cluster.address, "--ray-engines", "2")
     assert not output.exists()
@@ -126,46 +127,6 @@ def test_an_engine_that_ends_again_and_again(cluster, tmp_path, monkeypatch, cap
     assert generate(prompts, output, "--ray", cluster.address) == 2
     assert "4 engines on Ray ended without an answer in between" in capsys.readouterr().err
     assert not output.exists()
-
-
-@pytest.mark.parametrize("name", ["OwnerDiedError", "NodeDiedError"])
-def test_an_answer_that_is_lost_is_made_again(cluster, tmp_path, monkeypatch, capsys, name):
-    prompts, output = write_prompts(tmp_path, 8), tmp_path / "out.jsonl"
-    real, seen = on_ray._Pool._take, []
-
-    def take(pool: Any, worker: Any) -> None:
-        if worker.is_ready:
-            seen.append(worker)
-            if len(seen) == 2:
-                given = {"OwnerDiedError": ("ab", None, ""), "NodeDiedError": ("gone",)}
-                raise getattr(ray.exceptions, name)(*given[name])
-        real(pool, worker)
-
-    monkeypatch.setattr(on_ray._Pool, "_take", take)
-    assert generate(prompts, output, "--ray", cluster.address) == 0
-    assert "an engine on Ray was lost" in capsys.readouterr().err
-    assert generate(prompts, tmp_path / "alone.jsonl") == 0
-    assert texts(output) == texts(tmp_path / "alone.jsonl")
-
-
-def test_a_cluster_that_others_use(cluster, tmp_path, monkeypatch, capsys):
-    """Engines take what is free; where nothing is, or becomes so, it is said in the end."""
-    monkeypatch.setattr(on_ray, "FREE_S", 2.0)
-    monkeypatch.setattr(on_ray, "BEGIN_S", 2.0)
-    prompts = write_prompts(tmp_path, 4)
-    ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
-    kind = ray.remote(dict).options(num_cpus=1)
-    held = [kind.remote()]
-    ray.get(held[0].__ray_ready__.remote())
-    assert generate(prompts, tmp_path / "one", "--ray", cluster.address) == 0
-    assert "1 engines take what is free" in capsys.readouterr().err
-    held.append(kind.remote())
-    ray.get(held[1].__ray_ready__.remote())
-    assert generate(prompts, tmp_path / "two", "--ray", cluster.address) == 2
-    assert "--ray-engines 1: the cluster has 0 free processors" in capsys.readouterr().err
-    monkeypatch.setattr(on_ray, "_free_layout", lambda *_: on_ray._Layout(1, 1, 0))
-    assert generate(prompts, tmp_path / "three", "--ray", cluster.address) == 2
-    assert "no engine began within 2 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -187,7 +148,7 @@ def test_how_a_cluster_is_divided(cpus, gpus, device, wanted, expected):
 
 
 def test_a_cluster_without_room():
-    with pytest.raises(ValueError, match="has 2 processors"):
+    with pytest.raises(ValueError, match="has 2 free processors"):
         on_ray._layout([{"CPU": 2.0}], "auto", 3)
     with pytest.raises(ValueError, match="has 0 GPUs"):
         on_ray._layout([{"CPU": 2.0}], "cuda", None)
