@@ -214,7 +214,7 @@ def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint):
         assert heard.num_layers == 3 * LAYERS
         request.until_fetched()
     assert_expected(checkpoint, request)
-    with warmed(checkpoint, misses="cpu") as model:
+    with warmed(checkpoint, misses="all-on-cpu") as model:
         request = Request(model)
         request.steps(2 * MOST_REFUSED)
         assert store_of(model).recorded is not None
