@@ -34,7 +34,7 @@ from moe_runtime.config import parse_bytes
 from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.parallel.communication.transport import FlatTransport, Pending
+from moe_runtime.parallel.communication.transport import Pending, Transport
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.following import follow
 from moe_runtime.serving.requests import EngineOptions, Event, Finished, GenerationRequest, NewToken
@@ -53,7 +53,7 @@ choose, which repeat themselves."""
 class Counted(CountingTransport):
     """Counts plans apart from rows, from the engine's start: its trials come before."""
 
-    def __init__(self, inner: FlatTransport) -> None:
+    def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self.exchange_numbers = self._exchange_numbers
         self.plan_bytes = 0

@@ -33,7 +33,7 @@ from moe_runtime.benchmarks.suite.memory_cap import interruptions_held
 from moe_runtime.errors import RankFailureError
 from moe_runtime.kernels.token_sort import token_sort
 from moe_runtime.parallel import FlatTransport, combine, dispatch
-from moe_runtime.parallel.communication.transport import Pending
+from moe_runtime.parallel.communication.transport import Pending, Transport
 from moe_runtime.routing import Routing
 
 OURS = "moe_runtime"
@@ -75,7 +75,7 @@ class ExchangeShape:
 class CountingTransport:
     """A transport that counts the bytes of rows that leave this rank."""
 
-    def __init__(self, inner: FlatTransport) -> None:
+    def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.size = inner.rank, inner.size
         self.exchange_numbers, self.routes = inner.exchange_numbers, inner.routes

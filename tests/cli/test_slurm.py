@@ -1,4 +1,4 @@
-"""`examples/train.slurm` under a Slurm of its own, where Debian's is installed."""
+"""`deploy/slurm/train.sbatch` under a Slurm of its own, where Debian's is installed."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training_runs import training_records, write_run
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train.slurm"
+EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "train.sbatch"
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
 LACKING = [name for name in NEEDED if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
 _CONFIG = """

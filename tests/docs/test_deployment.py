@@ -128,7 +128,8 @@ def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
         path.write_text(STANDING_IN)
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     calls = tmp_path / "calls"
-    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77"}
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    job |= {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"}
     environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = ["MODEL", "IN.jsonl", "OUT.jsonl"]
     subprocess.run(
@@ -137,8 +138,7 @@ def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
     said = calls.read_text()
     program = next(re.finditer(r"moe-runtime (run|generate|train) .*", said))
     require_program(program[0].split())
-    address = "node1:29500" if "torchrun" in said else "node1:20077"
-    assert said.count(address) >= 1
+    assert "node1:20077" in said
     assert "MODEL" in program[0]
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.M)
     assert set(options) <= {"job-name", "nodes", "ntasks-per-node", "output", "requeue"}

@@ -605,7 +605,7 @@ def run_batch(
     on_loaded: Callable[[int], None],
     on_done: Callable[[BatchOutcome], None],
     answer: Callable[[BatchWork], None] | None = None,
-    on_room: Callable[[int], None] = lambda room: None,
+    on_room: Callable[[int], object] = lambda room: None,
 ) -> BatchOutcome:
     """Answers what has no answer yet.
 
@@ -731,7 +731,7 @@ def answer_jobs(
 ) -> EngineStatistics:
     """Answers jobs with a loaded model; ``take`` is called for each, in the caller's thread.
 
-    ``news`` are numbers of jobs to answer then, which ``jobs`` has by then, as of `answer_all`.
+    With ``news``, as of `answer_all`, these are what is answered; ``jobs`` has their jobs by then.
     """
     batch.end_ids = frozenset(end_token_ids(loaded, batch.tokenizer))
 
@@ -749,7 +749,8 @@ def answer_jobs(
 
     return answer_all(
         loaded,
-        {number: batch.request_of(job) for number, job in jobs.items()},
+        # with news, jobs that are there already come with them too
+        {} if news else {number: batch.request_of(job) for number, job in jobs.items()},
         options,
         on_token=lambda number, token: batch.is_over(jobs[number], token),
         on_answer=done,
