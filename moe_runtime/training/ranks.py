@@ -530,6 +530,7 @@ class SeveralRanks(Processes):
 
             can_gather = self._make_experts is not None
             self._auto = AutoExchange(self._config, model, self.groups, self, can_gather=can_gather)
+            self.groups.ranks_per_node = self._auto.ranks_per_node
             self._config = replace(self._config, parallel=self._auto.resolved)
 
     @property
