@@ -181,6 +181,13 @@ def row_bytes(columns: int, wire: WireName, precision: Precision) -> int:
     return round(columns * {"exact": exact, "bf16": 2.0, "fp8": fp8}[wire])
 
 
+def may_move(config: TrainConfig, size: int) -> bool:
+    """Whether experts that `size` ranks divide can move by load."""
+    own, moe = config.parallel, config.model.moe
+    is_plain = own.etp == 1 and not config.run.compile and own.placement is None
+    return is_plain and size > 1 and moe is not None and (moe.num_experts + own.copies) % size == 0
+
+
 class AutoExchange:
     """The exchanges of a run's layers, chosen at the start and, by loads, from time to time.
 
@@ -193,9 +200,6 @@ class AutoExchange:
         resolved: the configuration of `[parallel]` without "auto".
         ranks_per_node: processes of a machine for the layers' groups; 1 where one transport serves
             the whole run.
-
-    Raises:
-        ValueError: `copies` are asked of experts that cannot move.
     """
 
     def __init__(
@@ -247,8 +251,7 @@ class AutoExchange:
             can_gather = (
                 can_gather and not own.copies and own.etp == max(1, size // shape.num_experts)
             )
-            can_move = own.etp == 1 and not config.run.compile and own.placement is None
-            can_move = can_move and (shape.num_experts + own.copies) % size == 0
+            can_move = may_move(config, size)
             self._counts = can_move and places in ("static", "rebalanced", "auto")
             if places == "auto":
                 places = "rebalanced" if can_move else "static"
@@ -256,12 +259,6 @@ class AutoExchange:
                     places, self._counts = "switching", False
         elif places == "auto":
             places = "static"
-        if own.copies and places not in ("rebalanced", "sparse"):
-            raise ValueError(
-                f"parallel.copies ({own.copies}) need experts that move, and auto leaves them "
-                "static: leave copies out, or give an ep above 1 that divides experts and copies "
-                "together, etp 1 and no compile"
-            )
         may_group = self._counts or self._schedule.hierarchical
         self.ranks_per_node = groups.ranks_per_node if may_group else 1
         self.resolved = own.resolved(self._schedule.degree, self._schedule.hierarchical, places)
