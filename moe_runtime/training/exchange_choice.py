@@ -181,13 +181,6 @@ def row_bytes(columns: int, wire: WireName, precision: Precision) -> int:
     return round(columns * {"exact": exact, "bf16": 2.0, "fp8": fp8}[wire])
 
 
-def may_move(config: TrainConfig, size: int) -> bool:
-    """Whether experts that `size` ranks divide can move by load."""
-    own, moe = config.parallel, config.model.moe
-    is_plain = own.etp == 1 and not config.run.compile and own.placement is None
-    return is_plain and size > 1 and moe is not None and (moe.num_experts + own.copies) % size == 0
-
-
 class AutoExchange:
     """The exchanges of a run's layers, chosen at the start and, by loads, from time to time.
 
@@ -251,7 +244,7 @@ class AutoExchange:
             can_gather = (
                 can_gather and not own.copies and own.etp == max(1, size // shape.num_experts)
             )
-            can_move = may_move(config, size)
+            can_move = config.may_move(size)
             self._counts = can_move and places in ("static", "rebalanced", "auto")
             if places == "auto":
                 places = "rebalanced" if can_move else "static"

@@ -465,8 +465,7 @@ class SeveralRanks(Processes):
             ep=own.ep or max(1, size // (own.etp * own.pp)),
         )
         _refuse(config, layout.dp)
-        if own.experts == "auto" and own.copies:
-            _refuse_copies(config, layout.ep)
+        config.refuse_idle_copies(layout.ep)
         if make_experts is None and own.experts in _MADE_ELSEWHERE:
             raise ValueError(f"experts that are {own.experts} need a make_experts that makes them")
         self._make_experts = make_experts
@@ -683,17 +682,6 @@ def together(group: "ProcessGroup | None", timeout_s: float = 300.0) -> Processe
     from moe_runtime.parallel import ParallelLayout
 
     return Processes(ParallelLayout(world_size=group.size(), ep=group.size()), timeout_s)
-
-
-def _refuse_copies(config: TrainConfig, size: int) -> None:
-    from moe_runtime.training.exchange_choice import may_move
-
-    if not may_move(config, size):
-        raise ValueError(
-            f"parallel.copies ({config.parallel.copies}) need experts that move, and auto leaves "
-            "them static: leave copies out, or give an ep above 1 that divides experts and copies "
-            "together, etp 1 and no compile"
-        )
 
 
 def _refuse(config: TrainConfig, num_data_ranks: int) -> None:

@@ -502,3 +502,20 @@ class TrainConfig:
                 "run.lost_stage rebuilds a stage between two others: give parallel.pp of at least "
                 f"3 and a schedule other than zbv, got pp {own.pp} and {own.schedule}"
             )
+
+    def may_move(self, size: int) -> bool:
+        """Whether experts that `size` ranks divide can move by load."""
+        own, moe = self.parallel, self.model.moe
+        if size == 1 or moe is None or (moe.num_experts + own.copies) % size:
+            return False
+        return own.etp == 1 and not self.run.compile and own.placement is None
+
+    def refuse_idle_copies(self, size: int) -> None:
+        """Refuses copies that "auto" could not use."""
+        own = self.parallel
+        if own.experts == "auto" and own.copies and not self.may_move(size):
+            raise ValueError(
+                f"parallel.copies ({own.copies}) need experts that move, and auto leaves them "
+                "static: leave copies out, or give an ep above 1 that divides experts and copies "
+                "together, etp 1 and no compile"
+            )
