@@ -419,8 +419,6 @@ class ParallelConfig:
         """Refuses what one process cannot do: divide a model."""
         given = ("ep", "etp", "tp", "cp", "pp")
         divided = [f"{n} ({getattr(self, n)})" for n in given if getattr(self, n) > 1]
-        given = ("overlap", "transport", "experts")
-        divided += [f"{n} (auto)" for n in given if getattr(self, n) == "auto"]
         if self.placement is not None:
             divided.append(f"placement ({self.placement})")
         if divided:

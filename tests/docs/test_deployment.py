@@ -141,4 +141,4 @@ def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
     assert "node1:20077" in said
     assert "MODEL" in program[0]
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.M)
-    assert set(options) <= {"job-name", "nodes", "ntasks-per-node", "output", "requeue"}
+    assert set(options) <= {"job-name", "nodes", "ntasks-per-node", "output", "requeue", "no-kill"}

@@ -69,7 +69,7 @@ def test_kernels_read_host_memory_where_it_has_one_address_for_both(offset):
 
 def device_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device as far as recordings need it, without a driver."""
-    device = object.__new__(CudaDevice)
+    device: Any = object.__new__(CudaDevice)
     device.place = torch.device("cuda", 0)
     device._pool = device._recording = device._telling = device._replayed = None
     for name in ("stream", "device"):

@@ -202,7 +202,7 @@ class CudaDevice:
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
         self._pool: torch.cuda.MemPool | None = None
-        self._replayed: tuple[int, torch.cuda.Event] | None = None  # the last replay's stream
+        self._replayed: tuple[int, Any] | None = None  # the last replay's stream, and its end
         self._index = place.index if place.index is not None else torch.cuda.current_device()
         self._runtime = find_runtime()
         self.compute_here()
