@@ -64,7 +64,9 @@ def main() -> int:
     limits = options.first_token, options.between_tokens
     names = [f"{path.stem} on {ranks}" for path in options.files for ranks in options.ranks]
     settings = {"machine": options.machine.stem, "model": options.model.stem, "limits_s": limits}
-    results = ScriptResults("prefill-apart", options, settings, facts("requests/s", *names))
+    metrics = facts("requests/s", *names)
+    metrics |= facts("count", *(f"ranks for prompts, {name}" for name in names))
+    results = ScriptResults("prefill-apart", options, settings, metrics, machine="simulated")
     found: dict[str, dict[str, float]] = {"together": {}, "apart": {}}
     for path in options.files:
         arrivals = read_arrivals(path)
@@ -91,7 +93,7 @@ def main() -> int:
             for system, is_apart in (("together", False), ("apart", True)):
                 own = {key: rate for key, rate in rates.items() if (key[0] > 0) == is_apart}
                 best = max(own, key=own.__getitem__)
-                found[system][name] = own[best]
+                found[system] |= {name: own[best], f"ranks for prompts, {name}": best[0]}
                 print(f"{name}, {system}: {own[best]:.1f}/s with {best} ranks apart, tokens")
     for system, rates_of in found.items():
         results.add(system, [rates_of])

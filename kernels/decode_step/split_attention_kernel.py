@@ -80,12 +80,14 @@ def _turned_heads(
 
 @triton.jit
 def _seen(scores, mask_ptr, places, is_there, MASK: tl.constexpr):
-    """Scores with the mask of some places; `-inf` where they are hidden."""
+    """Scores with the mask of some places, `-inf` where they are hidden; and which are seen."""
     if MASK == "bool":
         is_there = is_there & (tl.load(mask_ptr + places, mask=is_there, other=0) != 0)
     elif MASK == "added":
-        scores += tl.load(mask_ptr + places, mask=is_there, other=0.0).to(tl.float32)[None, :]
-    return tl.where(is_there[None, :], scores, float("-inf"))
+        added = tl.load(mask_ptr + places, mask=is_there, other=0.0).to(tl.float32)
+        is_there = is_there & (added > float("-inf"))
+        scores += added[None, :]
+    return tl.where(is_there[None, :], scores, float("-inf")), is_there
 
 
 @triton.jit
@@ -174,10 +176,10 @@ def split_attention_fwd(
             value = tl.load(value_ptr + cache_head * value_dim + offs_v, mask=mask_v, other=0.0)
             tl.store(values_ptr + into * value_dim + offs_v, value, mask=mask_v)
             own = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[:, None] * scale
-            own = _seen(own, mask_ptr, place + tl.arange(0, 1), tl.arange(0, 1) == 0, MASK)
+            own, _ = _seen(own, mask_ptr, place + tl.arange(0, 1), tl.arange(0, 1) == 0, MASK)
             largest = tl.max(own, axis=1)
             total = tl.where(largest == float("-inf"), 0.0, 1.0)
-            mixed = total[:, None] * value.to(tl.float32)[None, :]
+            mixed = tl.where(total[:, None] > 0.0, value.to(tl.float32)[None, :], 0.0)
         start = tl.maximum(begin // BLOCK_S * BLOCK_S, part * PART)
         for first in range(start, tl.minimum((part + 1) * PART, place), BLOCK_S):
             places = first + tl.arange(0, BLOCK_S)
@@ -186,13 +188,14 @@ def split_attention_fwd(
             mask_k = is_old[:, None] & (offs < dim)[None, :]
             keys = tl.load(keys_ptr + at * dim + offs[None, :], mask=mask_k, other=0.0)
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-            scores = _seen(scores, mask_ptr, places, is_old, MASK)
+            scores, is_seen = _seen(scores, mask_ptr, places, is_old, MASK)
             above = tl.maximum(largest, tl.max(scores, axis=1))
             weights = tl.exp(scores - _finite(above)[:, None])
             factor = tl.exp(largest - _finite(above))
             largest, total = above, total * factor + tl.sum(weights, axis=1)
             ptrs_v = values_ptr + at * value_dim + offs_v[None, :]
-            values = tl.load(ptrs_v, mask=is_old[:, None] & mask_v[None, :], other=0.0)
+            # what is hidden may be NaN, whose product with a weight of 0 is none
+            values = tl.load(ptrs_v, mask=is_seen[:, None] & mask_v[None, :], other=0.0)
             mixed *= factor[:, None]
             mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision="ieee")
         if BLOCK_P == 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,18 +91,16 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.format, self.num_cols, self.codes[first:end], *others)
 
     def to(self, device: torch.device) -> QuantizedMatrix:
-        parts = (self.codes, self.scales, self.zero_points, self.global_scale)
-        return QuantizedMatrix(
-            self.format,
-            self.num_cols,
-            *(None if part is None else part.to(device) for part in parts),  # type: ignore[arg-type]
-        )
+        return QuantizedMatrix(self.format, self.num_cols, *self._each(lambda p: p.to(device)))
 
     def stacked(self) -> QuantizedStack:
         """The only matrix of a stack, in this memory."""
-        parts = (self.codes, self.scales, self.zero_points, self.global_scale)
-        views = (None if part is None else part[None] for part in parts)
-        return QuantizedStack(self.format, self.num_cols, *views)  # type: ignore[arg-type]
+        return QuantizedStack(self.format, self.num_cols, *self._each(lambda part: part[None]))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Iterator[Any]:
+        """What becomes of every part; None of those that are not there."""
+        for part in (self.codes, self.scales, self.zero_points, self.global_scale):
+            yield None if part is None else change(part)
 
     def native_struct(self) -> tuple[list[int], array[int]] | None:
         """The four words of the C struct `Matrix`, and what they point at, which must be kept.

@@ -293,7 +293,13 @@ class ExpertMap:
     @property
     def largest_quantised(self) -> int:
         """Values of the largest matrix that stays quantised or coded; 0 where none does."""
-        sizes = [math.prod(self.dense_entries[name].shape) for name in self.packed_dense]
+        dense = (math.prod(self.dense_entries[name].shape) for name in self.packed_dense)
+        return max(self.largest_in_experts, *dense, 0)
+
+    @property
+    def largest_in_experts(self) -> int:
+        """As ``largest_quantised``, of the experts alone."""
+        sizes = []
         for key, layout in self.layouts.items():
             for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
                 matrix, _, part = name.partition(".")

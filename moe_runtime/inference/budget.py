@@ -123,6 +123,7 @@ def reserve_for(
     dense_bytes: int,
     kv_cache: str = "exact",
     in_pass: int | None = None,
+    writes_dense: bool = True,
 ) -> int:
     """Bytes to set aside for the KV cache of ``max_tokens`` tokens of a batch, and activations of
     those in a pass: ``in_pass`` at most, or all.
@@ -130,7 +131,8 @@ def reserve_for(
     The KV cache is counted with ``room_for`` it, and twice for one layer, because growing it
     copies. Activations are a few copies of the hidden states, and the routed rows. Policies and
     predictors count as the largest of them. Values of the largest quantised matrix are written out
-    for many rows, and a part of an expert is copied while it is put in order.
+    for many rows, of dense ones where ``writes_dense``: a GPU multiplies these as they lie. A part
+    of an expert is copied while it is put in order.
     """
     config, dtype = checkpoint.config, checkpoint.dtype
     kv_token = kv_bytes_per_token(config, dtype, kv_cache)
@@ -142,7 +144,8 @@ def reserve_for(
     entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, passed)
     tokens = room_for(max_tokens) * kv_token + activations
-    written = experts.largest_quantised * dtype.itemsize + experts.scratch_bytes
+    largest = experts.largest_quantised if writes_dense else experts.largest_in_experts
+    written = largest * dtype.itemsize + experts.scratch_bytes
     return tokens + logits + buffers + entries + code + written
 
 

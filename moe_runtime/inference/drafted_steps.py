@@ -174,8 +174,8 @@ class DraftedSteps:
             return out
 
     def _rests(self, cache: Any, ids: Any) -> bool:
-        """Whether a step goes without a look for drafts, which takes as long as a tenth of one of a
-        small model. Its token is noted for when they are looked for again."""
+        """Whether a step goes without a look for drafts. Its token is noted for when they are
+        looked for again."""
         text = None if cache is None else self._texts.get(cache)
         if text is None or text.expected or not isinstance(self.source, Lookups):
             return False

@@ -180,7 +180,8 @@ class DraftControl:
         self._total_s = self._lost_s = self._debt_s = self._dear_s = 0.0
         self._spared_share = _Time()  # of a step without drafts
         self._could_draft = False  # in the step that comes
-        self._barren = 0  # passes since the last draft
+        self._barren = 0  # passes since the last draft that might have had one
+        self._is_held = False  # whether the step that comes may have none
 
     def reset_counts(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -200,8 +201,10 @@ class DraftControl:
         for grade in {offer.grade for offer in offers if offer.most}:
             self._right[grade] = [value * _KEPT_SHARE for value in self._right[grade]]
         if base is None or base.count < _FIRST_STEPS or self._num_passes - base.latest > _BASE_AGE:
+            self._is_held = True
             return none
         if self._lost_s > LOSS_SHARE * self._total_s + FIRST_LOSS * base.seconds:
+            self._is_held = True
             return none
         gains = [
             (gain, -place, index)
@@ -222,10 +225,13 @@ class DraftControl:
         return chosen
 
     def rests(self) -> bool:
-        """Whether the next pass is not worth a look for drafts. It is then not measured."""
+        """Whether the next pass is not worth a look for drafts. It is then not measured, and
+        taken to last as long as others."""
         if self._barren < BARREN or self._barren % BARREN == 0:
             return False
         self._barren += 1
+        if (known := self._times.get(1)) is not None:
+            self._total_s += known.seconds
         self._counts["draft_steps"] += 1
         return True
 
@@ -242,7 +248,8 @@ class DraftControl:
         ``spared_s`` less, which counts where drafts could be chosen."""
         could_draft, self._could_draft = self._could_draft, False
         self._num_passes += 1
-        self._barren = 0 if num_rows > num_base else self._barren + 1
+        is_held, self._is_held = self._is_held, False
+        self._barren = 0 if num_rows > num_base else self._barren + (not is_held)
         self._counts["draft_steps"] += num_base
         self._counts["drafted_tokens"] += num_rows - num_base
         self._total_s += seconds + drafting_s

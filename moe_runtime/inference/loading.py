@@ -618,6 +618,7 @@ def _plan(
 
     def reserve(num_tokens: int) -> int:
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
+        sizes["writes_dense"] = "device" not in free
         reserved = reserve_for(checkpoint, experts, signature, **sizes, **kept)
         return extra_bytes + drafting.bytes_for(num_tokens) + reserved
 

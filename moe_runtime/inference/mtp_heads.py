@@ -64,9 +64,10 @@ class HeadPlan(DraftPlan):
                 f"{target.folder}; give lookup or a small model"
             )
         if target.runs is not None or target.folder.is_file():
+            found = "a GGUF file" if target.folder.is_file() else "a packed one"
             raise UnsupportedModelError(
-                f"draft mtp: expected a head in a safetensors checkpoint, got a packed one or a "
-                f"GGUF file, {target.folder}; give lookup or a small model"
+                f"draft mtp: expected a head in a safetensors checkpoint, got {found}, "
+                f"{target.folder}; give lookup or a small model"
             )
         head, conversions = head_of_further_tokens(model)
         # without stamps: those of the target are of the same files

@@ -1,4 +1,4 @@
-"""What "auto" in `[parallel]` comes to: the fastest exchange of rows, by measured links and loads.
+"""What "auto" in `[parallel]` chooses: an exchange of rows, by measured links and loads.
 
 At the start the processes time exchanges and products. A pass through a layer is then simulated
 with each exchange (`lab/simulate/scaling.py`): with equal loads at first, later with those of the
@@ -39,8 +39,9 @@ from moe_runtime.parallel.parallel_experts import MoveCosts, rank_loads, replace
 
 if TYPE_CHECKING:
     from moe_runtime.models.lm.model import LanguageModel
+    from moe_runtime.parallel.communication.wire import WireName
     from moe_runtime.training.ranks import OneRank
-    from moe_runtime.training.run_config import ParallelConfig, TrainConfig
+    from moe_runtime.training.run_config import ParallelConfig, Precision, TrainConfig
 
 DEGREES = (1, 2, 4, 8)
 _CLEARLY = 0.99
@@ -173,6 +174,13 @@ def schedules_of(own: ParallelConfig, *, has_machines: bool) -> list[LayerSchedu
     ]
 
 
+def row_bytes(columns: int, wire: WireName, precision: Precision) -> int:
+    """Bytes of a row on its way, the mean of there and back."""
+    exact = 2.0 if precision == "bfloat16" else 4.0
+    fp8 = (1 + 4 / 128 + 2) / 2  # with a scale for 128 columns; results are bf16
+    return round(columns * {"exact": exact, "bf16": 2.0, "fp8": fp8}[wire])
+
+
 class AutoExchange:
     """The exchanges of a run's layers, chosen at the start and, by loads, from time to time.
 
@@ -183,6 +191,8 @@ class AutoExchange:
 
     Attributes:
         resolved: the configuration of `[parallel]` without "auto".
+        ranks_per_node: processes of a machine for the layers' groups; 1 where one transport serves
+            the whole run.
     """
 
     def __init__(
@@ -214,10 +224,9 @@ class AutoExchange:
             first = json.loads(ranks.texts(json.dumps(asdict(measured)))[0])
             intra, inter = (Link(**first.pop(name)) for name in ("intra", "inter"))
             tokens = data.tokens_per_step // data.micro_batches // (own.tp * own.cp)
-            is_narrow = config.run.precision == "bfloat16" or own.wire != "exact"
             shape = RoutedLayerShape(
                 rows=tokens * layer.gate.top_k,
-                row_bytes=experts.hidden_size * (2 if is_narrow else 4),
+                row_bytes=row_bytes(experts.hidden_size, own.wire, config.run.precision),
                 num_experts=experts.num_experts,
                 expert_numbers=sum(p[0].numel() for p in experts.parameters()),
                 number_bytes=experts.down_proj.element_size(),
@@ -231,9 +240,11 @@ class AutoExchange:
             is_plain = own.wire == "exact" and own.transport != "panels" and not experts.recompute
             can_gather = can_gather and is_plain and not config.run.compile
             can_gather = can_gather and not (shape.num_experts % size and size % shape.num_experts)
-            can_gather = can_gather and own.etp == max(1, size // shape.num_experts)
-            can_move = own.etp == 1 and not config.run.compile and own.placement is None
-            can_move = can_move and (shape.num_experts + own.copies) % size == 0
+            # copies are asked for, and only experts that move have them
+            can_gather = (
+                can_gather and not own.copies and own.etp == max(1, size // shape.num_experts)
+            )
+            can_move = config.may_move(size)
             self._counts = can_move and places in ("static", "rebalanced", "auto")
             if places == "auto":
                 places = "rebalanced" if can_move else "static"
@@ -241,8 +252,8 @@ class AutoExchange:
                     places, self._counts = "switching", False
         elif places == "auto":
             places = "static"
-        if not (self._counts or self._schedule.hierarchical):
-            groups.ranks_per_node = 1  # one transport for the whole run
+        may_group = self._counts or self._schedule.hierarchical
+        self.ranks_per_node = groups.ranks_per_node if may_group else 1
         self.resolved = own.resolved(self._schedule.degree, self._schedule.hierarchical, places)
 
     def __str__(self) -> str:
@@ -284,8 +295,8 @@ class AutoExchange:
         self._set()
 
     def _set(self) -> None:
-        if "auto" not in (self._own.transport, self._own.overlap):
-            return
+        if self._choice is None or "auto" not in (self._own.transport, self._own.overlap):
+            return  # a process with all experts sends no rows
         for experts in self._experts:
             experts.transport = self._transports[self._schedule.hierarchical]
             experts.overlap = Overlap(degree=self._schedule.degree)

@@ -39,7 +39,8 @@ class LostStage:
     def __init__(self, lost: Collection[str], names: Collection[str]) -> None:
         found = {name: _LAYER.match(name) for name in lost}
         layers = sorted({int(match[2]) for match in found.values() if match})
-        if None in found.values() or not layers:
+        kept = [int(match[2]) for match in map(_LAYER.match, names) if match]
+        if None in found.values() or not layers or {min(kept), max(kept)} & {layers[0], layers[-1]}:
             raise ValueError("the first or last stage is lost, with the embedding")
         before, after = layers[0] - 1, layers[-1] + 1
         if layers != list(range(before + 1, after)):

@@ -465,6 +465,7 @@ class SeveralRanks(Processes):
             ep=own.ep or max(1, size // (own.etp * own.pp)),
         )
         _refuse(config, layout.dp)
+        config.refuse_idle_copies(layout.ep)
         if make_experts is None and own.experts in _MADE_ELSEWHERE:
             raise ValueError(f"experts that are {own.experts} need a make_experts that makes them")
         self._make_experts = make_experts
@@ -530,6 +531,7 @@ class SeveralRanks(Processes):
 
             can_gather = self._make_experts is not None
             self._auto = AutoExchange(self._config, model, self.groups, self, can_gather=can_gather)
+            self.groups.ranks_per_node = self._auto.ranks_per_node
             self._config = replace(self._config, parallel=self._auto.resolved)
 
     @property

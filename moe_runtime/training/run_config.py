@@ -239,7 +239,8 @@ class RunConfig:
             is in the memory of two.
         lost_stage: what becomes of a lost machine's stage of a pipeline: refuse, its snapshot has a
             copy on another machine; or the lossy neighbours, there is none, and each layer begins
-            anew as a mean of those beside it (CheckFree).
+            anew as a mean of those beside it (CheckFree). Not the first and last stages, nor the
+            machine of rank 0, which has the snapshot's index. For a `pp` of at least 3, not zbv.
         tensorboard: also write TensorBoard's event files.
         trace: file for where the gates send tokens, for `moe-runtime report` and `replay`; relative
             to the configuration file.
@@ -346,11 +347,11 @@ class ParallelConfig:
             and `pp` divide it over apart: 0 nothing, 1 the optimizer's states, 2 gradients too (a
             reduction for each micro-batch; 1 does so too with `pp`), 3 parameters too.
         overlap: chunks in which rows travel to experts, one while another is computed; auto takes
-            the fastest of 1, 2, 4 and 8 by measured links, products and loads.
+            1, 2, 4 or 8 by a simulation with measured links, products and loads.
         transport: how rows travel: flat, one exchange of all processes; hierarchical, within a
             machine first and then between machines; panels, as flat, with results that return in
-            groups of columns, as many as `overlap` but at least two; auto, the faster of the first
-            two.
+            groups of columns, as many as `overlap` but at least two; auto, one of the first two, by
+            the same simulation.
         ranks_per_node: processes of a machine for `hierarchical`; 0 counts them.
         wire: how rows are written while they travel: exact, or the lossy bf16 and fp8.
         placement: map of `moe-runtime place`, for as many devices as `ep`: which process has which
@@ -359,10 +360,11 @@ class ParallelConfig:
             and their states by load (EPLB); sparse, which copies hot ones for one pass (Hecate);
             switching, which gathers them or sends rows, whichever the measured link makes cheaper
             (Tutel); auto, switching where gathering is faster, and else rebalanced, where a move
-            saves more time than it takes.
+            saves more time than it takes; never switching with `copies`.
         copies: of a layer's experts, more slots than one for each (rebalanced), or experts that a
             process may get copies of (sparse).
-        rebalance_every: steps between two looks at the loads, of auto too.
+        rebalance_every: steps between two looks at the loads, also for auto; it looks at none
+            with switching, sparse or placed experts, with `etp` above 1, or with compile.
         timeout_s: seconds after which waiting for another process is an error that names it.
     """
 
@@ -417,8 +419,6 @@ class ParallelConfig:
         """Refuses what one process cannot do: divide a model."""
         given = ("ep", "etp", "tp", "cp", "pp")
         divided = [f"{n} ({getattr(self, n)})" for n in given if getattr(self, n) > 1]
-        given = ("overlap", "transport", "experts")
-        divided += [f"{n} (auto)" for n in given if getattr(self, n) == "auto"]
         if self.placement is not None:
             divided.append(f"placement ({self.placement})")
         if divided:
@@ -455,8 +455,13 @@ class ParallelConfig:
             )
         if self.copies and kind not in ("rebalanced", "sparse", "auto"):
             raise ValueError(f"copies are for experts that are rebalanced or sparse, not {kind}")
-        if self.rebalance_every != _REBALANCE_EVERY and not (kind == "rebalanced" or self.is_auto):
-            raise ValueError(f"rebalance_every is for experts that are rebalanced, not {kind}")
+        looks = self.is_auto and kind in ("static", "auto")
+        looks = looks and self.placement is None and self.etp == 1
+        if self.rebalance_every != _REBALANCE_EVERY and not (kind == "rebalanced" or looks):
+            raise ValueError(
+                f"rebalance_every is for experts that are rebalanced, not {kind}, or for auto "
+                f"without placement and etp; leave it out, got {self.rebalance_every}"
+            )
         if kind == "sparse" and not self.copies:
             raise ValueError("experts that are sparse get copies: give copies, such as 2")
 
@@ -482,4 +487,33 @@ class TrainConfig:
             raise ValueError(
                 f"data.context ({self.data.context}) must be at most model.max_positions "
                 f"({self.model.max_positions})"
+            )
+        own = self.parallel
+        is_counted = own.experts == "rebalanced" or not self.run.compile
+        if own.rebalance_every != _REBALANCE_EVERY and not is_counted:
+            raise ValueError(
+                "parallel.rebalance_every is for loads, which compile does not let auto count; "
+                "leave one of them out"
+            )
+        if self.run.lost_stage != "refuse" and (own.pp < 3 or own.schedule == "zbv"):
+            raise ValueError(
+                "run.lost_stage rebuilds a stage between two others: give parallel.pp of at least "
+                f"3 and a schedule other than zbv, got pp {own.pp} and {own.schedule}"
+            )
+
+    def may_move(self, size: int) -> bool:
+        """Whether experts that `size` ranks divide can move by load."""
+        own, moe = self.parallel, self.model.moe
+        if size == 1 or moe is None or (moe.num_experts + own.copies) % size:
+            return False
+        return own.etp == 1 and not self.run.compile and own.placement is None
+
+    def refuse_idle_copies(self, size: int) -> None:
+        """Refuses copies that "auto" could not use."""
+        own = self.parallel
+        if own.experts == "auto" and own.copies and not self.may_move(size):
+            raise ValueError(
+                f"parallel.copies ({own.copies}) need experts that move, and auto leaves them "
+                "static: leave copies out, or give an ep above 1 that divides experts and copies "
+                "together, etp 1 and no compile"
             )

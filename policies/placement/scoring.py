@@ -164,8 +164,13 @@ def _hop_shares(gpus_TLK: np.ndarray, devices: Devices) -> tuple[float, float, f
 def _staying_rows(gpus_TLK: np.ndarray, num_gpus: int) -> float:
     """Rows that travel in all layers; tokens begin on any device."""
     first_TL = gpus_TLK[:, :, 0]
-    hops = (first_TL[:, 1:] != first_TL[:, :-1]).sum() + len(first_TL) * (1 - 1 / num_gpus)
-    others = (gpus_TLK[:, :, 1:] != first_TL[:, :, None]) & (gpus_TLK[:, :, 1:] >= 0)
+    # a token without a first choice stays where its last one was
+    layers_TL = np.where(first_TL >= 0, np.arange(first_TL.shape[1]), 0)
+    here_TL = np.take_along_axis(first_TL, np.maximum.accumulate(layers_TL, axis=1), axis=1)
+    moves = (here_TL[:, 1:] != here_TL[:, :-1]) & (here_TL[:, :-1] >= 0)
+    begun = (here_TL[:, -1] >= 0).sum() * (1 - 1 / num_gpus)
+    hops = moves.sum() + begun
+    others = (gpus_TLK[:, :, 1:] != here_TL[:, :, None]) & (gpus_TLK[:, :, 1:] >= 0)
     return float(hops + 2 * others.sum())
 
 

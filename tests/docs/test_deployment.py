@@ -85,6 +85,8 @@ def test_manifests_fit_the_schemas_and_the_container(manifest):
         require_program(words[words.index("moe-runtime") :])
         mounted = {mount["name"]: mount["mountPath"] for mount in pod["volumeMounts"]}
         assert mounted["checkpoint"] in words
+        # Kubernetes would make the token's folder in that of the keys, which is read-only
+        assert template["spec"]["automountServiceAccountToken"] is False
         assert mounted.keys() <= {volume["name"] for volume in template["spec"]["volumes"]}
 
 
@@ -115,13 +117,13 @@ name=$(basename "$0")
 echo "$name $*" >> "$CALLS"
 case "$name" in
   scontrol) printf 'node1\\nnode2\\n' ;;
+  ray) [ "$1" = status ] && cat "$NODES" ;;
   srun) while [[ "$1" == --* ]]; do shift; done; exec "$@" ;;
 esac
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
+def run_script(script: Path, tmp_path: Path, **variables: str) -> tuple[Any, str]:
     """With programs in the place of Slurm's, torchrun and Ray, which note how they are called."""
     for name in ("scontrol", "srun", "torchrun", "ray", "moe-runtime"):
         path = tmp_path / name
@@ -130,15 +132,32 @@ def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
     calls = tmp_path / "calls"
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     job |= {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"}
-    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["MODEL", "IN.jsonl", "OUT.jsonl"]
-    subprocess.run(
-        ["bash", str(script), *words], check=True, env={**environment, "CALLS": str(calls)}
-    )
-    said = calls.read_text()
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), **variables}
+    words = ["bash", str(script), "MODEL", "IN.jsonl", "OUT.jsonl"]
+    ended = subprocess.run(words, check=False, env={**os.environ, **job}, stderr=subprocess.PIPE)
+    return ended, calls.read_text()
+
+
+RAY_STATUS = """Node status
+Active:
+ 1 node_2f8c0000000000000000000000000000
+ 1 node_77ab0000000000000000000000000000
+Pending:
+ (no pending nodes)
+Recent failures:
+ (no failures)
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_slurm_scripts_start_the_program_on_their_nodes(script, tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text(RAY_STATUS)
+    ended, said = run_script(script, tmp_path, NODES=str(nodes))
+    assert ended.returncode == 0
     program = next(re.finditer(r"moe-runtime (run|generate|train) .*", said))
     require_program(program[0].split())
     assert "node1:20077" in said
     assert "MODEL" in program[0]
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(), re.M)
-    assert set(options) <= {"job-name", "nodes", "ntasks-per-node", "output", "requeue"}
+    assert set(options) <= {"job-name", "nodes", "ntasks-per-node", "output", "requeue", "no-kill"}

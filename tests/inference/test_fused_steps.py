@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from moe_runtime.checkpoints import dense_weights
 from moe_runtime.checkpoints.dense_weights import packed_parameter
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.cpu.step_layers import replace_dense_layers
+from moe_runtime.inference.device import fused_layers
 from moe_runtime.inference.device.decoding_model import fuse_steps
 from moe_runtime.inference.device.static_caches import static_cache
 from moe_runtime.kernels.decode_step.prepared import PreparedQuantizedLinear
@@ -279,7 +281,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @emulated
 @pytest.mark.parametrize(
-    ("num_sequences", "slots", "misses"), [(1, 6, "device"), (3, 2, "device"), (1, 2, "cpu")]
+    ("num_sequences", "slots", "misses"), [(1, 6, "device"), (3, 2, "device"), (1, 2, "all-on-cpu")]
 )
 def test_recorded_steps_have_the_bits_of_steps_that_are_not(
     checkpoint, num_sequences, slots, misses
@@ -303,6 +305,16 @@ def test_recorded_steps_have_the_bits_of_steps_that_are_not(
             found.append(torch.stack(logits))
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
+
+
+def test_counters_are_those_of_a_layer_as_it_is():
+    """It may have another batch later."""
+    layer, found = SimpleNamespace(), list[Any]()
+    for batch in (1, 1, 3):
+        layer.keys = torch.empty(batch, 2, 5, 8)
+        found.append(fused_layers._counters_of(layer))
+    assert found[0] is found[1]
+    assert [len(each) for each in found] == [3, 3, 7]
 
 
 @emulated

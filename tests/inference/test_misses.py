@@ -47,7 +47,7 @@ def expected(checkpoint: Path) -> list[torch.Tensor]:
         return logits_of(model, [*FEW, LONG])
 
 
-@pytest.mark.parametrize("mode", [pytest.param("cpu", marks=pytest.mark.long), "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("all-on-cpu", marks=pytest.mark.long), "auto"])
 def test_values_of_the_device_whoever_computes_a_miss(checkpoint, expected, mode):
     model = load_on_emulated_device(checkpoint, slots_a_layer=2, misses=mode)
     with model.moe:
@@ -60,7 +60,7 @@ def test_values_of_the_device_whoever_computes_a_miss(checkpoint, expected, mode
         stats = model.moe.stats()
     asked = stats.hits + stats.late_hits + stats.misses
     assert 0 < stats.computed_misses <= stats.misses <= asked
-    if mode == "cpu":
+    if mode == "all-on-cpu":
         assert stats.planned_s == 0.0
     else:
         assert stats.computed_misses < stats.misses
@@ -80,12 +80,12 @@ def route(model: Any, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torc
 @pytest.mark.parametrize("sample", PACKED, ids=str)
 def test_quantised_experts_too(sample, tmp_path):
     folder, found = write(sample, tmp_path).folder, []
-    for slots, mode in ((NUM_EXPERTS, "device"), (2, "cpu")):
+    for slots, mode in ((NUM_EXPERTS, "device"), (2, "all-on-cpu")):
         model = load_on_emulated_device(folder, slots_a_layer=slots, misses=mode)
         with model.moe, torch.inference_mode():
             found.append(experts_modules_of(model)[1](*route(model, 2)))
             model.moe.check()
-            assert (model.moe.stats().computed_misses > 0) == (mode == "cpu")
+            assert (model.moe.stats().computed_misses > 0) == (mode == "all-on-cpu")
     # bf16 is rounded to 8 bits: hidden values, the rows of experts and their sums
     torch.testing.assert_close(found[0], found[1], rtol=2**-6, atol=2**-6)
 
@@ -145,14 +145,14 @@ def test_every_plan_gives_the_values_and_what_is_counted(checkpoint, monkeypatch
 def test_the_bits_are_those_of_the_same_plan(checkpoint):
     found = []
     for _ in range(2):
-        model, layer = a_layer(checkpoint, "cpu", 2)
+        model, layer = a_layer(checkpoint, "all-on-cpu", 2)
         with model.moe, torch.inference_mode():
             found.append(call(layer, [[0, 2], [3, 5]]))
     assert torch.equal(*found)
 
 
 def test_the_way_back_is_measured_until_the_next_layer_is_queued(checkpoint):
-    model, second = a_layer(checkpoint, "cpu", 2)
+    model, second = a_layer(checkpoint, "all-on-cpu", 2)
     first, misses = experts_modules_of(model)[0], second.misses
     assert misses is not None
     seconds = iter(range(100))
@@ -181,7 +181,7 @@ def test_a_layer_without_a_plan_gives_the_bits_of_the_device(checkpoint, monkeyp
 
 
 def test_gradients_and_prompts_are_the_devices(checkpoint):
-    model, layer = a_layer(checkpoint, "cpu", 0)
+    model, layer = a_layer(checkpoint, "all-on-cpu", 0)
     with model.moe:
         call(layer, [[0, 2]], requires_grad=True).sum().backward()
         with torch.inference_mode():
@@ -196,7 +196,7 @@ class Struck(KeyboardInterrupt):
 
 @pytest.mark.parametrize(("error", "resident"), [(Struck, 0), (MemoryError, 2)])
 def test_what_strikes_the_cpu_leaves_nothing_behind(checkpoint, monkeypatch, error, resident):
-    model, layer = a_layer(checkpoint, "cpu", resident)
+    model, layer = a_layer(checkpoint, "all-on-cpu", resident)
     ids = [[0, 2], [3, 5]]
     with model.moe, torch.inference_mode():
         expected, ffn = call(layer, ids), misses_module.expert_ffn
@@ -215,7 +215,7 @@ def test_what_strikes_the_cpu_leaves_nothing_behind(checkpoint, monkeypatch, err
 
 
 def test_a_disk_that_fails_is_told(checkpoint, monkeypatch):
-    model, layer = a_layer(checkpoint, "cpu", 0)
+    model, layer = a_layer(checkpoint, "all-on-cpu", 0)
     misses = layer.misses
     assert misses is not None
     with model.moe, torch.inference_mode():

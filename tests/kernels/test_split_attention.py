@@ -149,6 +149,25 @@ def test_tokens_in_parts_that_are_not_full(dtype):
         assert_attends_as(triton(given, **options), reference(given, **options))
 
 
+def test_what_a_mask_hides_may_be_anything():
+    """In the cache, and the token's own."""
+    generator = torch.Generator().manual_seed(5)
+    given = filled(LONG, torch.bfloat16, [199, 63, 64])
+    shown = torch.rand(3, 200, generator=generator) < 0.7
+    shown[torch.arange(3), given["place"]] = torch.tensor([True, False, False])
+    for part in given["cache"]:
+        part.masked_fill_(~shown[:, None, :, None], torch.nan)
+    given["qkv"][2][1:] = torch.nan
+    hidden = torch.zeros(3, 200).masked_fill(~shown, -torch.inf)
+    for mask in (shown, hidden):
+        found, expected = triton(given, mask_BS=mask), reference(given, mask_BS=mask)
+        assert expected[0].isfinite().all()
+        assert expected[0].any()
+        assert found[0].isfinite().all()
+        magnitude = expected[2].nan_to_num().abs().max()
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=float(magnitude / 32))
+
+
 def test_who_sees_nothing_gets_nothing():
     given = filled(LONG, torch.float32, [199, 63, 64])
     for mask in (torch.zeros(3, 200, dtype=torch.bool), torch.full((3, 200), -torch.inf)):

@@ -34,9 +34,7 @@ def test_tokens_that_stay_become_what_they_do_at_home(stays, ids, ranks):
     found = ranks(3).run(spread, ids, PLACES, stays)
     for states, _ in found:
         torch.testing.assert_close(states, expected, rtol=1e-10, atol=1e-12)
-    moved, dispatched, context = (
-        sum(counts) for counts in zip(*(c for _, c in found), strict=True)
-    )
+    moved, implied, context = (sum(counts) for counts in zip(*(c for _, c in found), strict=True))
     rank_of = [{expert: rank for rank, held in enumerate(own) for expert in held} for own in PLACES]
     hops = others = 0
     for token in range(21):
@@ -46,7 +44,7 @@ def test_tokens_that_stay_become_what_they_do_at_home(stays, ids, ranks):
             if stays:
                 hops, here = hops + (first != here), first
             others += (first != here) + (second != here)
-    assert (moved, dispatched) == (hops * ROW, 2 * others * ROW)
+    assert (moved, implied) == (hops * ROW, 2 * others * ROW)
     assert context == 4 * 21 * 2 * 2 * 2 * 4 * 8  # layers, tokens, ranks, keys and values
 
 

@@ -54,6 +54,8 @@ SPLIT = {
     "copies for a pass": (2, ("parallel.experts=sparse", "parallel.copies=2")),
     "rows or weights travel": (2, ("parallel.experts=switching",)),
     "chosen": (2, tuple(f"parallel.{name}=auto" for name in ("overlap", "transport", "experts"))),
+    "stages without an exchange to choose": (2, ("parallel.pp=2", "parallel.transport=auto")),
+    "copies without an exchange to choose": (2, ("parallel.ep=1", "parallel.overlap=auto")),
     "machines": (4, ("parallel.transport=hierarchical", "parallel.ranks_per_node=2")),
 }
 
@@ -241,6 +243,10 @@ def test_what_cannot_work_is_refused_before_anything(tmp_path, ranks):
     assert "parallel.experts must be static, overlap 1" in message
     (message, _) = ranks(2).run(refused, path, away, "parallel.overlap=auto")
     assert "parallel.experts must be static, overlap 1" in message
+    given = ("parallel.experts=auto", "parallel.copies=1")
+    for lies in ("parallel.ep=2", "parallel.ep=1"):
+        (message, _) = ranks(2).run(refused, path, *given, lies)
+        assert "parallel.copies (1) need experts that move, and auto leaves them static" in message
     (message, _) = ranks(2).run(refused, path, "parallel.transport=hierarchical")
     assert "the 2 that divide the experts are not several machines of 2" in message
     (message, _) = ranks(2).run(refused, path, "parallel.experts=switching", "run.compile=true")

@@ -75,7 +75,7 @@ def test_a_step_of_one_token_reads_what_it_passes():
 
 def test_experts_that_memory_lacks_come_from_disk():
     dense, experts = 600, 3 * 4 * 240
-    room = (dense + experts / 2) / 0.9
+    room = (dense + experts / 2) / 0.8
     rates = {"flops_per_s": 1e30, "memory_bytes_per_s": 1e9, "memory_bytes": room}
     times = SimulatedSteps(machine(1, disk_bytes_per_s=10.0, **rates), MODEL)
     assert times.resident_share == pytest.approx(0.5)
@@ -156,6 +156,56 @@ def test_failures_begin_again_what_was_under_way():
     assert (found.between_s > 0).all()
 
 
+@pytest.mark.parametrize("restart_s", [0.0, 20.0, 1000.0])
+def test_failures_while_nothing_runs(restart_s):
+    """Against drawn failures: of requests far apart, those wait that come during a restart."""
+    asked = Arrivals(1e5 * np.arange(1.0, 2001.0), np.full(2000, 4), np.full(2000, 1))
+    failures = Failures(mean_s=1000.0, restart_s=restart_s, seed=2)
+    found = simulate_serving(machine(2), MODEL, asked, failures=failures, times=ConstantSteps)
+    assert (found.first_s >= 1).all()
+    random, up, waits = np.random.default_rng(0), 0.0, []
+    for at_s in asked.at_s:
+        while (fails_s := up + random.exponential(500.0)) < at_s:
+            up = fails_s + restart_s
+        waits.append(max(0.0, up - at_s))
+        up = max(up, at_s)
+    spread = 4 * np.std(waits) * math.sqrt(2 / 2000) + 30 * restart_s / 1000 + 0.1
+    assert found.first_s.mean() - 1 == pytest.approx(np.mean(waits), abs=spread)
+
+
+def test_failures_faster_than_requests_are_refused():
+    asked = poisson_arrivals(5, 0.001, 4, 6)
+    for mean_s in (1e-9, 0.1, 1.0):
+        failures = Failures(mean_s=mean_s, restart_s=0.0)
+        with pytest.raises(CapacityError, match="no request ended between 100 failures"):
+            simulate_serving(machine(2), MODEL, asked, failures=failures, times=ConstantSteps)
+
+
+def test_keys_and_values_have_room_before_experts_on_disk():
+    """A tenth of memory; requests are served together as far as it has room for them."""
+    rates = {"flops_per_s": 1e30, "memory_bytes_per_s": 1e9, "disk_bytes_per_s": 1e2}
+    cluster = machine(1, memory_bytes=2000, **rates)
+    times = SimulatedSteps(cluster, MODEL)
+    assert times.kv_tokens == pytest.approx(200 / 7)
+    assert times.resident_share == pytest.approx((1800 - 600 - 200) / (3 * 4 * 240))
+    asked = Arrivals(np.zeros(4), np.full(4, 4), np.full(4, 3))
+    taken = []
+
+    class Counted(SimulatedSteps):
+        def step_s(
+            self, tokens: float, context: float = 0.0, *, is_training: bool = False
+        ) -> float:
+            taken.append(tokens)
+            return 1.0
+
+    found = simulate_serving(cluster, MODEL, asked, step_tokens=64, times=Counted)
+    assert found.first_s.tolist() == [1.0] * 4
+    assert taken == [16, 4, 4]
+    large = Arrivals(np.zeros(2), np.array([4, 27]), np.full(2, 3))
+    with pytest.raises(CapacityError, match=r"keys and values of 28 tokens.*has 30"):
+        simulate_serving(cluster, MODEL, large, times=Counted)
+
+
 @pytest.mark.parametrize("every_s", [20.0, 100.0, 700.0])
 def test_what_failures_leave_of_the_time(every_s):
     """Against failures drawn one by one."""
@@ -213,6 +263,13 @@ def test_files(tmp_path):
         ("a,b\n1,2\n", "expected the columns TIMESTAMP"),
         (head + "now,1,2\n", "line 2: expected a time and two counts"),
         (head + "2023-11-16 18:17:03,1,2\n", "fewer than two requests"),
+        (head + "2023-11-16 18:17:03," + 30 * "9" + ",2\n", "line 2: expected a time and two"),
+        (
+            head + "2023-11-16 18:17:03,1,2\n" + 200_000 * "9" + ",1,2\n",
+            "after line 2: field larger",
+        ),
+        (200_000 * "a" + ",b\n", "after line 0: field larger"),
+        (head + "0001-01-01 00:00:00,1,2\n", "line 2: expected a time and two counts"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=said):

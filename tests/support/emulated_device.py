@@ -67,6 +67,7 @@ class EmulatedDevice:
         self._here = threading.local()  # the number of a thread's current stream
         self._link_s = 0.0  # when it will have nothing to do, as what follows
         self._back_s = 0.0  # the other direction of the link
+        self.replayed_s = 0.0  # when the last replay ends
         self._streams_s: dict[int, float] = {}
         self._copies_s = dict.fromkeys(Priority, 0.0)
         self._queued: list[tuple[float, int, Callable[[], object]]] = []
@@ -184,6 +185,13 @@ class EmulatedDevice:
 
     def record(self) -> EmulatedRecorder:
         return EmulatedRecorder(self)
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        here = self._current
+        self._streams_s[here] = max(self._streams_s.get(here, 0.0), self.replayed_s)
+        yield
+        self.replayed_s = self._streams_s[here]
 
     def drain(self) -> None:
         self.num_drains += 1

@@ -87,7 +87,7 @@ def load_on_emulated_device(
 
     The host has two slots more than the device unless it is said how many. Other options of
     ``load`` say who listens to it. Its ``moe`` is the handle of the two stores. With ``misses``
-    ``"cpu"`` each plan is that the CPU computes everything.
+    ``"all-on-cpu"`` each plan is that the CPU computes everything.
     """
     with ExitStack() as patches:
         patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))
@@ -127,7 +127,7 @@ def load_on_emulated_device(
     if misses != "device":
         modules = experts_modules_of(model)
         open_misses(modules, *stores, bind_slots(experts))
-        for module in modules if misses == "cpu" else ():
+        for module in modules if misses == "all-on-cpu" else ():
             module.misses.speeds = ComputesAll()
     capture_decoding(model, experts_modules_of(model))
     model._steps._stores = [*stores]

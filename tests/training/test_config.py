@@ -63,6 +63,21 @@ def test_settings_override_the_file(tmp_path):
             "steps = 8\nlost_stage = 'neighbours'",
             "lost_stage is for runs with snapshots",
         ),
+        (
+            "[optimizer]",
+            "[parallel]\nexperts = 'switching'\noverlap = 'auto'\nrebalance_every = 7\n[optimizer]",
+            "rebalance_every is for experts that are rebalanced, not switching",
+        ),
+        (
+            "[optimizer]",
+            "[parallel]\netp = 2\noverlap = 'auto'\nrebalance_every = 7\n[optimizer]",
+            "or for auto without placement and etp",
+        ),
+        (
+            "steps = 8",
+            "steps = 8\nlost_stage = 'neighbours'\nsnapshot_every = 1",
+            "parallel.pp of at least 3 and a schedule other than zbv, got pp 1 and 1f1b",
+        ),
         ("peak_rate = 1e-2", 'peak_rate = "fast"', "optimizer.peak_rate must be a number"),
         ("peak_rate = 1e-2", "peak_rate = 1" + "0" * 400, "peak_rate must be a number"),
         ("peak_rate = 1e-2", "peak_rate = nan", "peak_rate must be positive, got nan"),

@@ -12,6 +12,7 @@ from moe_runtime.training.exchange_choice import (
     ExchangeChoice,
     RoutedLayerShape,
     SecondsOfMoves,
+    row_bytes,
 )
 
 SHAPE = RoutedLayerShape(rows=1200, row_bytes=100, num_experts=6, expert_numbers=50, number_bytes=2)
@@ -82,6 +83,19 @@ def test_a_move_saves_products_and_takes_messages():
     slow = ExchangeChoice(cluster_of(Link(alpha_s=0.5, bytes_per_s=1e3)), SHAPE, [PLAIN])
     # two messages; weights and moments of two experts of 100 bytes, by three ranks
     assert slow.move_s(2) == pytest.approx(2 * 0.5 + 2 * 100 * 3 / 3 / 1e3)
+
+
+@pytest.mark.parametrize(
+    ("wire", "precision", "expected"),
+    [
+        ("exact", "float32", 4 * 256),
+        ("exact", "bfloat16", 2 * 256),
+        ("bf16", "float32", 2 * 256),
+        ("fp8", "float32", (256 + 2 * 4 + 2 * 256) / 2),  # two scales there, bf16 back
+    ],
+)
+def test_a_row_takes_the_bytes_of_its_wire(wire, precision, expected):
+    assert row_bytes(256, wire, precision) == expected
 
 
 class Balance:

@@ -71,6 +71,20 @@ def test_a_model_that_no_architecture_expresses_says_where_it_is(tmp_path, capsy
     assert "capacity_factor must be omitted" in shown
 
 
+def test_one_process_chooses_no_exchange(tmp_path):
+    """So it goes on with what several began."""
+    auto = ("overlap", "transport", "experts")
+    for name, words in (("own", ()), ("auto", [f"parallel.{key}=auto" for key in auto])):
+        (folder := tmp_path / name).mkdir()
+        settings = [word for each in ("run.steps=2", *words) for word in ("--set", each)]
+        assert train(write_run(folder), *settings) == 0
+    own, chosen = (
+        [one["loss"] for one in training_records(tmp_path / name / "out") if "loss" in one]
+        for name in ("own", "auto")
+    )
+    assert own == chosen
+
+
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_a_dry_run_says_what_would_happen(words, tmp_path, capsys):
     assert train(write_run(tmp_path), "--dry-run", *words) == 0

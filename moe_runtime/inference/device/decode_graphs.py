@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.cuda import CUDAGraph
 
@@ -124,16 +123,17 @@ class RecordedStep:
     def replay(self, call: StepCall) -> Any:
         """Computes the step for the tokens of a call, as ``forward`` returns it, in new memory.
         None where experts are not where they have to be, and nothing was computed."""
-        _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
-        is_queued = self._experts.replay(self._last)
-        if self._experts.is_over:
-            self._store.recorded = None
-        if not is_queued:
-            return None
-        self._store.count_step(self._experts.way)
-        there = {name: value for name, value in self._output.items() if value is not None}
-        found = {name: torch.empty_like(value) for name, value in there.items()}
-        _copy([*found.values()], [*there.values()])
+        with self._store.device.replaying():
+            _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
+            is_queued = self._experts.replay(self._last)
+            if self._experts.is_over:
+                self._store.recorded = None
+            if not is_queued:
+                return None
+            self._store.count_step(self._experts.way)
+            there = {name: value for name, value in self._output.items() if value is not None}
+            found = {name: torch.empty_like(value) for name, value in there.items()}
+            _copy([*found.values()], [*there.values()])
         empty = dict.fromkeys(self._output.keys() - there.keys())
         return self._kind(**found, **empty, **dict.fromkeys(self._has_cache, call.cache))
 
@@ -431,7 +431,7 @@ def experts_of_step(
     if tables is not None:
         _load_kernels(tables, num_tokens, num_choices)
         if tables.is_slow is None:
-            tables.measure(partial(_fetch, tables))
+            tables.measure(partial(_fetch, tables), num_tokens, num_choices)
         if not tables.is_slow:
             return FetchedExperts(store, modules, tables, reads_ahead=reads_ahead)
     return ExpertsInParts(store, modules, num_choices, reads_ahead=reads_ahead)
@@ -439,22 +439,21 @@ def experts_of_step(
 
 def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None:
     """Compiles and loads the kernels that fetch experts, which a recording must not."""
-    kinds = {(one.tables.sources_EP.shape, one.word_bytes): one for one in tables.layers.values()}
-    for (shape, word_bytes), places in kinds.items():
-        slots_E = tables.slots_E[: shape[0]]
-        nobody_TK = torch.full((num_tokens, num_choices), -1, device=slots_E.device)
-        fetch_experts(
-            nobody_TK, places.tables, tables.slots, slots_E, word_bytes=word_bytes, impl="triton"
-        )
+    nobody_TK = torch.full((num_tokens, num_choices), -1, device=tables.slots_E.device)
+    kinds = {(p.tables.sources_EP.shape, p.word_bytes): n for n, p in tables.layers.items()}
+    for layer in kinds.values():
+        _fetch(tables, layer, nobody_TK)
 
 
-def _fetch(tables: HostTables, layer: int, experts: npt.NDArray[np.int64]) -> None:
-    places, slots_E = tables.layers[layer], tables.slots_E
-    ids_1K = torch.from_numpy(experts)[None].to(slots_E.device)
+def _fetch(tables: HostTables, layer: int, ids_TK: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Queues that chosen experts are fetched; gives where the slots of the layer's are then."""
+    places = tables.layers[layer]
+    slots_E = tables.slots_E[: len(places.keys)]
     fetch_experts(
-        ids_1K, places.tables, tables.slots, slots_E[: len(places.keys)],
-        word_bytes=places.word_bytes, impl="triton",
+        ids_TK, places.tables, tables.slots, slots_E,
+        first=first, word_bytes=places.word_bytes, impl="triton",
     )  # fmt: skip
+    return slots_E
 
 
 def _tables(
@@ -568,15 +567,11 @@ class FetchedExperts(_OneGraph):
         self, experts: DeviceExperts, routed: Routed, recorder: CudaRecorder
     ) -> torch.Tensor:
         assert self._store.stacks is not None, "the layer has a stack"
-        places, products = self._tables.layers[experts.layer], experts.products(routed)
-        slots_E = self._tables.slots_E[: experts.num_experts]
-        stack = self._store.stacks.stack_over(experts.layer, slots_E)
-        for first in range(0, routed.ids_TK.numel(), len(places.tables.landing_L)):
-            fetch_experts(
-                routed.ids_TK, places.tables, self._tables.slots, slots_E,
-                first=first, word_bytes=places.word_bytes, impl="triton",
-            )  # fmt: skip
-            products.add(stack)
+        layer, products = experts.layer, experts.products(routed)
+        num_landing = len(self._tables.layers[layer].tables.landing_L)
+        for first in range(0, routed.ids_TK.numel(), num_landing):
+            slots_E = _fetch(self._tables, layer, routed.ids_TK, first)
+            products.add(self._store.stacks.stack_over(layer, slots_E))
         self._ids.append(routed.ids_TK)
         return products.sums()
 

@@ -155,11 +155,11 @@ def _counters_of(layer: Any) -> torch.Tensor | None:
     """The counters of `split_attention`, kept with a cached layer; None where a recording would own
     the new memory."""
     found, (batch, num_heads) = vars(layer).get(_COUNTERS), layer.keys.shape[:2]
-    if found is None or found.device != layer.keys.device:
+    shape = (1 + batch * num_heads,)
+    if found is None or (found.device, found.shape) != (layer.keys.device, shape):
         if layer.keys.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         with torch.inference_mode(False):
-            shape = 1 + batch * num_heads
             found = torch.zeros(shape, dtype=torch.int32, device=layer.keys.device)
         setattr(layer, _COUNTERS, found)
     return cast(torch.Tensor, found)

@@ -34,6 +34,12 @@ from moe_runtime.policies.placement import Placement, place_experts
 
 WORKING_SHARE = 0.1
 """Of a rank's memory, what activations and buffers take."""
+KV_SHARE = 0.1
+"""Of a rank's memory, what keys and values have before experts, if these can come from disk."""
+MOST_RESTARTS = 100
+"""Without a request that ended in between."""
+MOST_TOKENS = 1_000_000
+"""Of a recorded prompt or answer."""
 OPTIMIZER_BYTES = 12
 """Of each parameter that is trained: moments and a master copy in fp32."""
 EVEN = Imbalance()
@@ -125,14 +131,17 @@ class SimulatedSteps:
         self.expert_bytes = slots * model.num_layers * self._slot_bytes
         self.dense_bytes = model.dense_parameters * model.bytes_per_weight
         room = cluster.memory_bytes * (1 - WORKING_SHARE) - self.dense_bytes
-        self.resident_share = min(1.0, max(0.0, room) / self.expert_bytes)
-        if room < 0 or (self.resident_share < 1 and not math.isfinite(cluster.disk_bytes_per_s)):
+        has_disk = math.isfinite(cluster.disk_bytes_per_s)
+        # keys and values come first: without any, nothing is served
+        aside = min(max(0.0, room), KV_SHARE * cluster.memory_bytes) if has_disk else 0.0
+        self.resident_share = min(1.0, max(0.0, room - aside) / self.expert_bytes)
+        if room < 0 or (self.resident_share < 1 and not has_disk):
             need = (self.dense_bytes + self.expert_bytes) / (1 - WORKING_SHARE)
             raise CapacityError(
                 f"{num_ranks} ranks: each needs {need / 2**30:.1f} GiB for its weights, and has "
                 f"{cluster.memory_bytes / 2**30:.1f}; give more ranks, or disk_bytes_per_s"
             )
-        rest = max(0.0, room - self.expert_bytes)
+        rest = max(aside, room - self.expert_bytes)
         self.kv_tokens = num_ranks * rest / model.kv_bytes_per_token
         """Tokens whose keys and values fit, on all ranks together."""
         self._known: dict[tuple[float, bool], float] = {}
@@ -237,14 +246,23 @@ def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
     rows = []
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        if not set(names) <= set(reader.fieldnames or ()):
-            raise ValueError(f"{path}: expected the columns {', '.join(names)}")
-        for number, row in enumerate(reader, start=2):
-            try:
+        try:
+            columns = reader.fieldnames or ()
+            for row in reader if set(names) <= set(columns) else ():
                 at_s = datetime.fromisoformat(row[names[0]][:26]).timestamp()
-                rows.append((at_s, max(1, int(row[names[1]])), max(1, int(row[names[2]]))))
-            except (TypeError, ValueError):
-                raise ValueError(f"{path}, line {number}: expected a time and two counts") from None
+                prompt, new = (max(1, int(row[name])) for name in names[1:])
+                if max(prompt, new) > MOST_TOKENS:
+                    raise ValueError
+                rows.append((at_s, prompt, new))
+        except csv.Error as error:
+            raise ValueError(f"{path}, after line {reader.line_num}: {error}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(
+                f"{path}, line {reader.line_num}: expected a time and two counts up to "
+                f"{MOST_TOKENS}"
+            ) from None
+    if not set(names) <= set(columns):
+        raise ValueError(f"{path}: expected the columns {', '.join(names)}")
     if len(rows) < 2:
         raise ValueError(f"{path}: holds fewer than two requests")
     at_s, prompt, new = np.array(sorted(rows)).T
@@ -291,6 +309,14 @@ class _Pool:
         that are under way. After a failure, all of these begin again.
         """
         num_ranks = self.times.cluster.num_ranks
+        sizes = arrivals.prompt + arrivals.new
+        room = self.times.kv_tokens
+        if sizes.max() > room / num_ranks:
+            raise CapacityError(
+                f"{num_ranks} ranks: each has room for keys and values of "
+                f"{room // num_ranks:.0f} tokens, and a request has {sizes.max()}; give more "
+                "ranks, or memory_bytes"
+            )
         first_s, last_s = np.zeros(len(read)), np.zeros(len(read))
         random = np.random.default_rng(self.failures.seed)
         mean_s = self.failures.mean_s / num_ranks
@@ -300,10 +326,11 @@ class _Pool:
         begun: dict[int, int] = {}  # tokens read of prompts under way
         now, step, context, held, coming = 0.0, 0, 0.0, 0.0, 0
         order = np.argsort(arrivals.at_s, kind="stable")
-        sizes = arrivals.prompt + arrivals.new
+        restarts = 0  # since a request ended
         while coming < len(order) or waiting or running:
             if not (waiting or running):
                 now = max(now, float(arrivals.at_s[order[coming]]))
+                now, fails_s = self._idle_until(now, fails_s, mean_s, random)
             while coming < len(order) and arrivals.at_s[order[coming]] <= now:
                 waiting.append(int(order[coming]))
                 coming += 1
@@ -312,7 +339,7 @@ class _Pool:
             while waiting and budget > 0:
                 request = waiting[0]
                 if request not in begun:
-                    if held + sizes[request] > self.times.kv_tokens and held:
+                    if held + sizes[request] > room:
                         break
                     held += sizes[request]
                     begun[request] = 0
@@ -329,6 +356,12 @@ class _Pool:
                 now = fails_s + self.failures.restart_s
                 fails_s = now + random.exponential(mean_s)
                 self.num_failures += 1
+                restarts += 1
+                if restarts > MOST_RESTARTS:
+                    raise CapacityError(
+                        f"{num_ranks} ranks: no request ended between {MOST_RESTARTS} failures, "
+                        f"one in {mean_s:.3g} s; give fewer ranks, or rarer failures"
+                    )
                 again = sorted({*ended, *(one for _, one in running)})
                 waiting.extendleft(reversed(again))
                 running.clear()
@@ -339,6 +372,7 @@ class _Pool:
             context += len(running)
             while running and running[0][0] <= step:
                 _, request = heapq.heappop(running)
+                restarts = 0
                 last_s[request] = now
                 context -= sizes[request]
                 held -= sizes[request]
@@ -350,7 +384,24 @@ class _Pool:
                     context += int(arrivals.prompt[request]) + 1
                 else:
                     held -= sizes[request]
+                    restarts = 0
         return first_s, last_s
+
+    def _idle_until(
+        self, now: float, fails_s: float, mean_s: float, random: np.random.Generator
+    ) -> tuple[float, float]:
+        """When a request that comes then begins, and the next failure: those before it are over.
+
+        It waits for a restart under way. A hundred failures earlier make no difference.
+        """
+        restart_s = self.failures.restart_s
+        since_s = min(now - fails_s, 100 * (mean_s + restart_s))
+        wait_s = 0.0
+        while since_s > 0:  # since a failure
+            self.num_failures += 1
+            wait_s = max(0.0, restart_s - since_s)
+            since_s -= restart_s + random.exponential(mean_s)
+        return now + wait_s, now - since_s
 
 
 def simulate_serving(

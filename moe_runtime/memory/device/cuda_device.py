@@ -8,7 +8,7 @@ import ctypes
 import math
 import select
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
@@ -121,7 +121,11 @@ class CudaRecorder:
     def __enter__(self) -> CudaRecorder:
         torch.cuda.synchronize(self._place)
         self._within.__enter__()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            self._within.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -162,14 +166,21 @@ class CudaRecorder:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # other threads go on with their copies
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            # other threads go on with their copies
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._mend_generator()
+            raise
         self._graph = graph
 
     def _give_up(self) -> None:
         with contextlib.suppress(RuntimeError):
             self.end()
-        # torch leaves its generator to a recording that failed
+        self._mend_generator()
+
+    def _mend_generator(self) -> None:
+        """Takes torch's generator back, which a recording that failed leaves to itself."""
         index = self._place.index if self._place.index is not None else torch.cuda.current_device()
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
@@ -190,7 +201,8 @@ class CudaDevice:
         self._recording, self._telling = torch.cuda.Stream(place), torch.cuda.Stream(place)
         self._computing: dict[int, torch.cuda.Stream] = {}  # by their handles
         self._allocated: list[weakref.ref[torch.Tensor]] = []
-        self._pool: Any = None
+        self._pool: torch.cuda.MemPool | None = None
+        self._replayed: tuple[int, Any] | None = None  # the last replay's stream, and its end
         self._index = place.index if place.index is not None else torch.cuda.current_device()
         self._runtime = find_runtime()
         self.compute_here()
@@ -344,10 +356,25 @@ class CudaDevice:
 
     def graph_pool(self) -> Any:
         """The memory that all recordings share: of what one replay leaves there, nothing is wanted
-        once another recording is replayed."""
+        once another recording is replayed. The pool is held here: torch takes no handle again
+        whose last graph is gone."""
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+            with torch.cuda.device(self.place):
+                self._pool = torch.cuda.MemPool()
+        return self._pool.id
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Replays within the block run after those of the blocks before, on whatever stream, since
+        recordings share memory. One thread at a time may be in a block."""
+        number = self.compute_here()
+        here = self._computing[number]
+        if self._replayed is not None and self._replayed[0] != number:
+            here.wait_event(self._replayed[1])
+        try:
+            yield
+        finally:
+            self._replayed = number, here.record_event()
 
     def record(self) -> CudaRecorder:
         """Records what the caller queues, instead of computing it."""

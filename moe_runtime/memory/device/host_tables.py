@@ -107,26 +107,42 @@ class HostTables:
                 lower._fetcher.kernels = self._kernels
             return dict(self._listed)
 
-    def measure(self, fetch: Callable[[int, npt.NDArray[np.int64]], object]) -> None:
-        """Finds out whether it is slow. ``fetch`` queues that a layer's experts, which lie in the
-        host's memory, are fetched."""
+    def measure(
+        self, fetch: Callable[[int, torch.Tensor], object], num_tokens: int, num_choices: int
+    ) -> None:
+        """Finds out whether it is slow. ``fetch`` queues that a layer's experts are fetched, which
+        lie in the host's memory, of choices ``[T, K]``."""
         if not self._listed:
             return
         layer, found = next(iter(self._listed.items()))
         experts = np.flatnonzero(found.slots < 0)[: len(self.layers[layer].tables.landing_L)]
-        waits = list[Callable[[], float]]()
+        experts, waits = experts[: num_tokens * num_choices], list[Callable[[], float]]()
         if not len(experts):
             return
+        ids_TK = np.full((num_tokens, num_choices), -1)
+        ids_TK.flat[: len(experts)] = experts
+        ids_TK = self._store.device.upload(ids_TK)
 
         def queue() -> None:
             for _ in range(_TIMES):
-                waits.append(self._store.device.time(lambda: fetch(layer, experts)))
+                waits.append(self._store.device.time(lambda: fetch(layer, ids_TK)))
 
         if self.launch(queue) is None:
             return
         copy_s = self._store.fetcher.speed.seconds_per_byte * self.layers[layer].expert_bytes
         fetch_s = min(wait() for wait in waits) / len(experts)
         self.is_slow = copy_s > 0 and fetch_s > MOST_OF_COPIES * copy_s
+        if self.is_slow:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Frees the slots for what is fetched, once nothing is queued that writes there."""
+        store = self._store
+        landing = next(iter(self.layers.values())).tables.landing_L.tolist()
+        with store._monitor:
+            store._closed.difference_update(landing)
+            store._free += landing
+            store._policy.divide(sum(store._policy.slots_by_layer) + len(landing))
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
         """Counts the choices of a step, and admits what is used most.

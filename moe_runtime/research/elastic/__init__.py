@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import pickle
 import queue
 import sys
 import threading
@@ -184,7 +183,7 @@ class RequestFront:
             del self._ranks[number]
             served.future.set_result(tuple(served.tokens))
         if report.loads_LE is not None and self._resizes:
-            self._resizes[0].loads[rank] = report.loads_LE
+            self._resizes[0].loads[rank] = np.array(report.loads_LE)
 
     def _take_commands(self, *, wait_s: float) -> None:
         try:
@@ -296,7 +295,7 @@ def call(store: Store, change: Change, numbers: Tokens) -> None:
     """Tells processes that stand by to join."""
     for number in numbers:
         num_calls = store.add(f"calls/{number}", 1)
-        cast(Any, store).set(f"call/{number}/{num_calls - 1}", pickle.dumps(change))
+        cast(Any, store).set(f"call/{number}/{num_calls - 1}", json.dumps(asdict(change)))
 
 
 def _running_future() -> Future[Any]:
@@ -603,7 +602,7 @@ def _stand_by(store: Store, member: Member) -> None:
             time.sleep(POLL_S)
             continue
         num_calls += 1
-        change = pickle.loads(store.get(call))
+        change = Change(**json.loads(store.get(call)))
         if member.join(change, change.members.index(number)):
             member.serve()
     store.add("left", 1)

@@ -15,12 +15,12 @@ passes.
 
 from __future__ import annotations
 
-import itertools
-import pickle
+import io
+import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -274,28 +274,34 @@ class RunningRequest:
         self.unreported = 0
         return self.tokens[first:]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def leave(self) -> dict[str, Any]:
         """Everything that another rank needs to go on; caches of other kinds are built again."""
         layers = [] if self._cache is None or self.is_finished else self._cache.layers
         kept = [(one.keys, one.values) for one in layers if _is_plain(one)]
-        state = self.__dict__ | {"_random": self._random.get_state()}
-        return state | {"_cache": kept if len(kept) == len(layers) else []}
+        return {
+            "number": self.number,
+            "request": asdict(self.request),
+            "tokens": self.tokens,
+            "unreported": self.unreported,
+            "is_finished": self.is_finished,
+            "random": self._random.get_state(),
+            "cache": kept if len(kept) == len(layers) else [],
+        }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._random = torch.Generator()
-        self._random.set_state(state["_random"])
-
-    def arrive(self, config: Any) -> RunningRequest:
-        """Makes a cache of the keys and values that came with it."""
+    @classmethod
+    def arrive(cls, state: dict[str, Any], ends: frozenset[int], config: Any) -> RunningRequest:
+        """The request that left, with a cache of the keys and values that came with it."""
         from transformers import DynamicCache
 
-        kept, self._cache = self._cache, None
-        if kept:
-            self._cache = DynamicCache(config=config)
-            for layer, (keys, values) in enumerate(kept):
-                self._cache.update(keys, values, layer)
-        return self
+        found = cls(state["number"], ElasticRequest(**state["request"]), ends)
+        found.tokens, found.unreported = state["tokens"], state["unreported"]
+        found.is_finished = state["is_finished"]
+        found._random.set_state(state["random"])
+        if state["cache"]:
+            found._cache = DynamicCache(config=config)
+            for layer, (keys, values) in enumerate(state["cache"]):
+                found._cache.update(keys, values, layer)
+        return found
 
 
 def _is_plain(layer: Any) -> bool:
@@ -325,6 +331,19 @@ class Orders:
     counts_loads: bool = False
     ends: bool = False
 
+    @classmethod
+    def read(cls, value: dict[str, Any]) -> Orders:
+        """Of what JSON made of them."""
+        value["requests"] = tuple(
+            (number, rank, ElasticRequest(**asked | {"prompt": tuple(asked["prompt"])}))
+            for number, rank, asked in value["requests"]
+        )
+        if value["prepare"] is not None:
+            value["prepare"] = Change(**value["prepare"])
+        if value["switch"] is not None:
+            value["switch"] = {int(number): rank for number, rank in value["switch"].items()}
+        return cls(**value)
+
 
 @dataclass(kw_only=True, slots=True)
 class RankReport:
@@ -332,7 +351,13 @@ class RankReport:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
-    loads_LE: np.ndarray | None = None
+    loads_LE: list[list[int]] | None = None
+
+    @classmethod
+    def read(cls, value: dict[str, Any]) -> RankReport:
+        """Of what JSON made of it."""
+        tokens = {int(number): told for number, told in value["tokens"].items()}
+        return cls(**value | {"tokens": tokens})
 
 
 POLL_S = 0.02
@@ -389,21 +414,21 @@ class Member:
         """An exchange and the passes after it; False where this rank has left."""
         transport = self._spread.epoch.transport
         running = [one for one in self._requests.values() if not one.is_finished]
-        messages: dict[int, list[Any]] = {}
+        messages: dict[int, dict[str, Any]] = {}
         report = self._report()
         if report.tokens or report.finished or report.loads_LE is not None:
-            messages[0] = [report]
+            messages[0] = {"report": asdict(report)}
         if front is not None and (written := front.write()) != Orders():
             for rank in range(transport.size):
-                messages.setdefault(rank, []).append(written)
+                messages.setdefault(rank, {})["orders"] = asdict(written)
         orders = Orders()
-        arrived, passes = exchange(transport, messages, note=len(running))
-        for rank, said in arrived.items():
-            for one in said:
-                if isinstance(one, Orders):
-                    orders = one
-                elif front is not None:
-                    front.read(rank, one)
+        packed = {rank: json.dumps(message).encode() for rank, message in messages.items()}
+        arrived, passes = exchange_bytes(transport, packed, note=len(running))
+        for rank, said in ((rank, json.loads(data)) for rank, data in arrived.items()):
+            if "orders" in said:
+                orders = Orders.read(said["orders"])
+            if "report" in said and front is not None:
+                front.read(rank, RankReport.read(said["report"]))
         for index in range(max(passes)):
             if index < len(running):
                 running[index].advance(self.model.model)
@@ -420,7 +445,7 @@ class Member:
         for number in report.finished:
             del requests[number]
         if self._reports_loads:
-            report.loads_LE = self._spread.loads_LE.copy()
+            report.loads_LE = self._spread.loads_LE.tolist()
             self._spread.loads_LE[:] = 0
             self._reports_loads = False
         return report
@@ -447,10 +472,10 @@ class Member:
         assert preparation is not None, "a switch of epochs without a preparation"
         present, change = self._spread.epoch, preparation.change
         has_left = preparation.rank >= change.num_new
-        messages: dict[int, list[Any]] = {}
+        messages: dict[int, list[dict[str, Any]]] = {}
         for number, rank in ranks.items():
             if number in self._requests and rank != preparation.rank:
-                messages.setdefault(rank, []).append(self._requests.pop(number))
+                messages.setdefault(rank, []).append(self._requests.pop(number).leave())
         # Of the two groups, the larger one has all ranks.
         is_shrinking = change.num_new < change.num_old
         self._take_over(
@@ -462,17 +487,17 @@ class Member:
             self._spread.enter(preparation.epoch(), preparation.arrivals)
         return not has_left
 
-    def _take_over(self, transport: Transport, messages: Mapping[int, list[Any]]) -> None:
+    def _take_over(
+        self, transport: Transport, messages: Mapping[int, list[dict[str, Any]]]
+    ) -> None:
         """Sends requests to other ranks, and goes on with theirs."""
-        arrived, _ = exchange(transport, messages)
-        for one in itertools.chain.from_iterable(arrived.values()):
-            self._requests[one.number] = one.arrive(self.model.model.config)
-
-
-def exchange(
-    transport: Transport, messages: Mapping[int, list[Any]], note: int = 0
-) -> tuple[dict[int, list[Any]], list[int]]:
-    """As `exchange_bytes`, of lists of objects."""
-    packed = {rank: pickle.dumps(message) for rank, message in messages.items()}
-    arrived, notes = exchange_bytes(transport, packed, note)
-    return {rank: pickle.loads(data) for rank, data in arrived.items()}, notes
+        packed = {}
+        for rank, leaving in messages.items():
+            torch.save(leaving, buffer := io.BytesIO())
+            packed[rank] = buffer.getvalue()
+        arrived, _ = exchange_bytes(transport, packed)
+        model = self.model
+        for data in arrived.values():
+            for state in torch.load(io.BytesIO(data), weights_only=True):
+                one = RunningRequest.arrive(state, model.ends, model.model.config)
+                self._requests[one.number] = one

@@ -34,12 +34,12 @@ class Sent:
 
     Attributes:
         moved: rows of the residual stream.
-        dispatched: rows to further choices, and their results.
+        implied: rows to further choices, and their results, as the routing implies them.
         context: keys and values.
     """
 
     moved: int = 0
-    dispatched: int = 0
+    implied: int = 0
     context: int = 0
 
 
@@ -67,7 +67,7 @@ class StayingTokens:
     def everywhere(self, *tensors: Tensor) -> list[Tensor]:
         """Tensors `[R, ...]` of all ranks, in the order of the numbers; a collective call."""
         size, rows = self.transport.size, len(self.numbers_R)
-        counts_P = torch.full((size,), rows)
+        counts_P = torch.full((size,), rows, device=self.numbers_R.device)
         flat = [tensor.flatten(1).repeat(size, 1) for tensor in tensors]
         *parts, numbers = self._exchange(counts_P, *flat, self.numbers_R[:, None].repeat(size, 1))
         self.sent.context += (size - 1) * rows * sum(map(_bytes_of, flat))
@@ -101,7 +101,7 @@ def hidden_states(
     transport = next(own.transport for own in experts if own is not None)
     total = ids_BC.numel()
     first, last = (total * (transport.rank + end) // transport.size for end in (0, 1))
-    numbers = torch.arange(first, last)
+    numbers = torch.arange(first, last, device=ids_BC.device)
     tokens = StayingTokens(model.embedding(ids_BC.flatten()[first:last]), numbers, transport)
     for block, own in zip(model.own_blocks(), experts, strict=True):
         assert isinstance(block, Block), "pairs of layers were refused"
@@ -112,7 +112,7 @@ def hidden_states(
                 tokens.move(_rank_of(own, ids_RK[:, 0]))
                 ids_RK = block.routed.route(block.feed_forward_norm(tokens.x_RD)).ids_TK
             is_away = _rank_of(own, ids_RK.flatten()) != transport.rank
-            tokens.sent.dispatched += 2 * int(is_away.sum()) * _bytes_of(tokens.x_RD)
+            tokens.sent.implied += 2 * int(is_away.sum()) * _bytes_of(tokens.x_RD)
         tokens.x_RD = tokens.x_RD + block.feed_forward(block.feed_forward_norm(tokens.x_RD))
     before = tokens.sent.context
     (x_TD,) = tokens.everywhere(model.norm(tokens.x_RD))
@@ -141,7 +141,8 @@ def _experts_of(block: object) -> ParallelExperts | None:
 
 
 def _rank_of(experts: ParallelExperts, ids_N: Tensor) -> Tensor:
-    slots = torch.tensor([held[0] for (held,) in experts.slots.holders])
+    first = [held[0] for (held,) in experts.slots.holders]
+    slots = torch.tensor(first, device=ids_N.device)
     return slots[ids_N] // experts.slots.slots_per_rank
 
 
@@ -155,7 +156,7 @@ def _attend(block: Block, model: LanguageModel, tokens: StayingTokens, context: 
     keys_RC, values_RC = (
         all_T.unflatten(0, (-1, context))[sequences_R] for all_T in (keys, values)
     )
-    mask_RC = torch.arange(context) <= positions_R[:, None]
+    mask_RC = torch.arange(context, device=positions_R.device) <= positions_R[:, None]
     attended = scaled_dot_product_attention(
         queries[0][:, :, None], keys_RC.transpose(1, 2), values_RC.transpose(1, 2),
         attn_mask=mask_RC[:, None, None], enable_gqa=True,

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 import moe_runtime
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.drafts import Lookups
+from moe_runtime.inference.drafts import BARREN, Lookup, Lookups
 from moe_runtime.inference.generation import generate_text
 from moe_runtime.models.pocket import pocket_path
 
@@ -202,11 +202,13 @@ class Dictated(LogitsProcessor):
         return forced
 
 
-def test_a_text_that_begins_to_repeat_itself_late_is_drafted_then(plain, drafted):
+def test_a_text_that_begins_to_repeat_itself_late_is_drafted_then(plain, drafted, monkeypatch):
     """Up to there, most steps do not look for drafts."""
     prompt = PROMPT[0].tolist()
     new = [token for token in range(100, 160) if token not in prompt]
     text = [*prompt, *new, *new]
+    looks, look = list[int](), Lookup.offer
+    monkeypatch.setattr(Lookup, "offer", lambda *of: (looks.append(1), look(*of))[1])
     answers = [
         model.generate(
             PROMPT,
@@ -225,6 +227,8 @@ def test_a_text_that_begins_to_repeat_itself_late_is_drafted_then(plain, drafted
     assert counts["accepted_drafts"] >= len(new) // 4
     # the first token comes with the prompt
     assert counts["draft_steps"] + counts["accepted_drafts"] == 2 * len(new) - 1
+    num_rests = counts["draft_steps"] - len(looks)
+    assert num_rests >= len(new) - BARREN - len(new) // BARREN - 1
 
 
 def with_lookups(model: Any) -> Any:

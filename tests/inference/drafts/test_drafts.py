@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moe_runtime.inference.drafts import PLACES, DraftControl, Lookup, Offer
+from moe_runtime.inference.drafts import BARREN, PLACES, DraftControl, Lookup, Offer
 
 MOST = 16
 
@@ -58,10 +58,15 @@ def run(
     num_sequences: int = 1,
     grade: int = 2,
 ) -> tuple[float, DraftControl]:
-    """Seconds of texts of so many tokens; ``is_right`` says of each token whether its draft is."""
+    """Seconds of texts of so many tokens; ``is_right`` says of each token whether its draft is.
+    One text rests, as those of a model do."""
     control, spent = DraftControl(MOST), 0.0
     places = [0] * num_sequences
     while min(places) < num_tokens:
+        if num_sequences == 1 and control.rests():
+            spent += seconds_of(1)
+            places[0] += 1
+            continue
         chosen = control.choose([Offer(15, grade)] * num_sequences)
         rows = num_sequences + sum(chosen)
         assert rows <= max(MOST, num_sequences)
@@ -112,6 +117,29 @@ def test_drafts_begin_again_when_a_text_starts_to_repeat_itself():
     begun, _ = run(lambda rows: 1 + 0.3 * (rows - 1), lambda place: False, 1000)
     assert control.counts()["accepted_drafts"] > 600
     assert spent < begun + 1000 * 0.6
+
+
+def test_a_loss_is_got_over_in_as_many_steps_with_rests_as_without(monkeypatch):
+    """Ten texts, each of which loses time at first."""
+    steps = list[int]()
+    for barren in (2000, BARREN):
+        monkeypatch.setattr("moe_runtime.inference.drafts.BARREN", barren)
+        text = [place % 1000 >= 100 for place in range(10_000)]
+        _, control = run(lambda rows: 1 + 0.3 * (rows - 1), text.__getitem__, 9_900)
+        steps.append(control.counts()["draft_steps"])
+    assert steps[1] <= steps[0] + 10 * BARREN
+
+
+def test_steps_that_rest_take_time():
+    """A debt of three seconds needs a hundred, less the two steps that may be owed."""
+    control, num_steps = DraftControl(MOST), 0
+    control.measured(1, 1, 1.0)
+    control.caught_up(3.0)
+    while not control.may_catch_up(1):
+        num_steps += 1
+        if not control.rests():
+            control.measured(1, 1, 1.0)
+    assert num_steps == 100 - 4
 
 
 def test_one_slow_draft_is_not_held_against_later_ones():

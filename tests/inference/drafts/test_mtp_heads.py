@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import moe_families
 import pytest
@@ -18,8 +19,10 @@ from tiny_checkpoints import PROMPT, randomise, save, tiny_model
 from weight_packers import fp8_block
 
 import moe_runtime
+from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.inference.inspection import inspect_checkpoint
+from moe_runtime.inference.mtp_heads import HeadPlan
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
 
@@ -195,3 +198,11 @@ def test_a_head_is_part_of_the_memory_plan_or_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="found none in") as caught:
         moe_runtime.load(pocket_path(), draft="mtp", **SETTINGS)
     assert "\n" not in str(caught.value)
+    checkpoint, runs = open_checkpoint(folder, "auto"), Mock()
+    file = dataclasses.replace(checkpoint, folder=next(folder.glob("*.safetensors")))
+    for other, came in (
+        (dataclasses.replace(checkpoint, runs=runs), "a packed one"),
+        (file, "a GGUF file"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"got {came}, "):
+            HeadPlan(other, build_on_meta(checkpoint))

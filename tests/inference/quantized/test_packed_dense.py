@@ -1,6 +1,7 @@
 """Dense layers of quantised checkpoints, which stay in memory as codes and scales."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,10 +25,12 @@ from transformers import DynamicCache
 
 import moe_runtime
 from moe_runtime.checkpoints.dense_weights import PackedTensor, packed_parameter
+from moe_runtime.checkpoints.opening import open_checkpoint
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedUseError
+from moe_runtime.inference.budget import reserve_for
 from moe_runtime.inference.cpu import step_layers
-from moe_runtime.inference.loading import keep_readable
+from moe_runtime.inference.loading import keep_readable, signature_of
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import WeightFormat
 
@@ -105,6 +108,21 @@ def test_on_a_gpu_only_what_its_kernels_read_stays_packed(tmp_path):
     keep_readable(experts.packed_dense, experts.dense_entries)
     assert experts.packed_dense == names
     assert len(names) >= 9
+    # values are set aside for experts alone, which are written out where they are fewer
+    layers = [name for name in names if ".experts." not in name]
+    largest = max(math.prod(experts.dense_entries[name].shape) for name in layers)
+    assert experts.largest_quantised == max(largest, experts.largest_in_experts)
+    experts.dense_entries["large"] = SimpleNamespace(shape=(999, 999))  # type: ignore[assignment]
+    experts.packed_dense["large"] = "large"
+    checkpoint = open_checkpoint(folder, "auto")
+    sizes: Any = {"max_tokens": 8, "dense_bytes": 0}
+    on_cpu, on_gpu = (
+        reserve_for(checkpoint, experts, signature_of(checkpoint, experts), **sizes, **place)
+        for place in ({}, {"writes_dense": False})
+    )
+    itemsize = checkpoint.dtype.itemsize
+    assert on_cpu - on_gpu == (999 * 999 - experts.largest_in_experts) * itemsize
+    del experts.dense_entries["large"], experts.packed_dense["large"]
     unread, coded, *_ = names
     entry: Any = experts.dense_entries[unread]
     odd = WeightFormat("e4m3", "f32", group_rows=8, group_cols=8)

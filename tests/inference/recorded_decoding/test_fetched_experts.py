@@ -214,7 +214,7 @@ def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint):
         assert heard.num_layers == 3 * LAYERS
         request.until_fetched()
     assert_expected(checkpoint, request)
-    with warmed(checkpoint, misses="cpu") as model:
+    with warmed(checkpoint, misses="all-on-cpu") as model:
         request = Request(model)
         request.steps(2 * MOST_REFUSED)
         assert store_of(model).recorded is not None
@@ -261,12 +261,22 @@ def test_a_link_that_kernels_read_slowly_is_left_to_copies(checkpoint, slower, i
             count = min(absent, len(landing.tables.landing_L))
             return lambda: count * landing.expert_bytes * 1e-6 * slower
 
+        def shares() -> list[int]:
+            return [store.slots_of(layer) for layer in range(LAYERS)]
+
+        before = store.num_slots, sum(shares())
         with patch.object(EmulatedDevice, "time", time):
             request = Request(model)
             request.steps(3 * MOST_REFUSED)
+        taken = 0 if is_slow else 2  # slots for what is fetched
+        assert (store.num_slots, sum(shares())) == (before[0] - taken, before[1] - taken)
         assert is_fetched(model) == (not is_slow)
         assert store.host_tables.is_slow == is_slow
         assert (model.moe.stats().cut_steps > 0) >= is_slow
+        store.device.replayed_s = 99.0  # on another stream
+        with store.device.stream(3):
+            request.steps(1)
+        assert store.device._streams_s[3] >= 99.0
         model.moe.check()
     assert_expected(checkpoint, request)
 

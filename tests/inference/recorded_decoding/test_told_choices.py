@@ -57,7 +57,9 @@ def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> t
 
 
 @emulated
-@pytest.mark.parametrize(("slots", "misses"), [(3, "device"), (3, "cpu"), (NUM_EXPERTS, "device")])
+@pytest.mark.parametrize(
+    ("slots", "misses"), [(3, "device"), (3, "all-on-cpu"), (NUM_EXPERTS, "device")]
+)
 def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
     checkpoint, slots, misses
 ):

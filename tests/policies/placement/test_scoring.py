@@ -65,6 +65,15 @@ def test_rows_of_tokens_that_stay():
     assert score.staying_rows == pytest.approx((hops + begins + others) / 6)
 
 
+def test_a_token_without_a_first_choice_stays_where_it_is():
+    """From device 1 to 1 by way of a layer without a choice; the other token never has one."""
+    ids = np.array([[[1, 0], [-1, 1], [1, 1]], [[-1, -1], [-1, -1], [-1, -1]]])
+    placement = Placement(expert_of_slot=np.arange(6).reshape(3, 2) % 2, num_experts=2, num_gpus=2)
+    score = score_placement(placement, ids, Devices(num_nodes=1, gpus_per_node=2))
+    begins, others = 1 / 2, 2 * 1
+    assert score.staying_rows == pytest.approx((begins + others) / 2), "two first choices"
+
+
 def test_primary_hops_look_at_first_choices():
     ids = np.array([[[0, 3], [1, 0]], [[2, 0], [0, 1]]])
     devices = Devices(num_nodes=1, gpus_per_node=2)
