@@ -215,7 +215,16 @@ INPUTS = {
 }
 FILES_THAT_ARE_READ = {
     *("--api-keys", "--config", "--from", "--golden", "--machine", "--placement", "--prompt-file"),
-    *("--adapter", "--image", "--lora-from", "--prompts", "--routing", "--text", "--train"),
+    *(
+        "--adapter",
+        "--arrivals",
+        "--image",
+        "--lora-from",
+        "--prompts",
+        "--routing",
+        "--text",
+        "--train",
+    ),
 }
 SCRATCH = {"--storage-dir"}
 """Folders for files that have gone when the command ends, under names that nothing else has."""

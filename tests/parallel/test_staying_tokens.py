@@ -7,7 +7,7 @@ from staying import WIDTH, model_of, spread
 from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.research.staying_tokens import hidden_states
 
-PLACES = [[[0, 3, 5], [1, 2, -1], [4, -1, -1]], [[2, 4], [1, 3], [0, 5]], [[5, 1], [0, 2], [3, 4]]]
+HOLDERS = [[[0, 3, 5], [1, 2, -1], [4, -1, -1]], [[2, 4], [1, 3], [0, 5]], [[5, 1], [0, 2], [3, 4]]]
 ROW = WIDTH * 8
 
 
@@ -31,11 +31,13 @@ def test_tokens_that_stay_become_what_they_do_at_home(stays, ids, ranks):
     model = model_of()
     chosen_LTK = routed(model, ids)
     expected = model.hidden_states(ids)
-    found = ranks(3).run(spread, ids, PLACES, stays)
+    found = ranks(3).run(spread, ids, HOLDERS, stays)
     for states, _ in found:
         torch.testing.assert_close(states, expected, rtol=1e-10, atol=1e-12)
     moved, implied, context = (sum(counts) for counts in zip(*(c for _, c in found), strict=True))
-    rank_of = [{expert: rank for rank, held in enumerate(own) for expert in held} for own in PLACES]
+    rank_of = [
+        {expert: rank for rank, held in enumerate(own) for expert in held} for own in HOLDERS
+    ]
     hops = others = 0
     for token in range(21):
         here = token * 3 // 21
