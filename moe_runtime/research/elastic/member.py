@@ -356,8 +356,8 @@ class RankReport:
     @classmethod
     def read(cls, value: dict[str, Any]) -> RankReport:
         """Of what JSON made of it."""
-        tokens = {int(number): told for number, told in value["tokens"].items()}
-        return cls(**value | {"tokens": tokens})
+        value["tokens"] = {int(number): told for number, told in value["tokens"].items()}
+        return cls(**value)
 
 
 POLL_S = 0.02
