@@ -4,15 +4,15 @@ Legend in ``prediction.base``; M remembered tokens, F features, C width of the n
 """
 
 import ctypes
-import functools
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from moe_runtime.policies.eviction.base import Maker, Setting
-from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
+from moe_runtime.policies.eviction.compiled import library
 from moe_runtime.policies.eviction.learned import Scored, Scorer
 from moe_runtime.policies.eviction.reuse_network import (
     DISCOUNT,
@@ -36,7 +36,6 @@ from moe_runtime.policies.prediction.estimator import State, take_array
 
 _WEIGHT_MEMORY = 0.95
 _PRIOR_STRENGTH = 30.0
-VERSION = 1  # of what ``reuse.c`` exports
 LEAST_TOKENS = 1000
 """Fewest tokens worth training on."""
 _NUM_FEATURES = len(USE_DECAYS) + 6
@@ -75,7 +74,7 @@ def maker_of(estimator: Scorer) -> Maker:
 
 def new_estimator(shape: Shape) -> "ReuseEstimator | CompiledReuse":
     """An estimator that knows nothing; the compiled one, if there is one."""
-    return ReuseEstimator(shape) if _library() is None else CompiledReuse(shape)
+    return ReuseEstimator(shape) if library() is None else CompiledReuse(shape)
 
 
 def teach(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> bool:
@@ -419,14 +418,12 @@ class CompiledReuse:
     def __init__(
         self, shape: Shape, *, memory: int = REMEMBERED_TOKENS, learn_every: int = 4
     ) -> None:
-        library = _library()
-        assert library is not None, "is asked for only where it was built"
-        self._shape, self._library = shape, library
+        self._shape, self._library = shape, library()
         self._sizes = (shape.num_layers, shape.num_experts, shape.top_k, memory, learn_every)
         self._network: ReuseNetwork | None = None
         self._scores: list[list[float] | None] = [None] * shape.num_layers
         self._num_tokens = 0  # of the running step
-        self._state = _State(library, self._sizes)
+        self._state = _State(self._library, self._sizes)
         self._begin(*_prior(_NUM_FEATURES))
 
     def observe(self, event: Event) -> None:
@@ -514,7 +511,7 @@ class CompiledReuse:
 class _State:
     """The memory of a C estimator, freed with this object."""
 
-    def __init__(self, library: ctypes.CDLL, sizes: tuple[int, ...]) -> None:
+    def __init__(self, library: Any, sizes: tuple[int, ...]) -> None:
         self._free = library.moe_reuse_free
         self.at = library.moe_reuse_new(*sizes)
         if not self.at:
@@ -523,30 +520,3 @@ class _State:
     def __del__(self) -> None:
         if getattr(self, "at", None):
             self._free(self.at)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The C estimator; None where it was not built."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-        version = library.moe_reuse_version()
-    except (OSError, AttributeError):
-        return None
-    if version != VERSION:
-        return None
-    pointer, number, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    for name, result, arguments in (
-        ("new", pointer, [number] * 5),
-        ("free", None, [pointer]),
-        ("begin", ctypes.c_int, [pointer, pointer, pointer, number]),
-        ("route", None, [pointer, number, pointer, pointer, number, number]),
-        ("finish", None, [pointer, long]),
-        ("scores", ctypes.POINTER(ctypes.c_float), [pointer, number]),
-        ("num_learned", long, [pointer]),
-        ("array", pointer, [pointer, ctypes.c_int]),
-        ("take_network", ctypes.c_int, [pointer, number, pointer, pointer, pointer, pointer]),
-    ):
-        function = getattr(library, f"moe_reuse_{name}")
-        function.restype, function.argtypes = result, arguments
-    return library

@@ -5,11 +5,11 @@ variants (``combined``) or known tokens (``path-network``), S sources, D embeddi
 """
 
 import ctypes
-import functools
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from moe_runtime.policies.eviction.compiled import library
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.estimator import (
     Contexts,
@@ -338,17 +338,17 @@ class Combination(TokenEvidence):
     def guess(
         self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        library = _library()
-        if library is None or not self.keeps_memo(contexts):
+        compiled = library()
+        if compiled is None or not self.keeps_memo(contexts):
             return super().guess(contexts, now, layers, width, least)
         known = contexts.memo.get("compiled")
         if known is None:
-            known = contexts.memo["compiled"] = self._compiled_tokens(library, contexts)
+            known = contexts.memo["compiled"] = self._compiled_tokens(compiled, contexts)
         asked = (now, layers.start, len(layers), width, least)
-        number = library.moe_combined_guess(known.at, *asked)
+        number = compiled.moe_combined_guess(known.at, *asked)
         return known.best_experts[:number], known.best_chances[:number]
 
-    def _compiled_tokens(self, library: ctypes.CDLL, contexts: Contexts) -> "_Tokens":
+    def _compiled_tokens(self, compiled: Any, contexts: Contexts) -> "_Tokens":
         shape, tables = self.shape, (self.of_token, self.after_token)
         rows_2B = (
             self.of_token.rows_of(contexts.token_ids),
@@ -367,7 +367,7 @@ class Combination(TokenEvidence):
                 is_known = number >= 0
                 seen += [table.visits_VLE[number].ctypes.data if is_known else None]
                 seen += [float(table.counts_V[number]) if is_known else 0.0]
-            library.moe_combined_token(
+            compiled.moe_combined_token(
                 *(NUM_VARIANTS, shape.num_layers, shape.num_experts, shape.top_k, *learned, *seen),
                 *(int(contexts.num_tokens[row]), *(array[row].ctypes.data for array in known)),
                 logits[row].ctypes.data,
@@ -455,31 +455,6 @@ class _Tokens(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("num_tokens", "num_variants", "num_layers")],
         *[(name, ctypes.c_int32) for name in ("num_experts", "top_k", "path_free")],
     ]
-
-
-_VERSION = 2  # of what ``combined.c`` exports. A library left from another version is not used.
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled estimates; None where they were not built."""
-    from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
-
-    try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-        version = library.moe_combined_version()
-    except (OSError, AttributeError):
-        return None
-    if version != _VERSION:
-        return None
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-    library.moe_combined_token.restype = None
-    library.moe_combined_token.argtypes = [
-        *([number] * 4 + [pointer] * 3 + [pointer, real] * 2),
-        *([ctypes.c_int64] + [pointer] * 5),
-    ]
-    library.moe_combined_guess.argtypes = [pointer, *[number] * 4, real]
-    return library
 
 
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:

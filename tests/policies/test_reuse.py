@@ -18,7 +18,7 @@ from moe_runtime.policies.prediction.base import (
 
 SHAPE = Shape(num_layers=3, num_experts=13, top_k=2)
 
-needs_compiled = pytest.mark.skipif(reuse._library() is None, reason="reuse.c was not built")
+needs_compiled = pytest.mark.skipif(reuse.library() is None, reason="reuse.c was not built")
 
 
 def drawn_network(shape: Shape, seed: int) -> ReuseNetwork:

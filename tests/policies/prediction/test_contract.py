@@ -85,7 +85,7 @@ def test_rows_do_not_influence_each_other(name):
         np.testing.assert_allclose(alone[0], together[row], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(trained._library() is None, reason="combined.c was not built")
+@pytest.mark.skipif(trained.library() is None, reason="combined.c was not built")
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(4, 5), slice(0, 8)])
 def test_the_compiled_combination_guesses_what_its_numpy_form_does(monkeypatch, rows):
     """Also of tokens that no table knows, unused places of paths, and the next tokens."""
@@ -102,7 +102,7 @@ def test_the_compiled_combination_guesses_what_its_numpy_form_does(monkeypatch, 
         for now, at in asked
     ]
     compiled = [estimator.guess(*one, 7) for one in asked]
-    monkeypatch.setattr(trained, "_library", lambda: None)
+    monkeypatch.setattr(trained, "library", lambda: None)
     for one, (experts, chances) in zip(asked, compiled, strict=True):
         plain = dict(zip(*estimator.guess(*one, SHAPE.num_experts), strict=True))
         assert len({*experts}) == len(experts) == 7 * len(one[2])
