@@ -91,24 +91,22 @@ class SequenceState:
 
 def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
     """The contexts of all tokens, in order, with their whole paths; ``max_rows`` at once."""
-    chunk, size = _empty(routes.shape, max_rows), 0
+    rows: list[dict[str, np.ndarray]] = []
     for sequence in range(routes.num_sequences):
-        state = SequenceState(routes.shape)
-        rows = routes.tokens_of(sequence)
-        for token in range(rows.start, rows.stop):
+        state, tokens = SequenceState(routes.shape), routes.tokens_of(sequence)
+        for token in range(tokens.start, tokens.stop):
             token_id = int(routes.token_ids[token])
-            for name, value in state.row(token_id).items():
-                getattr(chunk, name)[size] = value
-            size += 1
+            rows.append({name: np.copy(value) for name, value in state.row(token_id).items()})
             state.append(token_id, routes.expert_ids[token])
-            if size == max_rows or token + 1 == routes.num_tokens:
-                taken = slice(token + 1 - size, token + 1)
-                chunk.path, chunk.path_weights = (
-                    routes.expert_ids[taken],
-                    routes.gate_weights[taken],
+            if len(rows) == max_rows or token + 1 == routes.num_tokens:
+                taken = slice(token + 1 - len(rows), token + 1)
+                yield Contexts(
+                    shape=routes.shape,
+                    path=routes.expert_ids[taken],
+                    path_weights=routes.gate_weights[taken],
+                    **{name: np.array([row[name] for row in rows]) for name in rows[0]},
                 )
-                yield chunk.rows(slice(size))
-                chunk, size = _empty(routes.shape, max_rows), 0
+                rows = []
 
 
 def stack_states(
@@ -121,22 +119,6 @@ def stack_states(
         for name, value in rows[0].items()
     }
     return Contexts(shape=states[0].shape, path=path, path_weights=path_weights, **columns)
-
-
-def _empty(shape: Shape, num_rows: int) -> Contexts:
-    experts, paths = (shape.num_layers, shape.num_experts), (shape.num_layers, shape.top_k)
-    return Contexts(
-        shape=shape,
-        token_ids=np.empty(num_rows, np.int64),
-        previous_token_ids=np.empty(num_rows, np.int64),
-        num_tokens=np.empty(num_rows, np.int64),
-        path=np.empty((0, *paths), np.int64),
-        path_weights=np.empty((0, *paths), np.float32),
-        previous=np.empty((num_rows, *paths), np.int64),
-        recalled=np.empty((num_rows, *paths), np.int64),
-        counts=np.empty((num_rows, *experts), np.float32),
-        recent=np.empty((num_rows, len(RECENT_RATES), *experts), np.float32),
-    )
 
 
 State = Mapping[str, np.ndarray]
