@@ -666,8 +666,11 @@ class ExpertStore(Generic[W]):
             self._monitor.notify_all()
 
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
-        """Returns a free slot, or that of a streamed expert, or that of the policy's victim; the
-        last without ``keep`` only while streaming has slots left. None if nothing can be evicted."""
+        """Takes a free slot, or that of a streamed expert, or that of the policy's victim.
+
+        Without ``keep`` there is a victim only while streaming has slots left. Returns None if
+        nothing can be evicted.
+        """
         if self._free:
             return self._free.pop()
         victim, idle = None, list[ExpertKey]()
