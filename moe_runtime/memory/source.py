@@ -477,8 +477,8 @@ class TensorRange:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> TensorRange:
-        """A view of the tensor ``name`` of a file. Raises CheckpointError: its offset is no multiple
-        of the elements' size."""
+        """A view of the tensor ``name`` of a file; raises CheckpointError for an offset that is no
+        multiple of the elements' size."""
         if offset % dtype.itemsize:
             raise CheckpointError(
                 f"{file}: {name} starts at byte {offset}, which is no multiple of its "

@@ -1,6 +1,5 @@
 """Two tiers over reads that end when a test says so: what is demanded waits for nothing else."""
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,31 +152,14 @@ def test_reads_that_wait_when_the_tiers_close_end_with_an_error():
     tiers.host.check()
 
 
-@pytest.mark.usefixtures("few_objects_to_collect")
 def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers):
     fetcher = tiers.device._fetcher
     tiers.disk.close()  # nothing is read any more
     tiers.device.read_ahead([K(0, 0)])
     entries = tiers.device._entries  # another thread drops from it meanwhile
     until(lambda: not any(fetcher.is_under_way(e.read) for e in [*entries.values()]))
-    tiers.host.check()  # an operation, before which the failed one is forgotten
-    until(lambda: not reads_of_nobody(tiers))  # the other thread may still be in the call
-
-
-def reads_of_nobody(tiers: Tiers) -> list[Transfer]:
-    """Reads that something still holds though no tier has an entry for them."""
-    entries = [*tiers.device._entries.values(), *tiers.host._entries.values()]
-    known = {id(entry.read) for entry in entries}
-    gc.collect()
-    return [one for one in gc.get_objects() if type(one) is Transfer and id(one) not in known]
-
-
-@pytest.fixture
-def few_objects_to_collect() -> Iterator[None]:
-    """What the tests before left in the process is not gone through by each collection."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    until(lambda: K(0, 0) not in entries)
+    tiers.host.check()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
