@@ -14,6 +14,7 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
+from moe_runtime.policies.eviction.compiled import rule_of
 from moe_runtime.policies.prediction import Shape, TrackedPredictor, make_estimator
 from moe_runtime.types import ExpertKey
 
@@ -174,7 +175,7 @@ def test_a_subclass_is_replayed_by_its_own_methods():
     class Mine(LRU):
         pass
 
-    assert LRU().replay_rule is not None
-    assert Mine().replay_rule is None
-    assert LayerShares(LRU, [1, 1]).replay_rule == LRU().replay_rule
-    assert LayerShares(Mine, [1, 1]).replay_rule is None
+    assert rule_of(LRU()) is not None
+    assert rule_of(Mine()) is None
+    assert rule_of(LayerShares(LRU, [1, 1])) == rule_of(LRU())
+    assert rule_of(LayerShares(Mine, [1, 1])) is None
