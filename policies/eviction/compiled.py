@@ -44,18 +44,24 @@ _SIGNATURES: Mapping[str, tuple[Any, Sequence[Any]]] = {
     "combined_guess": (_INT, [_POINTER, *[_INT] * 4, ctypes.c_float]),
 }
 
-_CODES: Mapping[type, int] = {
-    kind: code
-    for code, kind in enumerate(
-        (
-            *(classic.LRU, classic.LFU, classic.SLRU, classic.SIEVE, classic.StaticPopularity),
-            *(classic.Belady, classic.BeladyBypass, classic.AgingLFU, classic.LFRU, classic.GDSF),
-            *(classic.LeastExpectedCost, learned.RecentScores, learned.ExpertBuffering),
-            classic.RandomChoice,
-        )
-    )
+RULES: Mapping[str, type] = {
+    "lru": classic.LRU,
+    "lfu": classic.LFU,
+    "slru": classic.SLRU,
+    "sieve": classic.SIEVE,
+    "static": classic.StaticPopularity,
+    "belady": classic.Belady,
+    "belady-bypass": classic.BeladyBypass,
+    "lfu-aging": classic.AgingLFU,
+    "lfru": classic.LFRU,
+    "gdsf": classic.GDSF,
+    "lec": classic.LeastExpectedCost,
+    "mrs": learned.RecentScores,
+    "expert-buffering": learned.ExpertBuffering,
+    "random": classic.RandomChoice,
 }
-"""The codes of ``replay_loop.c``. A subclass has none, since it may do something else."""
+"""Classes whose rule ``replay_loop.c`` knows, in the order of its codes; no subclasses."""
+_CODES = {kind: code for code, kind in enumerate(RULES.values())}
 
 
 @dataclass(frozen=True, slots=True)
