@@ -200,6 +200,9 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self.watchers = [one for one in watchers.values() if one is not None]
         self.watcher = self if self.watchers else None
 
+    def __bool__(self) -> bool:
+        return True  # also without keys
+
     def observe(self, event: Event) -> None:
         for watcher in self.watchers:
             watcher.observe(event)

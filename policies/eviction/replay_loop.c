@@ -32,7 +32,7 @@ typedef struct {
 typedef struct {
     int32_t num_keys, num_slots, num_held, num_protected, hand;
     int32_t *held;   /* [num_held] keys; SIEVE: the oldest first, others: in any order */
-    int32_t *place;  /* of a key in `held`, or NOT_HELD */
+    int32_t *place;  /* of a key in `held`, or NOT_HELD; SIEVE: its place when it came */
     uint8_t *in_use; /* by the event that is served */
     uint8_t *marked; /* SIEVE: used since the hand passed; SLRU: protected */
     double *worth;   /* the least is evicted; MRS, ageing: also of keys that are not held */
@@ -141,7 +141,7 @@ static int32_t evict(cache *c, const settings *s) {
     int32_t key = s->rule == SIEVE    ? sieve_victim(c)
                   : s->rule == RANDOM ? random_victim(c)
                                       : least_worth(c, s->rule);
-    int32_t place = c->place[key], last = c->held[--c->num_held];
+    int32_t place = s->rule == SIEVE ? c->hand : c->place[key], last = c->held[--c->num_held];
     c->place[key] = NOT_HELD;
     if (s->rule == SIEVE) {
         memmove(c->held + place, c->held + place + 1, sizeof *c->held * (c->num_held - place));
