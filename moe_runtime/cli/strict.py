@@ -64,7 +64,8 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
         if fields is None:
             parameters.append(_with_help(param, hints[param.name], helps))
             continue
-        kinds, helps_of_group = get_type_hints(fields, include_extras=True), _helps(fields)[1]
+        kinds = get_type_hints(fields, include_extras=True)
+        helps_of_group = {n: text for kind in fields.__mro__ for n, text in _helps(kind)[1].items()}
         for field in dataclasses.fields(fields):
             is_needed = field.default is dataclasses.MISSING
             default = inspect.Parameter.empty if is_needed else field.default

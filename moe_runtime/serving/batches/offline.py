@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -43,8 +42,9 @@ from moe_runtime.serving.requests import (
 BEGINNING = '{"id": "batch_req_'
 
 
-class AnswerFile:
-    """Answers by request id, in the order in which they come until `finish` sorts them.
+class AnswerFile(contextlib.AbstractContextManager["AnswerFile"]):
+    """A file with a line of JSON for each answer, by request id, in the order in which they come
+    until `finish` sorts them.
 
     A context manager that leaves whole lines, however it ends.
 
@@ -57,8 +57,7 @@ class AnswerFile:
         self._path = path
         self._asked = asked
         self._end = 0
-        # where each answer lies: its first byte and the one after its last
-        self._places: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # of each answer: first byte and end
         self._failed: set[int] = set()
         self._place = place_of(path)
         self._is_new = not self._place.exists()
@@ -73,8 +72,7 @@ class AnswerFile:
         return frozenset(self._places.keys() - self._failed)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Writes a line, whole or not at all. One with an ``error`` is answered again in a later
-        run."""
+        """Writes a line, whole or not at all. A later run asks again if it has an ``error``."""
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode()
         assert line.startswith(BEGINNING.encode())
         with named_file(self._path):
@@ -97,15 +95,7 @@ class AnswerFile:
             for start, end in places:
                 file.write(os.pread(self._file.fileno(), end - start, start))
 
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._cut()
             if self._is_new and not self._end:
@@ -129,22 +119,26 @@ class AnswerFile:
             is_whole = line.endswith(b"\n")
             if not is_whole and line[: len(BEGINNING)] == BEGINNING.encode()[: len(line)]:
                 break  # the process that wrote it was killed
-            record = _record_of(line)
-            if record is None and line.startswith(BEGINNING.encode()):
-                raise CheckpointError(
-                    f"{self._path}, line {number}: is an answer that was cut short; remove this "
-                    "line, and the same command answers its request again"
+            record = None
+            if is_ours := line.startswith(BEGINNING.encode()):
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+            problem = None
+            if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+                problem = (
+                    "is an answer that was cut short; remove this line, and the same command "
+                    "answers its request again"
+                    if is_ours
+                    else "is no answer of this command, so nothing here is touched; give another "
+                    "--output"
                 )
-            if record is None or not is_whole:
-                raise CheckpointError(
-                    f"{self._path}, line {number}: is no answer of this command, so nothing here "
-                    "is touched; give another --output"
+            elif record["id"] not in self._asked:
+                problem = (
+                    "answers something else than these prompts with this model and these options; "
+                    "give another --output"
                 )
-            if record["id"] not in self._asked:
-                raise CheckpointError(
-                    f"{self._path}, line {number}: answers something else than these prompts with "
-                    "this model and these options; give another --output"
-                )
+            if problem is not None:
+                raise CheckpointError(f"{self._path}, line {number}: {problem}")
             self._note(record, len(line))
 
 
@@ -164,24 +158,13 @@ def _open(place: Path) -> IO[bytes]:
     return file
 
 
-def _record_of(line: bytes) -> dict[str, Any] | None:
-    if not line.startswith(BEGINNING.encode()):
-        return None
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
-
-
 News = queue.SimpleQueue[int | Mapping[int, GenerationRequest] | None]
-"""What a batch waits for: a request's number as it has an event, more requests, None as their end.
-"""
+"""Wakes a batch: the number of a request that has an event, more requests, or None as their end."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request; ``token_ids`` include the one that ended the answer."""
+    """An answer to a request; ``token_ids`` include the one that ended it."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -212,12 +195,11 @@ def answer_all(
 
     Args:
         requests: by number; each fits into the memory that the model was loaded for.
-        on_token: called with each new token, in the caller's thread; gives whether it ends its
+        on_token: called with each new token, in the caller's thread; returns whether it ends the
             answer.
         on_answer: called once for each request, in the caller's thread.
-        whole: gives a request as the engine gets it, with what only those under way have in memory.
-        news: further requests to answer, which other threads put there while this runs; it ends
-            after None.
+        whole: makes the request that the engine gets, such as one with its pictures' tensors.
+        news: other threads put further requests there while this runs, and None at the end.
 
     Raises:
         RankFailureError: another process of a divided model died or stalled; unfinished requests
@@ -234,7 +216,7 @@ def answer_all(
 
 
 def batch_options(options: EngineOptions) -> EngineOptions:
-    """With all that may be open the engine's at once."""
+    """Options of an engine whose queue takes all requests that are open at a time."""
     most_open = max(options.most_waiting, options.most_running)
     return dataclasses.replace(options, most_waiting=most_open)
 
@@ -261,8 +243,8 @@ def tokens_of(request: GenerationRequest) -> int:
 class _Open:
     """A request that has not ended.
 
-    The engine's thread appends events. The caller's takes them one by one; Ctrl-C may come between
-    any two instructions, so ``is_taking`` marks one that may be in the answer by half.
+    The engine's thread appends events, the caller's takes them one by one. Ctrl-C may come between
+    any two instructions: ``is_taking`` says that the answer may have half an event.
     """
 
     answer: Answer = field(default_factory=Answer)
@@ -308,8 +290,7 @@ class _Flow:
                 self._ready.extend(order_of_work(news or {}))
 
     def take_the_rest(self) -> None:
-        """Reports answers that ended before the engine did, but for one that an interrupt left by
-        half."""
+        """Reports answers that ended before the engine did, except one with half an event."""
         for number, request in list(self._open.items()):
             if request.is_taking or not request.events:
                 continue
@@ -318,12 +299,12 @@ class _Flow:
                 self._take(number)
 
     def _is_cut_off(self, last: Finished) -> bool:
-        """Whether the engine ended, and not the answer."""
+        """Whether the engine ended before the answer did."""
         has_failed = self._engine is not None and self._engine.failure is not None
         return last.reason == "cancelled" or (has_failed and last.reason == "error")
 
     def _fits(self, number: int, capacity: int) -> bool:
-        """Whether it can go on to its end without taking room from others."""
+        """Whether a request can run to its end without taking room from others."""
         needed = rounded_up(tokens_of(self._requests[number]))
         is_room = len(self._open) < self._most_open and self._open_tokens + needed <= capacity
         return is_room or not self._open
@@ -340,7 +321,7 @@ class _Flow:
         opened.handle = engine.submit(request, hear)
 
     def _take(self, number: int) -> None:
-        """Takes all events of a request; none if its answer was over before the engine knew."""
+        """Takes all events of a request; none if its answer is over."""
         while (request := self._open.get(number)) and request.num_taken < len(request.events):
             request.is_taking = True
             self._take_event(number, request, request.events[request.num_taken])
@@ -368,6 +349,6 @@ class _Flow:
             answer.message = event.problem if event.reason == "error" else None
         if answer.reason is not None:
             del self._open[number]
-            request.handle = None  # which leads here again
+            request.handle = None  # breaks a cycle
             self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
             self._on_answer(number, answer)
