@@ -158,8 +158,8 @@ def _open(place: Path) -> IO[bytes]:
     return file
 
 
-News = queue.SimpleQueue[int | Mapping[int, GenerationRequest] | None]
-"""Wakes a batch: the number of a request that has an event, more requests, or None as their end."""
+News = queue.SimpleQueue[tuple[int, Event] | Mapping[int, GenerationRequest] | None]
+"""Input of a batch: events of requests by number, more requests, and None as their end."""
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ def answer_all(
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
-    An early end, Ctrl-C too, cancels unfinished requests; finished ones are reported first.
+    An error or Ctrl-C cancels unfinished requests.
 
     Args:
         requests: by number; each fits into the memory that the model was loaded for.
@@ -206,12 +206,8 @@ def answer_all(
             are not reported.
     """
     options = batch_options(options)
-    with contextlib.ExitStack() as stack:
-        flow = _Flow(requests, options, on_token, on_answer, whole, news)
-        # after the engine's end: its last events
-        stack.callback(flow.take_the_rest)
-        engine = stack.enter_context(Engine(model, options))
-        flow.run(engine)
+    with Engine(model, options) as engine:
+        _Flow(engine, requests, options, on_token, on_answer, whole, news).run()
         return engine.statistics()
 
 
@@ -239,24 +235,12 @@ def tokens_of(request: GenerationRequest) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended.
-
-    The engine's thread appends events, the caller's takes them one by one. Ctrl-C may come between
-    any two instructions: ``is_taking`` says that the answer may have half an event.
-    """
-
-    answer: Answer = field(default_factory=Answer)
-    events: list[Event] = field(default_factory=list)
-    num_taken: int = 0
-    is_taking: bool = False
-    handle: EngineHandle | None = None
-
-
 class _Flow:
+    """Submits requests as they have room, and takes their events."""
+
     def __init__(
         self,
+        engine: Engine,
         requests: Mapping[int, GenerationRequest],
         options: EngineOptions,
         on_token: Callable[[int, NewToken], bool],
@@ -264,44 +248,29 @@ class _Flow:
         whole: Callable[[int], GenerationRequest] | None,
         news: News | None,
     ) -> None:
+        self._engine, self._most_open = engine, options.most_waiting
         self._requests = dict(requests)
         self._whole = whole or self._requests.__getitem__
-        self._most_open = options.most_waiting
         self._on_token, self._on_answer = on_token, on_answer
         self._ready = deque(order_of_work(requests))
         self._news: News = queue.SimpleQueue() if news is None else news
         self._is_fed = news is not None
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, tuple[Answer, EngineHandle]] = {}
         self._open_tokens = 0
-        self._engine: Engine | None = None
 
-    def run(self, engine: Engine) -> None:
-        self._engine = engine
-        capacity = engine.statistics().kv_capacity
+    def run(self) -> None:
+        capacity = self._engine.statistics().kv_capacity
         while self._ready or self._open or self._is_fed:
             while self._ready and self._fits(self._ready[0], capacity):
-                self._submit(engine, self._ready.popleft())
+                self._submit(self._ready.popleft())
             news = self._news.get()
-            if isinstance(news, int):
-                self._take(news)
+            if isinstance(news, tuple):
+                if news[0] in self._open:  # the answer may be over before its last events
+                    self._take(*news)
             else:
                 self._is_fed = news is not None
                 self._requests.update(news or {})
                 self._ready.extend(order_of_work(news or {}))
-
-    def take_the_rest(self) -> None:
-        """Reports answers that ended before the engine did, except one with half an event."""
-        for number, request in list(self._open.items()):
-            if request.is_taking or not request.events:
-                continue
-            last = request.events[-1]
-            if isinstance(last, Finished) and not self._is_cut_off(last):
-                self._take(number)
-
-    def _is_cut_off(self, last: Finished) -> bool:
-        """Whether the engine ended before the answer did."""
-        has_failed = self._engine is not None and self._engine.failure is not None
-        return last.reason == "cancelled" or (has_failed and last.reason == "error")
 
     def _fits(self, number: int, capacity: int) -> bool:
         """Whether a request can run to its end without taking room from others."""
@@ -309,46 +278,30 @@ class _Flow:
         is_room = len(self._open) < self._most_open and self._open_tokens + needed <= capacity
         return is_room or not self._open
 
-    def _submit(self, engine: Engine, number: int) -> None:
+    def _submit(self, number: int) -> None:
         request = self._whole(number)
-        self._open[number] = opened = _Open()
         self._open_tokens += rounded_up(tokens_of(request))
+        handle = self._engine.submit(request, lambda event: self._news.put((number, event)))
+        self._open[number] = Answer(), handle
 
-        def hear(event: Event) -> None:
-            opened.events.append(event)
-            self._news.put(number)
-
-        opened.handle = engine.submit(request, hear)
-
-    def _take(self, number: int) -> None:
-        """Takes all events of a request; none if its answer is over."""
-        while (request := self._open.get(number)) and request.num_taken < len(request.events):
-            request.is_taking = True
-            self._take_event(number, request, request.events[request.num_taken])
-            request.num_taken += 1
-            request.is_taking = False
-
-    def _take_event(self, number: int, request: _Open, event: Event) -> None:
-        answer = request.answer
+    def _take(self, number: int, event: Event) -> None:
+        answer, handle = self._open[number]
+        if isinstance(event, PromptRead | NewToken) and event.routing is not None:
+            answer.routing.append(event.routing)
         if isinstance(event, PromptRead):
             answer.cached_tokens = event.cached_tokens
-            answer.routing += [] if event.routing is None else [event.routing]
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
-            answer.routing += [] if event.routing is None else [event.routing]
             if self._on_token(number, event):
-                assert request.handle is not None
-                request.handle.cancel()
+                handle.cancel()
                 answer.reason = "stop"
         elif isinstance(event, Finished):
-            if self._is_cut_off(event):
-                assert self._engine is not None
-                closed = EngineClosedError(event.message or "the engine was closed")
-                raise self._engine.failure or closed
+            failure = self._engine.failure
+            if event.reason == "cancelled" or (failure is not None and event.reason == "error"):
+                raise failure or EngineClosedError(event.message or "the engine was closed")
             answer.reason = event.reason
             answer.message = event.problem if event.reason == "error" else None
         if answer.reason is not None:
             del self._open[number]
-            request.handle = None  # breaks a cycle
             self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
             self._on_answer(number, answer)
