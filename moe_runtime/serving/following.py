@@ -25,7 +25,7 @@ def follow(model: Any, **options: Any) -> None:
     Raises:
         RankFailureError: another process died, stalled, or does something else.
     """
-    with Follower(model, **options) as engine:
+    with (engine := Follower(model, **options)):
         engine.join()
 
 

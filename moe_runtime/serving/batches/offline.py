@@ -123,23 +123,23 @@ class AnswerFile(contextlib.AbstractContextManager["AnswerFile"]):
             if is_ours := line.startswith(BEGINNING.encode()):
                 with contextlib.suppress(ValueError, RecursionError):
                     record = json.loads(line)
-            problem = None
-            if not isinstance(record, dict) or not isinstance(record.get("id"), str):
-                problem = (
-                    "is an answer that was cut short; remove this line, and the same command "
-                    "answers its request again"
-                    if is_ours
-                    else "is no answer of this command, so nothing here is touched; give another "
-                    "--output"
-                )
-            elif record["id"] not in self._asked:
+            if isinstance(record, dict) and isinstance(record.get("id"), str):
                 problem = (
                     "answers something else than these prompts with this model and these options; "
                     "give another --output"
                 )
-            if problem is not None:
-                raise CheckpointError(f"{self._path}, line {number}: {problem}")
-            self._note(record, len(line))
+                if record["id"] in self._asked:
+                    self._note(record, len(line))
+                    continue
+            elif is_ours:
+                problem = (
+                    "is an answer that was cut short; remove this line, and the same command "
+                    "answers its request again"
+                )
+            else:
+                problem = "is no answer of this command, so nothing here is touched; give another "
+                problem += "--output"
+            raise CheckpointError(f"{self._path}, line {number}: {problem}")
 
 
 def _open(place: Path) -> IO[bytes]:
