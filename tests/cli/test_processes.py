@@ -136,7 +136,7 @@ def test_two_processes_serve_what_one_does(checkpoint, tmp_path):
         launch.close()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_server_names_the_process_that_died_to_its_clients(victim, checkpoint, tmp_path):
     launch, address = started_server(checkpoint, tmp_path)
     try:
@@ -161,6 +161,7 @@ def test_a_server_names_the_process_that_died_to_its_clients(victim, checkpoint,
         launch.close()
 
 
+@pytest.mark.long
 def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path):
     output = tmp_path / "out.jsonl"
     lines = [{"prompt": PROMPT, "max_tokens": 10 + 30 * number} for number in range(6)]
@@ -233,6 +234,7 @@ def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
     assert "--gpus starts a process for each GPU" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_torchrun_with_one_process_lacks_nothing(checkpoint, tmp_path):
     words = ["serve", str(checkpoint), "--dry-run", "--prefix-disk", "1MiB", *SMALL]
     launch = Launch([*words, "--port", "0"], 1, tmp_path)
@@ -339,7 +341,7 @@ def test_gpus_that_are_not_here(capsys, monkeypatch):
         assert f"--gpus {gpus}: expected two different GPUs or more" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launcher_itself(checkpoint):
     program = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "run"]
     words = [str(checkpoint), "-p", PROMPT, "-n", "20", "--processes", "2"]
@@ -404,6 +406,7 @@ def assert_trained_alike(found: Path, expected: Path) -> None:
                 assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
+@pytest.mark.long
 def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path):
     alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "four")
     assert train(alone, *FEW_STEPS) == 0
@@ -425,7 +428,11 @@ def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path):
     assert_trained_alike(path.parent / "out", alone.parent / "out")
 
 
-@pytest.mark.parametrize("more", [(), ("--steps", "0")], ids=["trained", "refused"])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param(("--steps", "0"), marks=pytest.mark.long)],
+    ids=["trained", "refused"],
+)
 def test_adapters_by_two_processes_are_told_of_once(more, tmp_path):
     model, text = checkpoint_of(MIXTRAL, tmp_path / "model"), write_text(tmp_path)
     words = ["finetune", str(model), str(text), "-o", str(tmp_path / "out"), "--lora", "2"]

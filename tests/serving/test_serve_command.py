@@ -176,6 +176,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(tmp_path, monkeypat
     assert "pip install 'moe-runtime[serve]'" in refused()
 
 
+@pytest.mark.long
 def test_a_later_server_finds_prefixes_and_responses_on_the_disk(tmp_path, monkeypatch):
     """A key finds its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
