@@ -36,7 +36,7 @@ ValueT = TypeVar("ValueT")
 
 _ERRORS = "moe/errors"
 _NEWEST = "moe/newest"
-# Collectives of ours have a limit of their own, which is shorter and names who is missing.
+# Our collectives have a shorter limit, and name the missing process.
 _BACKEND_LIMIT = timedelta(hours=6)
 _FIRST_SPEAKS = timedelta(seconds=1)
 _POLL_S = 0.01
@@ -144,7 +144,7 @@ def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
 
 @contextlib.contextmanager
 def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
-    """The group of the processes that `torchrun` started; None where it did not.
+    """The group of the processes that `torchrun` started; None without it.
 
     Within the block only the first process has a stdout and stderr.
 

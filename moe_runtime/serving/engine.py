@@ -84,7 +84,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     Attributes:
         most_request_tokens: tokens that a request may have, prompt and answer together.
-        failure: what ended the steps of several processes.
+        failure: the error that ended the steps of several processes.
     """
 
     _is_leading = True
@@ -246,7 +246,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._is_open
 
     def statistics(self) -> EngineStatistics:
-        """Counts so far; those of experts are of all processes: sums, and the longest times."""
+        """Counts so far. Counts of experts are sums over all processes, times the longest."""
         account, counts, plans = self._account, self._counts, self._plans
         if plans is not None:
             with self._changed:  # the others report when the last step is over

@@ -75,7 +75,7 @@ class ModelPasses:
     """Calls a model for sequences.
 
     A single sequence goes through the model as ``generate`` would send it. Several go together if
-    the model allows it: products and experts see the tokens of all, attention those of each.
+    the model allows it: products and experts see the tokens of all, attention the tokens of each.
 
     Attributes:
         most_exact: most sequences that get the same bits in a shared step as alone.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.cli.commands.run import load_tokenizer
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.strict import StrictCommand, argument, expanded, refuse_given
 from moe_runtime.config import nearest
@@ -232,7 +231,7 @@ def evaluate(
 def teach(
     ctx: typer.Context, model: options.Model, traces: Traces = None, as_json: options.Json = False
 ) -> None:
-    """Train the policy reuse, and a predictor for prefetching, for a model from what it routed.
+    """Train the policy reuse, and a predictor for prefetching, on a model's routing.
 
     Without traces it learns from the routing that runs of the model kept. It is compared with reuse
     without a network on the latest fifth, which it does not learn from. If it misses less, later
@@ -368,7 +367,9 @@ def _read_text(session: console.Session, model: str, text: Path, host_memory: st
     """Records the routing of a model that reads a text file window by window."""
     words = read_text(text)
     console.quiet_transformers(session)
-    tokenizer = load_tokenizer(model)
+    from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
+
+    tokenizer = load_tokenizer(find_checkpoint(model, weights=False))
     ids = tokenizer(words)["input_ids"]
     windows = [ids[at : at + WINDOW_TOKENS] for at in range(0, len(ids), WINDOW_TOKENS)]
     windows = [window for window in windows if len(window) == WINDOW_TOKENS]
