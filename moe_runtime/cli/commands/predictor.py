@@ -109,10 +109,8 @@ def show(as_json: options.Json = False) -> None:
     from moe_runtime.policies.prediction import PREDICTORS
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
-    if as_json:
-        console.print_json({"predictors": about})
-    else:
-        console.print_rows("predictors", list(about.items()), to_stderr=False)
+    facts = {"predictors": about} if as_json else about
+    console.print_facts("predictors", facts, as_json=as_json)
 
 
 def fit(
@@ -152,10 +150,7 @@ def fit(
         "tokens": routes.num_tokens,
         "sequences": routes.num_sequences,
     }
-    if as_json:
-        console.print_json(facts)
-    else:
-        console.print_rows("trained", [(k, str(v)) for k, v in facts.items()], to_stderr=False)
+    console.print_facts("trained", facts, as_json=as_json)
 
 
 def evaluate(
@@ -273,11 +268,9 @@ def teach(
         "recall": lesson.lesson.recall,
         "file": None if lesson.kept is None else str(lesson.kept),
     }
-    if as_json:
-        console.print_json(facts)
-        return
-    shown = {**facts, "file": facts["file"] or "none: it would miss no less than without"}
-    console.print_rows("taught", [(k, str(v)) for k, v in shown.items()], to_stderr=False)
+    if not as_json and lesson.kept is None:
+        facts["file"] = "none: it would miss no less than without"
+    console.print_facts("taught", facts, as_json=as_json)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
@@ -306,12 +299,9 @@ def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
 
 
 def _recall_json(recall: Any) -> dict[str, Any]:
-    means = {name: _finite(getattr(recall, name)) for name in ("mean_at_k", "mean_at_2k")}
-    means["mean_mass_at_2k"] = _finite(recall.mean_mass_at_2k)
-    by_layer = {
-        name: [*map(_finite, getattr(recall, name).tolist())]
-        for name in ("at_k", "at_2k", "mass_at_2k")
-    }
+    names = ("at_k", "at_2k", "mass_at_2k")
+    means = {f"mean_{name}": _finite(getattr(recall, f"mean_{name}")) for name in names}
+    by_layer = {name: [*map(_finite, getattr(recall, name).tolist())] for name in names}
     return {"distance": recall.distance, **means, **by_layer}
 
 
