@@ -128,11 +128,7 @@ def finetune(
         "model": model,
         "merge": merge,
         "export_dtype": export_dtype,
-        "run": {
-            **{name: ctx.params[name] for name in _OF_A_RUN},
-            "steps": steps or 1,
-            "log_every": 1,
-        },
+        "run": {name: ctx.params[name] for name in _OF_A_RUN},
         "data": {
             "sources": {"text": {"files": [*data], "held_out_files": [*(held_out or ())]}},
             "held_out_share": held_out_share,
