@@ -244,10 +244,10 @@ def _growing_layers() -> dict[type, type]:
 
         def give_back(self, num_tokens: int) -> None:
             """Removes the last tokens; `take_place` restores them until others are appended."""
-            kept = sys.maxsize
+            kept, layer = sys.maxsize, cast(Any, self)
             if self.is_sliding:
-                self.cumulative_length -= num_tokens
-                kept = self.sliding_window - 1
+                layer.cumulative_length -= num_tokens
+                kept = layer.sliding_window - 1
             self.keys = self.growing_keys.give_back(num_tokens, kept)
             self.values = self.growing_values.give_back(num_tokens, kept)
 
