@@ -197,7 +197,7 @@ def test_lora_adapts_the_experts():
 @pytest.mark.parametrize(
     ("gate", "backend"),
     [
-        ("group_limited_topk", "aot_eager"),
+        pytest.param("group_limited_topk", "aot_eager", marks=pytest.mark.long),
         pytest.param("moepp", "eager", marks=pytest.mark.long),
         pytest.param("switch", "eager", marks=pytest.mark.long),
         ("sinkhorn", "eager"),

@@ -379,12 +379,12 @@ def test_what_batches_leave_in_a_store_is_what_a_replay_keeps(name):
         tokens = routes.offsets[:-1] + number
         begins = StepBegins(sequences=np.arange(4), token_ids=routes.token_ids[tokens])
         store.observe(begins)
-        twin.watcher.observe(begins)
+        twin.observe(begins)
         for layer in range(SHAPE.num_layers):
             ids, gates = routes.expert_ids[tokens, layer], routes.gate_weights[tokens, layer]
             event = LayerRouted(layer=layer, expert_ids=ids, gate_weights=gates)
             store.observe(event)
-            twin.watcher.observe(event)
+            twin.observe(event)
             wanted = keys(layer, *by_wants(ids))
             if len(wanted) <= store.slots_of(layer):
                 continue  # may hold more than the share, where the replay has no slot to spare

@@ -79,13 +79,11 @@ def test_what_a_store_keeps_is_what_a_replay_keeps(name):
         found = decode(store, routes, number)
         token_ids = routes.token_ids[number : number + 1]
         begins = StepBegins(sequences=np.zeros(1, np.int64), token_ids=token_ids)
-        if twin.watcher:
-            twin.watcher.observe(begins)
+        twin.observe(begins)
         for layer in range(SHAPE.num_layers):
             ids, gates = routes.expert_ids[number, layer], routes.gate_weights[number, layer]
-            if twin.watcher:
-                event = LayerRouted(layer=layer, expert_ids=ids[None], gate_weights=gates[None])
-                twin.watcher.observe(event)
+            event = LayerRouted(layer=layer, expert_ids=ids[None], gate_weights=gates[None])
+            twin.observe(event)
             hits = twin.access([ExpertKey(layer, int(e)) for e in ids], 15)
             differing += hits != found[layer]
     # A store touches what it holds before it makes room, and settles group by group: where two
