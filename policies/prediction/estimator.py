@@ -100,12 +100,11 @@ def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
             state.append(token_id, routes.expert_ids[token])
             if len(rows) == max_rows or token + 1 == routes.num_tokens:
                 taken = slice(token + 1 - len(rows), token + 1)
-                yield Contexts(
-                    shape=routes.shape,
-                    path=routes.expert_ids[taken],
-                    path_weights=routes.gate_weights[taken],
-                    **{name: np.array([row[name] for row in rows]) for name in rows[0]},
-                )
+                columns: dict[str, Any] = {
+                    name: np.array([row[name] for row in rows]) for name in rows[0]
+                }
+                path, weights = routes.expert_ids[taken], routes.gate_weights[taken]
+                yield Contexts(shape=routes.shape, path=path, path_weights=weights, **columns)
                 rows = []
 
 
