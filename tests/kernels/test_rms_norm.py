@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from native_marks import NATIVE, needs_native
 
-from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import FORMS, rms_norm, rms_norm_reference
 from moe_runtime.kernels.rms_norm.op import add_rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
-IMPLS = ["reference", pytest.param("native", marks=needs_native), "triton"]
+IMPLS = ["reference", NATIVE, "triton"]
 
 
 def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
