@@ -24,11 +24,7 @@ from moe_runtime.kernels.token_sort import token_sort
 
 HAS_GPU = torch.cuda.is_available()
 SILU = ActivationSpec("silu")
-IMPLS = [
-    "triton",
-    "torch",
-    NATIVE,
-]
+IMPLS = ["triton", "torch", NATIVE]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
