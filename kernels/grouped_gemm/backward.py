@@ -265,7 +265,7 @@ def grouped_gemm_triton(
     bias_SN: Tensor | None,
     groups: Groups,
     inverse_R: Tensor | None,
-    moves: dict[str, bool],
+    moves: dict[str, Any],
     out: Tensor | None,
 ) -> Tensor:
     """`grouped_gemm` on a GPU, or in Triton's interpreter; `moves`: gathers and scatters."""

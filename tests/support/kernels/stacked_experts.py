@@ -134,9 +134,9 @@ def leaves(experts: Experts, dtype: torch.dtype, device: str = "cpu") -> Experts
 
 
 def run_layer(
-    impl: str,
+    impl: Any,
     dtype: torch.dtype,
-    experts: StackedExperts | PackedExperts,
+    experts: Any,
     x: Tensor,
     routing: tuple[Tensor, Tensor],
     **options: Any,
@@ -149,9 +149,8 @@ def run_layer(
     experts, (ids, weights) = leaves(experts, dtype, device), routing
     x = x.detach().to(device, dtype).requires_grad_()
     weights = weights.detach().to(device).requires_grad_()
-    out = expert_mlp(
-        x, ids.to(device), weights, experts, impl=impl, **{"activation": "silu"} | options
-    )
+    options = {"activation": "silu"} | options
+    out = expert_mlp(x, ids.to(device), weights, experts, impl=impl, **options)
     generator = torch.Generator().manual_seed(7)
     out.backward(torch.randn(out.shape, generator=generator).bfloat16().to(out))
     found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
