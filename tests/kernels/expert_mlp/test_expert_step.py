@@ -77,13 +77,13 @@ def test_what_the_step_does_not_take_is_left_to_others(library):
     experts = make_experts(torch.float32)
     step = ExpertStep(experts[0].shape, "silu")
     x_TD, weights_TK = torch.randn(1, DIM), torch.rand(1, 2)
-    others = make_experts(torch.bfloat16)
+    others, room_RD = make_experts(torch.bfloat16), torch.empty(1, DIM)
 
     def takes(x=x_TD, weights=weights_TK, experts=experts, step=step):
         return step.layer(x, weights, [0, 1] * len(x), experts[:2]) is not None
 
-    def takes_rows(x=x_TD, out=x_TD, experts=experts):
-        return step.rows(x, experts[:1], [1], [0], [0], torch.empty_like(out))
+    def takes_rows(x=x_TD, out=room_RD, experts=experts):
+        return step.rows(x, experts[:1], [1], [0], [0], out)
 
     assert takes()
     assert takes(weights=torch.rand(2, 1).t())
@@ -96,10 +96,10 @@ def test_what_the_step_does_not_take_is_left_to_others(library):
     assert not takes(experts=others)
     assert not takes(step=ExpertStep(experts[0].shape, "unheard of"))
     assert takes_rows()
-    assert not takes_rows(x_TD.double(), x_TD.double())
-    assert not takes_rows(out=x_TD.bfloat16())
+    assert not takes_rows(x_TD.double(), room_RD.double())
+    assert not takes_rows(out=room_RD.bfloat16())
     assert not takes_rows(x_TD[:, ::2])
-    assert not takes_rows(out=x_TD.expand(DIM, DIM).t())
+    assert not takes_rows(out=room_RD.expand(DIM, DIM).t())
     assert not takes_rows(experts=others)
     with torch.enable_grad():
         assert not takes()

@@ -152,7 +152,8 @@ def run_layer(
     options = {"activation": "silu"} | options
     out = expert_mlp(x, ids.to(device), weights, experts, impl=impl, **options)
     generator = torch.Generator().manual_seed(7)
-    out.backward(torch.randn(out.shape, generator=generator).bfloat16().to(out))
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float32)
+    out.backward(dout.bfloat16().to(out))
     found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
     pairs = zip(experts.names, experts.tensors(), strict=True)
     found |= {name: tensor.grad for name, tensor in pairs if tensor is not None}
