@@ -28,7 +28,7 @@ from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.errors import RankFailureError
 from moe_runtime.inference.expert_partition import COUNTED
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.parallel.communication.transport import Arrived, LocalTransport
+from moe_runtime.parallel.communication.transport import Arriving, LocalTransport
 from moe_runtime.serving.following import Follower
 from moe_runtime.serving.plans import Plan, Plans
 from moe_runtime.serving.requests import EngineOptions, GenerationRequest
@@ -217,7 +217,7 @@ def test_what_travels_with_a_step_is_small():
             return [sent_CP]
 
         def exchange(self, rows_RD, route, *, reverse=False, out=None):
-            return Arrived(rows_RD.new_zeros((sent[-1][1], 1)))
+            return Arriving(lambda: rows_RD.new_zeros((sent[-1][1], 1)))
 
     now_s = [0.0]
     plans = Plans(Counted(), clock=lambda: now_s[0])

@@ -80,25 +80,25 @@ def test_notes_are_the_processes_whatever_the_group():
     store = HashStore()
     one, other = (notes_of(store, name, f"of {name}") for name in ("one", "two"))
     assert one.of("two") == ()
-    other.wait_for(["a", "c"], 5)
+    other.write(["a", "c"], 5)
     (first,) = one.of("two")
     assert (first.has_given_up, first.step, first.others) == (False, 5, ("a", "c"))
-    other.wait_for(["a", "c"], 5)
+    other.write(["a", "c"], 5)
     (again,) = one.of("two")
     assert again.stamp != first.stamp
-    other.give_up_on(["c"], 5)
+    other.write(["c"], 5, gives_up=True)
     (given_up,) = one.of("two")
     assert (given_up.has_given_up, given_up.others) == (True, ("c",))
-    other.take_back()
+    other.remove()
     assert one.of("two") == ()
 
 
 def test_who_goes_on_in_another_group_takes_back_whom_it_named():
     store = HashStore()
     first, second = (notes_of(store, "caught", group) for group in "ab")
-    first.give_up_on(["x"], 5)
+    first.write(["x"], 5, gives_up=True)
     assert second.is_left  # so a wait in group b that ends well takes it back
-    second.take_back()
+    second.remove()
     assert not first.is_left
     asked = Inquiry("q", ["caught"], second.of, lambda process: process == "caught")
     asked.look()
@@ -108,8 +108,8 @@ def test_who_goes_on_in_another_group_takes_back_whom_it_named():
 def test_threads_that_wait_keep_notes_of_their_own():
     store = HashStore()
     first, second = (notes_of(store, "threads", group) for group in "ab")
-    first.give_up_on(["x"], 5)
-    waits = threading.Thread(target=second.wait_for, args=(["y"], 9))
+    first.write(["x"], 5, gives_up=True)
+    waits = threading.Thread(target=second.write, args=(["y"], 9))
     waits.start()
     waits.join()
     assert [(n.has_given_up, n.others) for n in first.of("threads")] == [
@@ -119,9 +119,9 @@ def test_threads_that_wait_keep_notes_of_their_own():
     asked = Inquiry("q", ["threads"], first.of, lambda process: process == "threads")
     asked.look()
     assert (asked.ended, asked.missing) == (set(), {"x"})
-    first.take_back()
+    first.remove()
     assert [note.others for note in first.of("threads")] == [("y",)]
-    first.take_all_back()
+    first.remove(of_all_threads=True)
     assert first.of("threads") == ()
 
 
@@ -182,10 +182,10 @@ def test_what_arrives_just_after_a_slice_counts(alone):
 
 def test_a_wait_or_a_block_that_ends_well_takes_back_the_note_of_another_group(alone):
     first, second = CollectiveMonitor(alone), CollectiveMonitor(alone)
-    first._notes.give_up_on(["x"], 5)
+    first._notes.write(["x"], 5, gives_up=True)
     second.wait(Arrives(0), 1, True, "a sum")
     assert not first._notes.is_left
-    first._notes.give_up_on(["x"], 5)
+    first._notes.write(["x"], 5, gives_up=True)
     with second.over_torch("agreeing"):
         pass
     assert not first._notes.is_left

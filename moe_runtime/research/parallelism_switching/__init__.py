@@ -199,13 +199,13 @@ class SwitchingExperts(ParallelExperts):
     Args:
         num_experts: `E`; this or the number of ranks divides the other.
         groups: As of `ParallelExperts`; a layout's `etp` is then the ranks that share an expert.
-        link: What an exchange costs; measured here by default, which is a collective call.
+        link: Cost of an exchange; measured here by default, which is a collective call.
 
     Attributes:
-        degrees: what can be chosen: 0 gathers all experts, r sends a row to r ranks.
+        degrees: possible degrees: 0 gathers all experts, r sends a row to r ranks.
         degree: the one to compute with; None lets the link choose for every batch.
         last_degree: the one that the last batch was computed with.
-        link: what an exchange costs; None in a process alone.
+        link: cost of an exchange; None in a process alone.
 
     Raises:
         ValueError: Sizes that do not divide, or another layout than the degrees need.

@@ -313,7 +313,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 PARAMETERS_ALONE = StateFormat(trains=False)
-"""What a record holds: nothing is kept of gradients, because there are none."""
+"""Records hold parameters alone: there are no gradients."""
 _KINDS = {
     "experts": MAPPING,
     "seed": PLAIN,
@@ -324,7 +324,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZerothOrderStep(StepOutcome):
-    """What a step measured: the mean `loss` of both sides, their difference over the distance."""
+    """Measured in a step: mean `loss` of both sides, and their difference over the distance."""
 
     loss: float
     slope: float
@@ -385,7 +385,7 @@ class ZerothOrderTraining(ExpertTraining):
 
         Args:
             parts: each computes the loss of one micro-batch, divided by their number where a mean
-                is wanted; called twice. What a model draws at random differs between the two.
+                is wanted; called twice, with other random draws of the model.
             rate: learning rate; the settings' when omitted.
 
         Returns:
@@ -425,7 +425,7 @@ class ZerothOrderTraining(ExpertTraining):
         return losses
 
     def step(self, rate: float | None = None) -> ZerothOrderStep:
-        """Moves everything by what `backward` measured; experts when they are needed next.
+        """Moves everything by the slope of `backward`; experts when they are needed next.
 
         Raises:
             RuntimeError: nothing was measured.
@@ -469,7 +469,7 @@ class ZerothOrderTraining(ExpertTraining):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave, under any budget.
+        """Restores a `state_dict`, under any budget.
 
         Raises:
             CheckpointError: it is of another model or seed, or damaged.
@@ -570,7 +570,7 @@ class ZerothOrderConfig:
     untouched: Untouched = "dense_exact"
 
     def __post_init__(self) -> None:
-        # the optimizer knows what its settings may be
+        # the optimizer checks its settings
         ZerothOrder(eps=self.eps, untouched=self.untouched)
 
 
