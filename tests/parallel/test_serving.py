@@ -2,15 +2,12 @@
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import moe_families
 import numpy as np
 import peft
 import pytest
-import quantized_checkpoints
 from parallel_serving import (
     answered,
     answered_without_numbers,
@@ -20,11 +17,9 @@ from parallel_serving import (
     served_until_a_kill,
 )
 from rank_pool import RankPool
-from text_checkpoint import tiny_text_model
 from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 
-from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.errors import RankFailureError
 from moe_runtime.inference.expert_partition import COUNTED
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -43,13 +38,6 @@ KINDS = (
 FORMATS = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "planes", "smallest")
 GREEDY = EngineOptions(prompt_tokens=16)
 EXACT = EngineOptions(exact=True, prompt_tokens=16, idle_prompt_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shared")
-    tiny_text_model(300).save_pretrained(folder)
-    return folder
 
 
 def assert_same(alone: dict[str, Any], parts: list[dict[str, Any]]) -> None:
@@ -80,16 +68,9 @@ def test_families_answer_as_in_one_process(family, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_formats_are_answered_as_in_one_process(kind, checkpoint, tmp_path, ranks):
+def test_formats_are_answered_as_in_one_process(kind, checkpoint, checkpoint_in, ranks):
     """The last one with experts that do not fit."""
-    folder = checkpoint
-    if kind == "planes":
-        tiny_text_model(300).bfloat16().save_pretrained(tmp_path / "plain")
-        folder = pack_checkpoint(tmp_path / "plain", tmp_path / "packed").folder
-    elif kind != "smallest":
-        sample = next(s for s in quantized_checkpoints.SAMPLES if s.name == kind)
-        family = replace(sample.family, config=sample.family.config | {"vocab_size": 300})
-        folder = quantized_checkpoints.write(replace(sample, family=family), tmp_path).folder
+    folder = checkpoint if kind == "smallest" else checkpoint_in(kind)
     memory: Any = "64MiB"
     if kind == "smallest":
         memory = inspect_checkpoint(folder, max_tokens=256).smallest_budget_bytes + 100_000

@@ -157,3 +157,14 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"
     )
+
+
+def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[Answer]) -> None:
+    expected = dense_answer(problem)
+    assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
+    assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
+    weights_grad = expected.weights_grad.masked_fill(problem.ids_TK == problem.num_experts, 0.0)
+    assert_same(torch.cat([a.weights_grad for a in answers]), weights_grad, "weights.grad")
+    totals = expert_gradients(problem, slots, [a.parameter_grads for a in answers])
+    for actual, wanted in zip(totals, expected.parameter_grads, strict=True):
+        assert_same(actual, wanted, "parameter gradients")
