@@ -285,20 +285,16 @@ def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "aut
         ),
     )
     finish_dense(model, checkpoint, experts, torch.device("cpu"))
+    pages = [(key, layout.form) for key, layout in sorted(experts.layouts.items())]
+    described = repr((experts.matrices, experts.packings, pages)).encode()
     return SpreadModel(
         model=model,
         modules=tuple(modules),
         spread=spread,
         signature=signature,
         ends=frozenset(end_token_ids(model)),
-        expert_form=_form(experts),
+        expert_form=f"{' and '.join(experts.type_names)} (layout {zlib.crc32(described):08x})",
     )
-
-
-def _form(experts: ExpertMap) -> str:
-    pages = [(key, layout.form) for key, layout in sorted(experts.layouts.items())]
-    described = repr((experts.matrices, experts.packings, pages)).encode()
-    return f"{' and '.join(experts.type_names)} (layout {zlib.crc32(described):08x})"
 
 
 def _width(experts: ExpertMap, layer: int) -> int:

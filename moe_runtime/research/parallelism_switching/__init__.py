@@ -118,24 +118,26 @@ class AdaptiveParallelism:
 
     def _gathered(self, own: StackedExperts, degree: int) -> StackedExperts:
         """The experts that this rank computes with, put together from slices."""
-        run = self.num_shares if degree == 0 else self.num_shares // degree
-        if degree == self.num_shares and degree > 0:
+        if degree == self.num_shares:
             return own
-        exchange = self._exchange(degree)
-        tensors = [None if t is None else exchange.copy(t) for t in own.tensors()]
-        return _join(replace_tensors(own, tensors), run)
-
-    def _exchange(self, degree: int) -> SlotExchange:
+        run = self.num_shares // (degree or 1)
         if degree not in self._gathers:
             size, per_rank = self._transport.size, self._experts_per_rank
-            run = self.num_shares if degree == 0 else self.num_shares // degree
-            wanted = []
-            for rank in range(size):
-                first = 0 if degree == 0 else rank // run * run
-                last = size if degree == 0 else first + run
-                wanted.append([(r, slot) for r in range(first, last) for slot in range(per_rank)])
+            together = run if degree else size
+            wanted = [
+                [
+                    (other, slot)
+                    for other in range(
+                        rank // together * together, (rank // together + 1) * together
+                    )
+                    for slot in range(per_rank)
+                ]
+                for rank in range(size)
+            ]
             self._gathers[degree] = SlotExchange(wanted, per_rank, self._transport)
-        return self._gathers[degree]
+        exchange = self._gathers[degree]
+        tensors = [None if t is None else exchange.copy(t) for t in own.tensors()]
+        return _join(replace_tensors(own, tensors), run)
 
 
 def _join(slices: StackedExperts, run: int) -> StackedExperts:

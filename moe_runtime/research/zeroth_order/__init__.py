@@ -220,19 +220,10 @@ class SpsaExecutor(ExpertsExecutor):
             along = self._directions(key, named, step)
             for distance in () if was_visited else _SIDES:
                 self._shift(named, along, distance)
-            self._descend(key, named, along, step)
-
-    def _descend(
-        self, key: ExpertKey, named: dict[str, Tensor], along: dict[str, Tensor], step: int
-    ) -> None:
-        slope = self.slopes[step]
-        if slope is None:
-            return
-        for tensor in self._records.experts[key].layout.trained:
-            decay = self._settings.weight_decay if tensor.decays else 0.0
-            descend(
-                named[tensor.name], along[tensor.name], slope, rate=self.rates[step], decay=decay
-            )
+            slope, rate = self.slopes[step], self.rates[step]
+            for one in () if slope is None else self._records.experts[key].layout.trained:
+                decay = self._settings.weight_decay if one.decays else 0.0
+                descend(named[one.name], along[one.name], slope, rate=rate, decay=decay)
 
     def _shift(self, named: dict[str, Tensor], along: dict[str, Tensor], times: int) -> None:
         for name, tensor in named.items():
@@ -444,7 +435,8 @@ class ZerothOrderTraining(ExpertTraining):
             tensor.copy_(moved)
             if not is_skipped:
                 along = self._direction(name, tensor)
-                descend(tensor, along, slope, rate=measured.rate, decay=self._decay(name))
+                decay = self._settings.weight_decay if decays(name, self._dense[name]) else 0.0
+                descend(tensor, along, slope, rate=measured.rate, decay=decay)
         self._executor.finish_step(None if is_skipped else slope, measured.rate)
         self.skipped_steps += is_skipped
         return ZerothOrderStep(
@@ -493,9 +485,6 @@ class ZerothOrderTraining(ExpertTraining):
 
     def _direction(self, name: str, tensor: Tensor) -> Tensor:
         return direction(tensor, seed=self._settings.seed, step=self._executor.step, name=name)
-
-    def _decay(self, name: str) -> float:
-        return self._settings.weight_decay if decays(name, self._dense[name]) else 0.0
 
     def _use(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():

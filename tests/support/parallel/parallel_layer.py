@@ -93,20 +93,27 @@ class Answer:
     parameter_grads: list[Tensor]
 
 
+def masked_experts(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parameters: list[Tensor]
+) -> Tensor:
+    """Every expert on every token, times the weights of the tokens that chose it."""
+    gate_up, down, gate_up_bias, down_bias = parameters
+    y_TD = torch.zeros_like(x_TD)
+    for expert in range(len(gate_up)):
+        gate, up = (x_TD @ gate_up[expert].T + gate_up_bias[expert]).chunk(2, dim=1)
+        out_TD = (F.silu(gate) * up) @ down[expert].T + down_bias[expert]
+        share_T = (weights_TK * (ids_TK == expert)).sum(dim=1)
+        y_TD = y_TD + share_T[:, None] * out_TD
+    return y_TD
+
+
 def dense_answer(problem: Problem) -> Answer:
-    """Every expert on every token, masked."""
     x_TD, weights_TK = problem.x_TD.clone(), problem.weights_TK.clone()
     parameters = [tensor.clone() for tensor in problem.parameters]
     leaves = [x_TD, weights_TK, *parameters]
     for leaf in leaves:
         leaf.requires_grad_()
-    gate_up, down, gate_up_bias, down_bias = parameters
-    y_TD = torch.zeros_like(x_TD)
-    for expert in range(problem.num_experts):
-        gate, up = (x_TD @ gate_up[expert].T + gate_up_bias[expert]).chunk(2, dim=1)
-        out_TD = (F.silu(gate) * up) @ down[expert].T + down_bias[expert]
-        share_T = (weights_TK * (problem.ids_TK == expert)).sum(dim=1)
-        y_TD = y_TD + share_T[:, None] * out_TD
+    y_TD = masked_experts(x_TD, problem.ids_TK, weights_TK, parameters)
     grads = torch.autograd.grad(y_TD, leaves, problem.grad_TD)
     return Answer(y_TD.detach(), grads[0], grads[1], list(grads[2:]))
 
@@ -131,12 +138,17 @@ def rank_parameters(problem: Problem, slots: ExpertSlots, rank: int) -> list[Ten
     return parameters
 
 
-def run_experts(rows_RD: Tensor, counts_S: Tensor, parameters: list[Tensor]) -> Tensor:
+def stack_of(parameters: list[Tensor]) -> StackedExperts:
     gate_up, down, gate_up_bias, down_bias = parameters
-    experts = StackedExperts(
+    return StackedExperts(
         gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
     )
-    return grouped_expert_mlp(rows_RD, counts_S, experts, activation="silu", impl="reference")
+
+
+def run_experts(rows_RD: Tensor, counts_S: Tensor, parameters: list[Tensor]) -> Tensor:
+    return grouped_expert_mlp(
+        rows_RD, counts_S, stack_of(parameters), activation="silu", impl="reference"
+    )
 
 
 def expert_gradients(
