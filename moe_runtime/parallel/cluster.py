@@ -90,9 +90,7 @@ class Cluster:
         return node * self.local_ranks + local % (self.processors_per_node or self.local_ranks)
 
 
-def fit_link(
-    message_bytes: npt.ArrayLike, seconds: npt.ArrayLike, *, occupies_compute: bool = False
-) -> Link:
+def fit_link(message_bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> Link:
     """The link that fits timed messages best: least sum of relative deviations, which a minority of
     late messages does not shift. Neither alpha nor beta is negative.
 
@@ -121,8 +119,4 @@ def fit_link(
     deviations_C[(alphas_C < 0) | (slopes_C < 0)] = np.inf
     best = np.argmin(deviations_C)
     per_byte = max(slopes_C[best], _LEAST_SHARE * alphas_C[best] / sizes.max())
-    return Link(
-        alpha_s=float(alphas_C[best]),
-        bytes_per_s=1 / float(per_byte),
-        occupies_compute=occupies_compute,
-    )
+    return Link(alpha_s=float(alphas_C[best]), bytes_per_s=1 / float(per_byte))

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from moe_runtime.parallel.communication.watch import CollectiveMonitor, Inquiry, Note, Notes
+from moe_runtime.parallel.communication.watch import CollectiveMonitor, Note, Notes, find_missing
 
 
 def waits(*others: str, step: int = 1) -> Callable[[int], Note]:
@@ -29,16 +29,19 @@ def look_twice(
     others: str, notes: dict[str, Callable[[int], Note]], ended: str = ""
 ) -> tuple[set[str], set[str], set[str]]:
     """What process `a` finds out about those it waits for: ended, missing, waiting."""
-    look = 0
-    inquiry = Inquiry(
-        "a",
-        others,
-        lambda process: [notes[process](look)] if process in notes else [],
-        lambda process: process in ended,
-    )
-    for look in range(2):  # noqa: B007
-        inquiry.look()
-    return inquiry.ended, inquiry.missing, inquiry.waiting
+    stamps: dict[tuple[str, str], str] = {}
+
+    def look(number: int) -> tuple[set[str], set[str], set[str]]:
+        return find_missing(
+            "a",
+            others,
+            lambda process: [notes[process](number)] if process in notes else [],
+            lambda process: process in ended,
+            stamps,
+        )
+
+    look(0)
+    return look(1)
 
 
 def test_who_waits_at_another_step_is_not_missing():
@@ -100,9 +103,8 @@ def test_who_goes_on_in_another_group_takes_back_whom_it_named():
     assert second.is_left  # so a wait in group b that ends well takes it back
     second.remove()
     assert not first.is_left
-    asked = Inquiry("q", ["caught"], second.of, lambda process: process == "caught")
-    asked.look()
-    assert asked.ended == {"caught"}
+    found = find_missing("q", ["caught"], second.of, lambda process: process == "caught", {})
+    assert found[0] == {"caught"}
 
 
 def test_threads_that_wait_keep_notes_of_their_own():
@@ -116,9 +118,8 @@ def test_threads_that_wait_keep_notes_of_their_own():
         (True, ("x",)),
         (False, ("y",)),
     ]
-    asked = Inquiry("q", ["threads"], first.of, lambda process: process == "threads")
-    asked.look()
-    assert (asked.ended, asked.missing) == (set(), {"x"})
+    found = find_missing("q", ["threads"], first.of, lambda process: process == "threads", {})
+    assert found[:2] == (set(), {"x"})
     first.remove()
     assert [note.others for note in first.of("threads")] == [("y",)]
     first.remove(of_all_threads=True)

@@ -13,7 +13,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import numpy as np
@@ -292,7 +292,6 @@ class _Pool:
     step_tokens: int
     failures: Failures
     num_failures: int = 0
-    _failures_s: list[float] = field(default_factory=list)
 
     def run(self, arrivals: Arrivals, read: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``[N]`` times of first and of last tokens; ``read`` are prompt tokens that are computed.

@@ -137,68 +137,51 @@ class Notes:
         self._store.set(f"moe/waiting/{self._process}", "\n".join(self._own.by_thread.values()))
 
 
-class Inquiry:
-    """Follows the notes from one process, repeatedly, to the processes they end at.
+def find_missing(
+    process: str,
+    others: Iterable[str],
+    notes_of: Callable[[str], Sequence[Note]],
+    has_ended: Callable[[str], bool],
+    first_stamps: dict[tuple[str, str], str],
+) -> tuple[set[str], set[str], set[str]]:
+    """Follows the notes from one process, which waits for others, to the processes they end at.
 
-    Attributes:
-        ended: Processes that are gone and had not named another.
-        missing: Processes that are not known to be gone, and were not seen to wait.
-        waiting: Processes that wait, as their second note has shown.
+    Args:
+        first_stamps: By process and thread; filled in the first call, kept for later ones.
+
+    Returns:
+        Processes that are gone and had not named another; those that are not known to be gone and
+        were not seen to wait; those that wait, as their second note has shown.
     """
-
-    def __init__(
-        self,
-        process: str,
-        others: Iterable[str],
-        notes_of: Callable[[str], Sequence[Note]],
-        has_ended: Callable[[str], bool],
-    ) -> None:
-        self._process = process
-        self._others = tuple(others)
-        self._notes_of = notes_of
-        self._has_ended = has_ended
-        self._first_stamps: dict[tuple[str, str], str] = {}
-        self.ended: set[str] = set()
-        self.missing: set[str] = set()
-        self.waiting: set[str] = set()
-
-    def look(self) -> None:
-        """Reads the notes again and finds which processes have ended, are missing, or wait."""
-        self.ended, self.missing, self.waiting = set(), set(), set()
-        notes_by_process = self._notes_ahead()
-        ahead, seen = list(self._others), {self._process}
-        while ahead:
-            process = ahead.pop()
-            if process in seen:
-                continue
-            seen.add(process)
-            notes = notes_by_process[process]
-            if named := [note for note in notes if note.has_given_up]:
-                ahead += _others_of(named)
-            elif self._has_ended(process):
-                self.ended.add(process)
-            elif any(note.stamp != self._first_stamps[process, note.thread] for note in notes):
-                self.waiting.add(process)
-                ahead += _others_of(notes)
-            else:
-                self.missing.add(process)
-
-    def _notes_ahead(self) -> dict[str, Sequence[Note]]:
-        """The notes of all processes that any note leads to; their first stamps are kept."""
-        found: dict[str, Sequence[Note]] = {}
-        ahead = [*self._others]
-        while ahead:
-            process = ahead.pop()
-            if process not in found:
-                notes = found[process] = self._notes_of(process)
-                for note in notes:
-                    self._first_stamps.setdefault((process, note.thread), note.stamp)
-                ahead += _others_of(notes)
-        return found
-
-
-def _others_of(notes: Iterable[Note]) -> list[str]:
-    return [other for note in notes for other in note.others]
+    others = tuple(others)
+    # Stamps of all processes that any note leads to: each needs two notes before it is followed.
+    notes_by_process: dict[str, Sequence[Note]] = {}
+    ahead = [*others]
+    while ahead:
+        one = ahead.pop()
+        if one not in notes_by_process:
+            notes = notes_by_process[one] = notes_of(one)
+            for note in notes:
+                first_stamps.setdefault((one, note.thread), note.stamp)
+            ahead += [other for note in notes for other in note.others]
+    ended, missing, waiting = set[str](), set[str](), set[str]()
+    ahead, seen = [*others], {process}
+    while ahead:
+        one = ahead.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        notes = notes_by_process[one]
+        named = [note for note in notes if note.has_given_up]
+        if not named and has_ended(one):
+            ended.add(one)
+        elif named or any(note.stamp != first_stamps[one, note.thread] for note in notes):
+            if not named:
+                waiting.add(one)
+            ahead += [other for note in named or notes for other in note.others]
+        else:
+            missing.add(one)
+    return ended, missing, waiting
 
 
 class CollectiveMonitor:
@@ -390,31 +373,31 @@ class CollectiveMonitor:
 
     def _culprits(self, members: list[str], step: int, started: float) -> tuple[set[str], str]:
         """The processes at fault, and what they did; none if all reached the exchange."""
-        inquiry = Inquiry(self._process, members, self._notes.of, _has_ended)
+        first_stamps: dict[tuple[str, str], str] = {}
         called = time.monotonic()
         deadline = max(started + self.timeout_s, called + self._note_s)
         while True:
             self._notes.write(members, step)
-            inquiry.look()
+            ended, missing, waiting = find_missing(
+                self._process, members, self._notes.of, _has_ended, first_stamps
+            )
             # A connection closes a little before its process is seen to be gone.
-            if inquiry.ended or time.monotonic() > (
-                deadline if inquiry.missing else called + self._note_s
-            ):
+            if ended or time.monotonic() > (deadline if missing else called + self._note_s):
                 break
             time.sleep(_POLL_S)
-        did = "has ended" if inquiry.ended else f"did not arrive within {self.timeout_s:g} s"
+        did = "has ended" if ended else f"did not arrive within {self.timeout_s:g} s"
         at_another_step = {
             process
             for process in members
             for note in self._notes.of(process)
             if list(note.others) == members and note.step != step
         }
-        culprits = inquiry.ended or inquiry.missing or at_another_step
+        culprits = ended or missing or at_another_step
         self._notes.write(culprits, step, gives_up=True)
         # Lives until those that wait know too: it may keep the store, or look missing itself.
         until = time.monotonic() + self._note_s
         while time.monotonic() < until and not all(
-            self._has_given_up(process) or _has_ended(process) for process in inquiry.waiting
+            self._has_given_up(process) or _has_ended(process) for process in waiting
         ):
             time.sleep(_POLL_S)
         return culprits, did

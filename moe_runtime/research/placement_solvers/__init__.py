@@ -183,7 +183,6 @@ class Affinity:
 
     Args:
         num_starts: random starts; more of them find better placements, each costs the same time.
-        node_hop: cost of a hop to another node, in hops between devices of one node.
         time_limit_s: seconds after which the best placement so far counts; then it depends on the
             machine's speed.
     """
@@ -193,7 +192,6 @@ class Affinity:
         *,
         num_starts: int = 8,
         seed: int = 0,
-        node_hop: float = 2.0,
         time_limit_s: float = math.inf,
     ) -> None:
         if num_starts < 1:
@@ -203,7 +201,6 @@ class Affinity:
         self._time_limit_s = time_limit_s
         self._num_starts = num_starts
         self._seed = seed
-        self._node_hop = node_hop
 
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
@@ -211,7 +208,7 @@ class Affinity:
         if num_replicas:
             raise ValueError(f"affinity makes no replicas, got {num_replicas}; eplb does")
         slots_needed(profile.num_experts, 0, devices.num_gpus)
-        costs = hop_costs(devices, node_hop=self._node_hop)
+        costs = hop_costs(devices)
         random = np.random.default_rng(self._seed)
         best, best_cost = None, np.inf
         deadline = Deadline(self._time_limit_s)
@@ -227,11 +224,11 @@ class Affinity:
         return placement_of(best, devices)
 
 
-def hop_costs(devices: Devices, *, node_hop: float = 2.0) -> np.ndarray:
-    """``[G, G]`` cost of a token's way: 0 on a device, 1 within a node, ``node_hop`` beyond."""
+def hop_costs(devices: Devices) -> np.ndarray:
+    """``[G, G]`` cost of a token's way: 0 on a device, 1 within a node, 2 beyond."""
     gpus = np.arange(devices.num_gpus)
     nodes = devices.node_of(gpus)
-    costs = np.where(nodes[:, None] == nodes[None], 1.0, node_hop)
+    costs = np.where(nodes[:, None] == nodes[None], 1.0, 2.0)
     costs[gpus, gpus] = 0.0
     return costs
 
@@ -321,12 +318,10 @@ class TwoStage:
         load_slack: how far the largest load of a cluster may exceed the least possible, as a share
             of it; more slack leaves more room for affinity.
         time_limit_s: seconds of searches and solver calls together.
-        node_hop: cost of a hop to another node, in hops between devices of one node.
     """
 
     load_slack: float = 0.1
     time_limit_s: float = 30.0
-    node_hop: float = 2.0
 
     def __post_init__(self) -> None:
         if self.load_slack < 0 or self.time_limit_s <= 0:
@@ -349,7 +344,7 @@ class TwoStage:
         )
         gpus = map_clusters(
             cluster_traffic(clusters, profile.transitions_LEE, devices.num_gpus),
-            hop_costs(devices, node_hop=self.node_hop),
+            hop_costs(devices),
             time_limit_s=0.25 * self.time_limit_s,
         )
         return placement_of(np.take_along_axis(gpus, clusters, axis=1), devices)
