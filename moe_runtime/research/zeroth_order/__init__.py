@@ -221,7 +221,9 @@ class SpsaExecutor(ExpertsExecutor):
             for distance in () if was_visited else _SIDES:
                 self._shift(named, along, distance)
             slope, rate = self.slopes[step], self.rates[step]
-            for one in () if slope is None else self._records.experts[key].layout.trained:
+            if slope is None:
+                continue
+            for one in self._records.experts[key].layout.trained:
                 decay = self._settings.weight_decay if one.decays else 0.0
                 descend(named[one.name], along[one.name], slope, rate=rate, decay=decay)
 
