@@ -48,7 +48,7 @@ def test_a_layer_over_two_ranks_equals_one_process(ranks):
     ("gate", "options", "is_compiled"),
     [
         ("sigmoid_topk", {"bias_update_rate": 0.02}, False),
-        ("sigmoid_topk", {"bias_update_rate": 0.02}, True),
+        pytest.param("sigmoid_topk", {"bias_update_rate": 0.02}, True, marks=pytest.mark.long),
         ("moepp", {}, False),
         ("rl_r", {"top_p": 1e-9}, False),  # without chance: the likeliest expert
     ],

@@ -31,9 +31,12 @@ from moe_runtime.serving.scheduling import Sequence, hear_nothing
 
 Ranks = Callable[[int], RankPool]
 KINDS = (
-    *("OlmoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM"),
+    *("OlmoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"),
     *("Qwen3NextForCausalLM", "JambaForCausalLM", "Cohere2MoeForCausalLM"),
-    *("DeepseekV32ForCausalLM", "Qwen3MoeForCausalLM", "GraniteMoeHybridForCausalLM"),
+)
+LONG_KINDS = (
+    *("MixtralForCausalLM", "DeepseekV32ForCausalLM", "Qwen3MoeForCausalLM"),
+    "GraniteMoeHybridForCausalLM",
 )
 FORMATS = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "planes", "smallest")
 GREEDY = EngineOptions(prompt_tokens=16)
@@ -58,7 +61,14 @@ def visits(stats: Any) -> int:
     return stats.hits + stats.late_hits + stats.misses
 
 
-@pytest.mark.parametrize("family", [f for f in moe_families.FAMILIES if str(f) in KINDS], ids=str)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=pytest.mark.long if str(f) in LONG_KINDS else (), id=str(f))
+        for f in moe_families.FAMILIES
+        if str(f) in KINDS + LONG_KINDS
+    ],
+)
 def test_families_answer_as_in_one_process(family, tmp_path, ranks):
     folder = str(save(tiny_model(family), tmp_path, sharded=False))
     engine = EXACT if str(family) in KINDS[:2] else GREEDY
@@ -79,6 +89,7 @@ def test_formats_are_answered_as_in_one_process(kind, checkpoint, checkpoint_in,
     assert_same(alone, ranks(2).run(answered, str(folder), EXACT, loading))
 
 
+@pytest.mark.long
 def test_four_processes(checkpoint, ranks):
     loading = {"host_memory": "64MiB", "prefetch": "enforce"}
     alone = answered(str(checkpoint), GREEDY, loading)
