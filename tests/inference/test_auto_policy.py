@@ -137,8 +137,3 @@ def test_a_policy_of_the_laboratory_says_where_it_is_of_use() -> None:
     for name in ("lec", "predicted", "belady"):
         with pytest.raises(ValueError, match=f"'{name}' is only for `moe-runtime replay`"):
             moe_runtime.load(pocket_path(), policy=name)
-
-
-def test_unknown_shares_are_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'adaptive'"):
-        moe_runtime.load(pocket_path(), shares="adaptiv")

@@ -52,19 +52,13 @@ def change_tensors(checkpoint: Path, change) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_no_directory(tmp_path):
+def test_no_checkpoint(tmp_path, checkpoint):
     told = refused(tmp_path / "nothing")
     wanted = "expected the folder of a checkpoint, a .gguf file, or OWNER/NAME on the hub"
     assert f"nothing is not a directory; {wanted}" in told
     with pytest.raises(CheckpointError, match=wanted):
         inspect_checkpoint("nothing-here")
-
-
-def test_a_file(checkpoint):
     assert "is a file; expected a checkpoint's folder" in refused(checkpoint / "config.json")
-
-
-def test_a_repository_that_cannot_be_downloaded():
     assert "nobody/nothing is neither a directory nor" in refused("nobody/nothing")
 
 
@@ -322,6 +316,7 @@ def test_a_tokenizer_of_another_model(checkpoint):
     ("option", "text"),
     [
         ({"policy": "lru2"}, "did you mean 'lru'"),
+        ({"shares": "adaptiv"}, "did you mean 'adaptive'"),
         ({"device": "tpu"}, "device must be"),
         ({"device": "cuda:3"}, "device cuda:3: torch sees no GPU here; use cpu or auto"),
         ({"dtype": "int3"}, "dtype must be"),

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,17 +100,6 @@ def test_quantised_experts_are_computed_in_their_slots(sample, tmp_path):
     assert all(map(torch.equal, found[0], found[1]))
     # bf16 is rounded to 8 bits: hidden values, the rows of experts and their sums
     torch.testing.assert_close(found[1], found[2], rtol=2**-6, atol=2**-6)
-
-
-@emulated
-def test_layers_without_a_stack_never_ask_the_kernel_of_the_host(checkpoint):
-    model = load_on_emulated_device(checkpoint, slots_a_layer=NUM_EXPERTS)
-    store = experts_modules_of(model)[0].store
-    assert isinstance(store, DeviceStore)
-    store.stacks = None
-    with model.moe, patch.object(store, "use_resident", side_effect=AssertionError):
-        first, second = logits_of(model, [PROMPT[:, :1]] * 2)
-    assert torch.equal(first, second)
 
 
 def a_layer(checkpoint: Path, num_resident: int) -> tuple[Any, DeviceExperts, list[None]]:

@@ -97,8 +97,3 @@ def test_every_public_method_is_in_the_table():
 
 def test_the_page_is_that_of_the_table():
     assert PAGE.read_text(encoding="utf-8") == page(), "run transformers_features.py"
-
-
-def test_rows_have_names_of_their_own():
-    names = [str(feature) for feature in FEATURES]
-    assert len(names) == len(set(names))

@@ -13,11 +13,9 @@ from moe_runtime.inference.device.misses import (
     RESTED_LAYERS,
     RETRIED_LAYERS,
     TRIED,
-    WINDOW,
     MissCosts,
     MissPlan,
     MissSpeeds,
-    RecentSpeed,
     plan_misses,
 )
 
@@ -138,17 +136,6 @@ def measured(*seconds: float, num_rows: int = 1) -> MissSpeeds:
         for _ in range(ENOUGH):
             speeds.computed(num_rows, each_s)
     return speeds
-
-
-def test_the_median_of_the_last_measurements_counts():
-    speed = RecentSpeed()
-    assert (speed.seconds, speed.is_known) == (0.0, False)
-    for seconds in (30.0, 1.0, 2.0):  # the first one was cold
-        speed.add(seconds)
-    assert (speed.seconds, speed.is_known) == (2.0, True)
-    for _ in range(WINDOW):
-        speed.add(3.0)
-    assert speed.seconds == 3.0
 
 
 def test_numbers_of_rows_that_were_not_measured_are_like_the_nearest():

@@ -112,16 +112,6 @@ def test_gradients(dtype):
         assert torch.allclose(gradient.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-def test_forward_mode():
-    plain, layer = layers(torch.bfloat16)
-    x, tangent = torch.randn(1, 6, 31).bfloat16(), torch.randn(1, 6, 31).bfloat16()
-    found, moved, *_ = torch.func.jvp(layer, (x,), (tangent,))
-    assert torch.equal(found, layer(x))
-    plain.bias = None
-    exact, error = bounds(plain, tangent, 3)
-    assert ((moved.double() - exact).abs() <= error).all()
-
-
 @torch.no_grad()
 def test_what_is_no_such_convolution_has_torchs_bits():
     """Another type, other layers, and calls that torch refuses."""

@@ -107,17 +107,6 @@ def test_a_text_too_long_for_the_model_begins_with_its_latest_tokens(folder):
         assert source.draft([text], [2]) == [expected(model, text.tokens[first:], 2)]
 
 
-def test_texts_share_the_memory_that_is_set_aside(folder):
-    source = plan_of(folder).load(None, 64)
-    texts = [source.new() for _ in range(3)]
-    for text in texts:
-        text.extend(range(40))
-        caught_up(source, [text])
-        held = [one.num_cached for one in texts if one.cache is not None]
-        assert sum(held) <= 64
-        assert len(source.draft([text], [3])[0]) == 3
-
-
 def test_texts_that_grow_while_they_are_drafted_for_stay_within_that_memory(folder):
     source = plan_of(folder).load(None, 128)
     texts = [source.new() for _ in range(4)]
@@ -262,13 +251,6 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
         assert model.generate(again, do_sample=False, max_new_tokens=NEW)[0].tolist() == repeated
         assert model.moe.stats().drafted_tokens > after.drafted_tokens
         model.moe.check()
-
-
-def test_inspection_says_what_a_draft_model_takes(folder):
-    without = inspect_checkpoint(pocket_path(), max_tokens=256)
-    found = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
-    assert found.draft_bytes == plan_of(folder).bytes_for(256)
-    assert found.smallest_budget_bytes - without.smallest_budget_bytes == found.draft_bytes
 
 
 def _other_tokenizer(path: Path) -> None:

@@ -130,18 +130,6 @@ def test_a_loss_is_got_over_in_as_many_steps_with_rests_as_without(monkeypatch):
     assert steps[1] <= steps[0] + 10 * BARREN
 
 
-def test_steps_that_rest_take_time():
-    """A debt of three seconds needs a hundred, less the two steps that may be owed."""
-    control, num_steps = DraftControl(MOST), 0
-    control.measured(1, 1, 1.0)
-    control.caught_up(3.0)
-    while not control.may_catch_up(1):
-        num_steps += 1
-        if not control.rests():
-            control.measured(1, 1, 1.0)
-    assert num_steps == 100 - 4
-
-
 def test_one_slow_draft_is_not_held_against_later_ones():
     """The first one reads weights from a disk, which takes as long as five steps."""
     control, num_drafts = DraftControl(MOST), 0
@@ -159,18 +147,6 @@ def test_several_sequences_share_the_rows():
     spent, control = run(lambda rows: 1 + 0.05 * rows, lambda _: True, 200, num_sequences=3)
     assert spent < 200 * 1.15 * 0.45
     assert control.choose([Offer(15, 2)] * 20) == [0] * 20
-
-
-def test_times_that_are_not_known_come_from_those_that_are():
-    control = DraftControl(MOST)
-    offer = [Offer(15, 4)]
-    assert control.choose(offer) == [0]  # how long a step takes is not known
-    for _ in range(4):
-        control.measured(1, 1, 1.0)
-    assert control.choose(offer) > [4]  # a row is taken to take little
-    control.measured(1, 16, 17.0)
-    control.judged(4, 15, has_failed=False)
-    assert control.choose(offer) == [0]  # it takes as long as a step
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.0, 1.02), (0.1, 1.02), (0.9, 0.7)])

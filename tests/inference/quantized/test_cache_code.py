@@ -287,17 +287,6 @@ def test_dense_weights_take_the_bytes_that_inspect_says_at_most() -> None:
             coded[largest].zero_()
 
 
-def test_what_is_written_out_of_linear_layers_is_planned_for(source: Path) -> None:
-    checkpoint = open_checkpoint(source, "auto")
-    experts = map_experts(build_on_meta(checkpoint), checkpoint, codes_dense=True)
-    coded, _ = coded_experts(experts, torch.device("cpu"))
-    experts.dense_entries["large"] = replace(
-        experts.dense_entries["lm_head.weight"], shape=(999, 999)
-    )
-    experts.packed_dense["large"] = "large"
-    assert coded.largest_quantised == 999 * 999
-
-
 def layer_of(matrix: Any) -> nn.Linear:
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
     layer.weight = packed_parameter(matrix, torch.bfloat16)

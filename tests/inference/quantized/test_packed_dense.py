@@ -254,13 +254,6 @@ def test_a_layer_is_converted_to_what_it_is_and_to_nothing_else(model):
     assert isinstance(attention.q_proj.weight, PackedTensor)
 
 
-def test_a_copy_of_a_layer_computes_the_same(layer):
-    x = torch.randn(2, 160).bfloat16()
-    other = copy.deepcopy(layer)
-    assert torch.equal(other(x), layer(x))
-    assert isinstance(other.weight, PackedTensor)
-
-
 def test_adapters_stand_beside_codes_and_are_not_merged(model):
     places = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"]
     before = model(PROMPT).logits

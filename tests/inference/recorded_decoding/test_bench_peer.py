@@ -60,18 +60,6 @@ def test_steps_are_recorded_once_and_say_what_they_say_on_a_cpu(checkpoint, slot
 
 
 @emulated
-def test_layers_of_a_window_are_recorded_too(tmp_path):
-    windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-    family = Family("gpt_oss", "GptOssForCausalLM", {"num_hidden_layers": 2, **windows})
-    folder = save(tiny_model(family), tmp_path, sharded=True)
-    with peer_of(folder) as peer:
-        expected = one_by_one(peer)
-    with peer_of(folder, 2) as peer, counted_recordings() as made:
-        assert one_by_one(peer) == expected
-        assert len(made) == 1
-
-
-@emulated
 def test_sequences_side_by_side_say_what_they_say_on_a_cpu(checkpoint):
     """Recorded where their prompts are of one length; others are filled up, and computed."""
     even, uneven = [ids[:2] for ids in PROMPTS[:2]], PROMPTS[:2]

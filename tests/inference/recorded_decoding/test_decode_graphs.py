@@ -99,18 +99,6 @@ def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkp
 
 
 @emulated
-def test_generation_is_that_of_a_cache_that_grows(checkpoint):
-    texts = []
-    for implementation in ("static", "dynamic"):
-        with loaded(checkpoint, 2) as model:
-            for _ in range(2):  # the second one in the same cache, where it is static
-                options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-                texts.append(model.generate(ONE, cache_implementation=implementation, **options))
-            assert (recorded(model) is not None) == (implementation == "static")
-    assert all(torch.equal(text, texts[0]) for text in texts)
-
-
-@emulated
 @pytest.mark.parametrize("length", [pytest.param(2, marks=pytest.mark.long), 7])
 def test_layers_of_a_window_are_recorded_with_a_cache_of_all_tokens(tmp_path, length):
     """The window is left behind while tokens are generated, or by the prompt."""

@@ -33,6 +33,7 @@ NUM_EXPERTS, NEW_TOKENS = 6, 6
 FETCHED = 4
 """Slots of a layer with which a step reads in the host's memory who is missing."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+anywhere = pytest.mark.gpu if DEVICE == "cuda" else emulated
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVICE)
 
 
@@ -140,7 +141,7 @@ CASES = {
 }  # fmt: skip
 
 
-@emulated
+@anywhere
 @pytest.mark.parametrize(
     ("case", "slots"),
     [*((case, NUM_EXPERTS) for case in CASES), ("several", FETCHED), ("sampled", 3), ("padded", 3)],
@@ -150,14 +151,8 @@ def test_all_is_as_by_the_loop_of_transformers(checkpoint, case, slots):
         compare(model, **CASES[case])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_a_gpu_gives_what_the_loop_of_transformers_gives(checkpoint, case):
-    with loaded(checkpoint) as model:
-        compare(model, **CASES[case])
-
-
-def check_ends(checkpoint: Path) -> None:
+@anywhere
+def test_sequences_that_have_ended_are_padded(checkpoint):
     with loaded(checkpoint) as model:
         free = compare(model, inputs=THREE, do_sample=False).sequences[:, 3:].tolist()
         ends = [free[0][2], free[1][4]]
@@ -165,16 +160,6 @@ def check_ends(checkpoint: Path) -> None:
         assert compare(model, inputs=THREE[:1], **settings).sequences.shape[1] < 3 + NEW_TOKENS
         found = compare(model, inputs=THREE, **settings).sequences[:, 3:]
         assert found[0, 3:].tolist() == [1] * (found.shape[1] - 3)
-
-
-@emulated
-def test_sequences_that_have_ended_are_padded(checkpoint):
-    check_ends(checkpoint)
-
-
-@pytest.mark.gpu
-def test_a_gpu_pads_sequences_that_have_ended(checkpoint):
-    check_ends(checkpoint)
 
 
 @emulated
@@ -256,7 +241,9 @@ def test_a_gpu_is_not_waited_for_in_a_step_that_is_one_graph(checkpoint):
         assert model.forward.is_one_graph
 
 
-def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
+@anywhere
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logits_that_are_not_finite_are_refused(checkpoint, *, do_sample):
     with loaded(checkpoint) as model:
         settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample}
         before = model.generate(THREE, max_new_tokens=2, do_sample=False)
@@ -278,18 +265,6 @@ def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
         assert 3 <= len(spoils.seen) <= 4  # no token of logits that say nothing
         weight.data.copy_(kept)
         assert torch.equal(model.generate(THREE, max_new_tokens=2, do_sample=False), before)
-
-
-@emulated
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_that_are_not_finite_are_refused(checkpoint, *, do_sample):
-    check_refusal(checkpoint, do_sample=do_sample)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_gpu_refuses_logits_that_are_not_finite(checkpoint, *, do_sample):
-    check_refusal(checkpoint, do_sample=do_sample)
 
 
 @emulated

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from emulated_device import EmulatedEvent
 from emulated_models import emulated, map_of
 from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store_of, warmed
@@ -15,7 +14,6 @@ from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_experts import policy_of_device
 from moe_runtime.memory.device import host_tables
-from moe_runtime.policies.eviction.classic import RandomChoice
 
 pytest.importorskip("triton")
 pytestmark = emulated
@@ -204,56 +202,12 @@ def test_after_closing_uses_are_counted_and_nothing_else(checkpoint):
             tables.launch(lambda: None)
 
 
-def test_who_leaves_is_who_was_compared(checkpoint, monkeypatch):
-    """A policy that names another victim at every call; and all are kept in memory."""
-    monkeypatch.setattr("emulated_models.LRU", RandomChoice)
-    monkeypatch.setattr(host_tables, "MARGIN", -1.0)
-    with warmed(checkpoint, host_slots=ENOUGH) as model:
-        Request(model).until_fetched()
-        store = store_of(model)
-        compared, left = list[Any](), list[tuple[Any, Any]]()
-        find, drop = store._victim, store._drop
-
-        def compare(key: Any) -> Any:
-            compared.append(find(key))
-            return compared[-1]
-
-        def leave(key: Any) -> None:
-            if key not in store._unadmitted:  # others have nobody to be compared with
-                left.append((key, compared[-1]))
-            drop(key)
-
-        with patch.object(store, "_victim", compare), patch.object(store, "_drop", leave):
-            tokens, number = torch.Generator().manual_seed(0), 0
-            # others do not leave while a copy is under way, so that the number is not certain
-            while len(left) < 4 and (number := number + 1) < 200:
-                request = Request(model, torch.randint(90, (1, 2), generator=tokens))
-                for _ in range(4):
-                    request.steps(1)
-                    model.moe.stats()
-        assert len(left) >= 4
-        assert all(key == victim for key, victim in left)
-
-
 def test_policies_that_decide_after_a_use_have_steps_in_parts(checkpoint):
     with warmed(checkpoint) as model:
         store_of(model)._policy.may_decline = True
         Request(model).steps(20)
         assert store_of(model).host_tables is None
         assert not model.forward.is_one_graph
-
-
-def test_a_step_is_not_queued_ahead_while_experts_are_nowhere(checkpoint):
-    with warmed(checkpoint) as model:
-        request = Request(model).until_fetched()
-        store = store_of(model)
-        assert model.forward.is_one_graph
-        with patch.object(store.host_tables, "_list", return_value=False):
-            request.steps(1)
-            assert store.recorded is not None
-            assert not model.forward.is_one_graph
-        request.steps(1)
-        assert model.forward.is_one_graph
 
 
 @pytest.mark.parametrize(

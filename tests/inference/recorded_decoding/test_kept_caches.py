@@ -158,42 +158,51 @@ def test_room_is_rounded_up_within_what_memory_was_set_aside_for():
         caches.give_back(cache)
 
 
-class Steering(LogitsProcessor):
-    """Changes a weight of the model at a step."""
+def flip_logits(model: Any) -> None:
+    flipped = model.lm_head.weight.flip(0)
+    model.lm_head.weight = torch.nn.Parameter(flipped, requires_grad=False)
 
-    def __init__(self, model: Any, at: int) -> None:
-        self._weight, self._left = model.model.norm.weight, at
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self._left -= 1
-        if not self._left:
-            self._weight.data = -self._weight.data
-        return scores
+def change_at(model: Any, where: str, step: int) -> dict[str, Any]:
+    """Options of `generate` with which foreign code changes the model at a step."""
+    left = [step]
+
+    def act(*given: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            flip_logits(model)
+        return given[-1] if where == "processor" else None
+
+    if where == "hook":
+        model.register_forward_pre_hook(act)
+        return {}
+    if where == "processor":
+        kind = type("Steering", (LogitsProcessor,), {"__call__": lambda _, *given: act(*given)})
+        return {"logits_processor": [kind()]}
+    every = [*range(model.config.vocab_size)]
+    return {"prefix_allowed_tokens_fn": lambda *given: act(*given) or every}
 
 
 @emulated
-def test_who_runs_code_of_his_own_may_change_the_model_between_steps(checkpoint):
+@pytest.mark.parametrize(
+    ("where", "slots"),
+    [("hook", NUM_EXPERTS), ("processor", 2), ("function", NUM_EXPERTS), ("between calls", 2)],
+)
+def test_foreign_code_may_change_the_model_between_steps(checkpoint, where, slots):
     found = []
     for is_recorded in (True, False):
-        with loaded(checkpoint, is_recorded=is_recorded) as model:
-            steering = Steering(model, 4)
-            found.append(
-                generated(model, PROMPTS[0], max_new_tokens=8, logits_processor=[steering])
-            )
-    # whoever is not called step by step computes with a cache that grows: other sums
+        with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
+            before = generated(model, PROMPTS[0], max_new_tokens=8)
+            options: dict[str, Any] = {}
+            if where == "between calls":
+                flip_logits(model)
+            else:
+                options = change_at(model, where, 4)
+            found.append(generated(model, PROMPTS[0], max_new_tokens=8, **options))
+    # steps without a recording have a cache that grows: other sums
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert torch.equal(*(logits.argmax(-1) for logits in found))
-
-
-@emulated
-def test_a_hook_of_the_model_may_change_it_between_steps(checkpoint):
-    found = []
-    for is_recorded in (True, False):
-        with loaded(checkpoint, is_recorded=is_recorded) as model:
-            steering = Steering(model, 5)
-            model.register_forward_pre_hook(lambda *_, act=steering: act(None, None))
-            found.append(generated(model, PROMPTS[0], max_new_tokens=8))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(before, found[1])
 
 
 @emulated
@@ -291,11 +300,6 @@ def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint):
         assert recorded(model).cache is caches[1]
 
 
-def flip_logits(model: Any) -> None:
-    flipped = model.lm_head.weight.flip(0)
-    model.lm_head.weight = torch.nn.Parameter(flipped, requires_grad=False)
-
-
 @emulated
 def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
     with loaded(checkpoint, 2) as model, counted_recordings() as made:
@@ -323,37 +327,6 @@ def test_hooks_hear_of_every_step(checkpoint, slots):
             model.generate(PROMPT, **SETTINGS)
             handle.remove()
             assert len(calls) == SETTINGS["max_new_tokens"]
-
-
-@emulated
-@SLOTS
-def test_what_changes_between_calls_is_seen(checkpoint, slots):
-    found = []
-    for is_recorded in (True, False):
-        with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
-            before = model.generate(PROMPT, **SETTINGS)
-            flip_logits(model)
-            found.append(model.generate(PROMPT, **SETTINGS))
-    assert torch.equal(*found)
-    assert not torch.equal(before, found[1])
-
-
-@emulated
-@SLOTS
-def test_what_a_function_changes_that_a_processor_calls_is_seen(checkpoint, slots):
-    found = []
-    for is_recorded in (True, False):
-        with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
-            calls = list[int]()
-
-            def allowed(_: int, ids: torch.Tensor, model: Any = model, calls: Any = calls) -> Any:
-                calls.append(len(ids))
-                if len(calls) == 4:
-                    flip_logits(model)
-                return [*range(model.config.vocab_size)]
-
-            found.append(model.generate(PROMPT, prefix_allowed_tokens_fn=allowed, **SETTINGS))
-    assert torch.equal(*found)
 
 
 @emulated
