@@ -146,7 +146,6 @@ def reserve_for(
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
-    """Shapes of the weights of attention and experts."""
     text = config.get_text_config()
     hidden, heads, head_dim = text.hidden_size, text.num_attention_heads, widest_head(config)
     inner = largest_of(text, "moe_intermediate_size") or largest_of(text, "intermediate_size")

@@ -264,7 +264,6 @@ def _growing_layers() -> dict[type, type]:
 
 @functools.cache
 def _rounded_layers() -> dict[type, type]:
-    """As `_growing_layers`, with keys and values in int8."""
     return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
 
 
