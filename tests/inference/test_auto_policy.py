@@ -69,7 +69,7 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.choice_for(SLOTS).policy == knowing.policy
 
 
-def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
+def test_layers_are_announced_only_to_learners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who listens costs a layer more than its experts, where all of them are resident."""
@@ -93,7 +93,7 @@ def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
 
 
 @pytest.mark.parametrize("policy", ["lru", "mrs", "reuse"])
-def test_listening_to_resident_experts_tells_the_same_and_computes_the_same(policy: str) -> None:
+def test_listeners_of_resident_experts_get_the_same_events(policy: str) -> None:
     """Natively while nobody reads ahead, and expert by expert otherwise."""
 
     class Notes(Listener):
@@ -133,7 +133,7 @@ def test_adaptive_shares_change_no_bit(expected: torch.Tensor) -> None:
     assert stats.shares == "adaptive"
 
 
-def test_a_policy_of_the_laboratory_says_where_it_is_of_use() -> None:
+def test_a_replay_policy_is_refused_with_a_hint() -> None:
     for name in ("lec", "predicted", "belady"):
         with pytest.raises(ValueError, match=f"'{name}' is only for `moe-runtime replay`"):
             moe_runtime.load(pocket_path(), policy=name)

@@ -100,7 +100,7 @@ def test_an_unknown_gate_runs_as_written(mixtral):
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_sentinels_of_expert_parallelism(mixtral):
+def test_ids_outside_the_experts_add_nothing(mixtral):
     """Slots of other ranks add zero and get zero gradients, whatever their weight."""
     module = next(iter(experts_modules(mixtral).values()))
     num_experts = module.num_experts

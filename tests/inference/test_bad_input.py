@@ -111,7 +111,7 @@ def test_no_sound_config(checkpoint):
     assert "has no config.json" in refused(checkpoint)
 
 
-def test_an_adapter_beside_the_weights_is_not_passed_over(checkpoint):
+def test_an_adapter_in_the_checkpoint_is_refused(checkpoint):
     """transformers would apply it."""
     (checkpoint / "adapter_config.json").write_text("{}")
     message = refused(checkpoint, UnsupportedModelError)
@@ -238,7 +238,7 @@ def test_files_of_settings_that_are_no_sound_json(checkpoint, content, found):
         ("model.safetensors", "/dev/zero"),
     ],
 )
-def test_what_is_no_file_in_a_files_place(checkpoint, name, target):
+def test_a_folder_or_device_instead_of_a_file_is_refused(checkpoint, name, target):
     (checkpoint / name).unlink(missing_ok=True)
     if target == "folder":
         (checkpoint / name).mkdir()
@@ -287,14 +287,14 @@ def test_settings_of_sampling_that_no_request_may_ask_for(checkpoint, name, valu
         load(checkpoint).moe.close()
 
 
-def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
+def test_bad_generation_settings_are_blamed_on_the_checkpoint(checkpoint):
     (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
     model = load(checkpoint)
     with model.moe, pytest.raises(CheckpointError, match="settings of generation cannot be used"):
         generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
 
 
-def test_what_a_model_raises_is_not_blamed_on_the_checkpoint(checkpoint):
+def test_errors_of_the_model_are_not_blamed_on_the_checkpoint(checkpoint):
     def fail(module, inputs):
         raise TypeError("a fault of ours")
 

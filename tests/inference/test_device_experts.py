@@ -51,7 +51,7 @@ def test_experts_of_a_prompt_come_in_the_order_of_their_rows(checkpoint):
 
 
 @emulated
-def test_the_same_bits_whoever_is_resident(checkpoint):
+def test_residency_changes_no_bit(checkpoint):
     found = []
     for slots in (NUM_EXPERTS, 2):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
@@ -127,7 +127,7 @@ def make_resident(layer: DeviceExperts, number: int) -> None:
 @emulated
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("num_resident", [NUM_EXPERTS, NUM_EXPERTS - 1])
-def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
+def test_a_step_without_misses_waits_only_for_the_choices(
     checkpoint, monkeypatch, num_tokens, num_resident
 ):
     from triton.runtime.jit import KernelInterface
@@ -158,7 +158,7 @@ def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
-def test_what_is_counted_is_what_leases_count(checkpoint, slots):
+def test_counters_equal_those_of_leases(checkpoint, slots):
     counted = []
     for has_stack in (True, False):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)

@@ -64,7 +64,7 @@ def test_every_slot_is_part_of_one_stack(checkpoint):
                 assert torch.equal(stack.down_bias[slot], expected["down_bias"])
 
 
-def test_no_byte_is_copied_that_is_no_tensors(checkpoint):
+def test_only_tensor_bytes_are_copied(checkpoint):
     experts = map_of(checkpoint)
     there = experts_on_device(experts)
     for key, layout in experts.layouts.items():

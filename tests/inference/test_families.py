@@ -187,7 +187,7 @@ def test_logits_equal_transformers(sample):
 
 
 @torch.no_grad()
-def test_classes_compute_what_is_said_of_their_names(sample):
+def test_classes_compute_their_known_formulas(sample):
     """Norms, routers, attention, residuals and gates; other rows are proven by the logits."""
     torch.manual_seed(0)
     for check in known_rows.checks_of(sample.model).values():

@@ -209,7 +209,7 @@ def twice(function: Any) -> Any:
     return lambda *args, **kwargs: tuple(2 * part for part in function(*args, **kwargs))
 
 
-def test_who_is_looked_into_or_changed_goes_its_own_way():
+def test_observed_or_changed_layers_use_their_own_forward():
     own, fused = pair(QWEN3)
     prompt, attention = PROMPT[:, :3], [each.model.layers[0].self_attn for each in (own, fused)]
     gates = [each.model.layers[0].mlp.gate for each in (own, fused)]
@@ -302,7 +302,7 @@ def test_recorded_steps_have_the_bits_of_steps_that_are_not(
     torch.testing.assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
 
 
-def test_counters_are_those_of_a_layer_as_it_is():
+def test_attention_counters_follow_the_cache_layer():
     """It may have another batch later."""
     layer, found = SimpleNamespace(), list[Any]()
     for batch in (1, 1, 3):
@@ -370,7 +370,7 @@ def test_a_gpu_replays_fused_steps(tmp_path, name):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_setting_that_changes_is_heard():
+def test_a_changed_setting_counts():
     own, other = pair(FAMILIES["glm4_moe"])
     with torch.no_grad():
         decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
@@ -385,7 +385,7 @@ def test_a_setting_that_changes_is_heard():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_that_changes_where_torch_does_not_count_it_is_taken_as_it_is():
+def test_an_uncounted_change_of_a_mask_counts():
     found = []
     for model in pair(QWEN3):
         cache, prompt_2T = static_cache(model.config, 9), PROMPT.repeat(2, 1).to(DEVICE)

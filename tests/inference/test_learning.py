@@ -83,7 +83,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path):
         np.testing.assert_array_equal(learner.learned()["matrices"], counts)
 
 
-def test_what_is_learned_adds_up_and_changes_no_bit():
+def test_learning_accumulates_and_changes_no_bit():
     with (plain := open_model("lru")).moe:
         expected = [answer(plain, first) for first in (5, 90)]
     assert not learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
@@ -98,7 +98,7 @@ def test_what_is_learned_adds_up_and_changes_no_bit():
     model.moe.close()
 
 
-def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path):
+def test_an_untrained_eam_predictor_warns(tmp_path):
     path = learned_path("eam", SIGNATURE, POCKET)
     for number in (1, 2):
         with pytest.warns(match="eam begins empty") if number == 1 else nullcontext():
@@ -178,7 +178,7 @@ def damage(path: Path, how: str) -> None:
         ("too large", "when unpacked, expected at most"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_said_and_replaced(how, said):
+def test_a_damaged_learned_file_is_reported_and_replaced(how, said):
     with (model := open_model()).moe:
         expected = answer(model)
     path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
@@ -213,7 +213,7 @@ def test_only_one_process_of_a_group_writes():
 
 
 @pytest.mark.parametrize("name", [POLICY_FILE, "eam"])
-def test_what_is_learned_is_written_while_requests_are_answered(name):
+def test_learning_is_written_between_requests(name):
     """As after SIGKILL, nothing is closed; requests that run go on."""
     now_s = 0.0
     path = learned_path(name, SIGNATURE, POCKET)

@@ -41,14 +41,14 @@ def test_sizes(text, expected):
         (("1.5", "0.5b", "2.25 B"), "size with its unit, such as"),
     ],
 )
-def test_what_is_no_size(texts, message):
+def test_bad_sizes_are_refused(texts, message):
     for text in texts:
         with pytest.raises(ValueError, match=rf"{message}.*got '{text}'$"):
             parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["2", "2.0", "1.5", "7.0", "1048575"])
-def test_little_memory_without_a_unit_is_a_unit_forgotten(text):
+def test_small_numbers_need_a_unit(text):
     expected = f"expected a size with its unit, such as 7GiB or 800MB, got '{text}'$"
     with pytest.raises(ValueError, match=expected):
         parse_bytes(text, needs_unit=True)
@@ -56,7 +56,7 @@ def test_little_memory_without_a_unit_is_a_unit_forgotten(text):
         parse_budget(text, name="m")
 
 
-def test_memory_without_a_unit_is_bytes_where_it_can_be():
+def test_large_numbers_without_a_unit_are_bytes():
     for size in ("8000000", "8000000.0", 8000000, 8e6, "8000000B"):
         assert parse_budget(size, name="m").num_bytes == 8_000_000
     assert parse_budget("2B", name="m").num_bytes == parse_budget(2, name="m").num_bytes == 2
@@ -69,7 +69,7 @@ def test_budgets():
 
 
 @pytest.mark.parametrize("value", [0, -5, 1.5, 2.0, 0.0, "0", "-1", "1.5", "inf", "nan", "much"])
-def test_what_is_no_budget(value):
+def test_bad_budgets_are_refused(value):
     with pytest.raises(ValueError, match="host_memory"):
         parse_budget(value, name="host_memory")
 
@@ -87,13 +87,13 @@ def test_sizes_for_people():
 
 
 @given(st.integers(0, 2**44))
-def test_a_size_rounded_up_is_enough_where_it_is_typed(num_bytes):
+def test_a_printed_size_rounded_up_is_enough(num_bytes):
     text = format_bytes(num_bytes, up=True)
     assert num_bytes <= parse_bytes(text) <= num_bytes * 1.001
     assert len(text.split()[0].replace(".", "")) <= 4
 
 
-def test_a_typo_is_met_with_the_nearest_name():
+def test_a_typo_names_the_nearest_option():
     assert nearest("lur", ["lfu", "lru", "sieve"]).startswith("did you mean 'lru'?")
     assert nearest("zzz", ["lru"]) == "known: lru"
     # What begins so is meant, however short it is.

@@ -47,7 +47,7 @@ def test_only_known_classes_are_fused(monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["buffer", "parameter", "weight"])
-def test_a_router_that_gets_another_tensor_goes_its_own_way(changed):
+def test_a_router_with_another_tensor_uses_its_own_forward(changed):
     router, x = router_of(MixtralTopKRouter), torch.randn(3, 32)
     if changed == "buffer":
         router.register_buffer("usage", torch.ones(16))

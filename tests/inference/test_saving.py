@@ -171,7 +171,7 @@ def test_a_process_beside_the_main_one_writes_nothing(tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, option, reason):
+def test_unsupported_options_are_refused_by_name(tmp_path, option, reason):
     checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     with model.moe, pytest.raises(moe_runtime.UnsupportedUseError, match=reason) as caught:

@@ -150,7 +150,7 @@ def test_a_cache_of_several_sequences_keeps_to_the_reserve(unlimited):
     assert keys.untyped_storage().nbytes() <= room_for(3 * 16) * token_bytes
 
 
-def test_omitted_it_is_what_the_model_knows():
+def test_the_default_context_is_what_the_model_knows():
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), None) == 512
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=40960), None) == 4096
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), 700) == 700
@@ -163,7 +163,7 @@ def test_omitted_it_is_what_the_model_knows():
         load(pocket_path(), device="cpu", host_memory=smallest - 1)
 
 
-def test_more_context_comes_from_what_experts_leave(tmp_path):
+def test_a_larger_context_uses_memory_that_experts_leave(tmp_path):
     """What they all leave, or a sixteenth of their room; inspect says the same."""
     (family,) = (one for one in FAMILIES if str(one) == "OlmoeForCausalLM")
     sizes = {**family.config, "max_position_embeddings": 20_000, "num_experts": 64}

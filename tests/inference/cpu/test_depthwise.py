@@ -113,7 +113,7 @@ def test_gradients(dtype):
 
 
 @torch.no_grad()
-def test_what_is_no_such_convolution_has_torchs_bits():
+def test_other_convolutions_have_torchs_bits():
     """Another type, other layers, and calls that torch refuses."""
     x = torch.randn(2, 6, 31)
     for dtype, options in [
@@ -143,7 +143,7 @@ def test_what_is_no_such_convolution_has_torchs_bits():
 
 
 @torch.no_grad()
-def test_where_onednn_computes_half_precision_torch_does(monkeypatch):
+def test_half_precision_with_onednn_stays_with_torch(monkeypatch):
     _, layer = layers(torch.bfloat16)
     monkeypatch.setattr(depthwise, "_slow_types", lambda: frozenset((torch.float16,)))
     with Operations() as operations:

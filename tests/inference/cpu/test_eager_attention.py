@@ -230,7 +230,7 @@ def test_prompts_have_attention_in_half_precision_of_few_lengths(watched, keeps_
     assert bool(attentions[0]) is (not watched and native_library() is None)
 
 
-def test_attention_weights_are_there_for_whoever_asks(is_called):
+def test_attention_weights_are_returned_on_request(is_called):
     theirs, ours = pair("gpt_oss")
     ids = torch.tensor([[5, 7, 11, 13]])
     is_called.clear()
@@ -258,7 +258,7 @@ def nothing(_, query, *__, **___):
     return torch.zeros_like(query).transpose(1, 2), None
 
 
-def test_a_model_set_to_another_attention_has_that_one_and_its_copy_ours(is_called):
+def test_set_attn_implementation_counts_for_one_model_only(is_called):
     AttentionInterface.register("nothing", nothing)
     theirs, ours = pair("gpt_oss")
     ids = torch.tensor([[5, 7, 11, 13]])
@@ -280,7 +280,7 @@ def test_a_model_set_to_another_attention_has_that_one_and_its_copy_ours(is_call
     assert ours.config.rms_norm_eps != 0.5
 
 
-def test_gradients_go_the_models_own_way():
+def test_gradients_use_the_models_own_attention():
     theirs, ours = pair("gpt_oss")
     gradients = []
     for model in (theirs, ours):
@@ -305,7 +305,7 @@ def test_memory_does_not_grow_with_the_lengths_of_the_cache():
     assert resident_bytes() - before < 40 * 2**20
 
 
-def test_a_function_that_a_program_puts_in_its_place_is_the_one_that_computes(monkeypatch):
+def test_a_replaced_attention_function_is_called(monkeypatch):
     _, model = pair("gpt_oss")
     module = "transformers.models.gpt_oss.modeling_gpt_oss"
     called = []

@@ -54,7 +54,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60)
 @given(steps=STEPS, config=st.sampled_from([None, WINDOWS]))
-def test_whatever_happens_it_equals_transformers_cache(steps, config):
+def test_random_operations_equal_transformers_cache(steps, config):
     ours, theirs = growing_cache(config), DynamicCache(config=config)
     for number, (step, value) in enumerate([("append", 3), *steps]):
         has_tokens = theirs.get_seq_length() > 0
@@ -132,7 +132,7 @@ def test_branches_of_one_cache_do_not_write_into_each_other():
     assert torch.equal(cache.layers[0].keys[:, :, :6], held)
 
 
-def test_a_prompt_computed_in_inference_mode_goes_on_outside_of_it():
+def test_a_cache_of_inference_mode_can_be_continued_outside():
     ours, theirs = growing_cache(), DynamicCache()
     for cache in (ours, theirs):
         with torch.inference_mode():
@@ -152,7 +152,7 @@ def test_a_gradient_flows_as_through_transformers_cache():
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_a_cache_made_elsewhere_is_taken_over_with_its_content(filled):
+def test_a_filled_cache_is_converted(filled):
     cache = DynamicCache()
     if filled:
         cache.update(*tokens(4), 0)

@@ -119,7 +119,7 @@ def test_in_half_precision_sums_are_fp32(models, absorbed, dtype, num_new):
 
 
 @needs_native
-def test_what_somebody_sees_or_changes_is_expanded(models, absorbed):
+def test_observed_or_changed_layers_are_expanded(models, absorbed):
     """As adapters do, which are hooks; and gradients go through what was expanded."""
     ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(3))
 
@@ -145,7 +145,7 @@ def test_what_somebody_sees_or_changes_is_expanded(models, absorbed):
     assert absorbed == []
 
 
-def test_what_was_expanded_goes_with_its_pass(models, monkeypatch):
+def test_expanded_keys_are_freed_after_the_pass(models, monkeypatch):
     """Without Python looking for cycles: keys of a long prompt are many times its latents."""
     made = []
     real = latent_attention.ExpandLatents.expanded
@@ -166,7 +166,7 @@ def test_what_was_expanded_goes_with_its_pass(models, monkeypatch):
         gc.enable()
 
 
-def test_a_layer_that_expands_in_another_way_keeps_it(models, absorbed):
+def test_an_unknown_expansion_is_kept(models, absorbed):
     own, ours = (copy.deepcopy(model) for model in models)
 
     class Other(type(layer_of(own))):

@@ -150,7 +150,7 @@ def test_freed_memory_holds_experts_and_inspect_says_how_many(tmp_path: Path) ->
     assert int8.slots_for(tight) == exact.slots_for(tight) + more > exact.slots_for(tight)
 
 
-def test_requests_together_say_what_each_says_alone_after_preemption_and_drafts(
+def test_batched_requests_equal_single_ones_after_preemption_and_drafts(
     tmp_path: Path,
 ) -> None:
     _, folder = checkpoint("Qwen3MoeForCausalLM", tmp_path)
@@ -181,7 +181,7 @@ def test_requests_together_say_what_each_says_alone_after_preemption_and_drafts(
         ("ZayaForCausalLM", {"head_dim": 32}, "keys, values and states in one layer"),
     ],
 )
-def test_what_cannot_be_rounded_is_refused(
+def test_unsupported_caches_are_refused(
     name: str, sizes: dict[str, int], kept: str, tmp_path: Path
 ) -> None:
     _, folder = checkpoint(name, tmp_path, **sizes)

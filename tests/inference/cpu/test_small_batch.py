@@ -113,7 +113,7 @@ def takes_native(rows: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_bound_computes_the_bits_of_what_is_not(dtype):
+def test_prepared_layers_have_the_bits_of_unprepared_ones(dtype):
     """Rows beyond the limits, rows apart in memory and gradients take the other way."""
     for layer, small in small_layers(dtype):
         for rows in (torch.randn(3, 24), torch.randn(2, 1, 24), torch.randn(700, 24)):
@@ -151,7 +151,7 @@ def test_forward_mode_goes_through_replaced_layers():
 
 
 @torch.no_grad()
-def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
+def test_a_moved_or_converted_weight_is_prepared_again():
     for _, small in small_layers(torch.float32):
         x = torch.randn(2, 24)
         small(x)
@@ -165,7 +165,7 @@ def test_a_weight_that_moved_or_changed_its_type_is_bound_anew():
 
 
 @torch.no_grad()
-def test_a_bias_that_is_given_and_a_weight_that_is_turned_count():
+def test_a_new_bias_and_a_transposed_weight_count():
     for dtype in (torch.float32, torch.bfloat16):
         layer, x = torch.nn.Linear(24, 24, dtype=dtype), torch.randn(2, 24).to(dtype)
         small = SmallBatchLinear(layer)

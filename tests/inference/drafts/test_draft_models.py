@@ -71,7 +71,7 @@ def expected(model: Any, tokens: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_drafts_are_what_the_model_itself_would_write(window, tmp_path):
+def test_drafts_equal_greedy_text_of_the_draft_model(window, tmp_path):
     """Texts of several lengths, drafted for together, go on as drafted, in part, or otherwise."""
     kind, config = LlamaForCausalLM, LlamaConfig(**SIZES)
     if window:
@@ -107,7 +107,7 @@ def test_a_text_too_long_for_the_model_begins_with_its_latest_tokens(folder):
         assert source.draft([text], [2]) == [expected(model, text.tokens[first:], 2)]
 
 
-def test_texts_that_grow_while_they_are_drafted_for_stay_within_that_memory(folder):
+def test_growing_texts_stay_within_the_draft_memory(folder):
     source = plan_of(folder).load(None, 128)
     texts = [source.new() for _ in range(4)]
     for text in texts[:2]:
@@ -129,7 +129,7 @@ def test_texts_that_grow_while_they_are_drafted_for_stay_within_that_memory(fold
 
 
 @pytest.mark.parametrize("size", [5000, 4000])
-def test_a_draft_with_embeddings_of_another_size_drafts_what_both_know(size, tmp_path):
+def test_a_draft_with_other_embeddings_uses_common_tokens(size, tmp_path):
     model = dense(LlamaForCausalLM, LlamaConfig(**{**SIZES, "vocab_size": size}), tmp_path)
     model.lm_head.weight.data[4096:] *= 9
     model.save_pretrained(tmp_path)
@@ -145,7 +145,7 @@ def test_a_draft_with_embeddings_of_another_size_drafts_what_both_know(size, tmp
     assert other.offer(4).most == (4 if size > 4096 else 0)
 
 
-def test_what_is_set_aside_grows_with_the_cache_alone(folder):
+def test_the_draft_reserve_grows_with_the_cache_only(folder):
     """Passes of drafts have few tokens, however long the texts are."""
     plan = plan_of(folder)
     per_token = 2 * 2 * 8 * 4  # keys and values of a layer: two heads of eight fp32 values
@@ -224,7 +224,7 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
     assert float(statistic.max()) < 18.5  # one in a thousand, with four degrees of freedom
 
 
-def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
+def test_a_closed_draft_gives_its_memory_to_experts(folder, plain):
     smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
     settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
     again = torch.cat([PROMPT, PROMPT, PROMPT[:, :8]], 1)  # what follows stood there before
@@ -271,7 +271,7 @@ def _no_tokenizer(path: Path) -> None:
     ("change", "message"),
     [(_other_tokenizer, "is token 30"), (_no_tokenizer, "has no tokenizer")],
 )
-def test_a_model_of_other_tokens_is_refused(change, message, folder, tmp_path):
+def test_a_draft_with_another_tokenizer_is_refused(change, message, folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     change(other)

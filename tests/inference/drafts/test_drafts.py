@@ -82,7 +82,7 @@ def run(
     return spent, control
 
 
-def test_right_drafts_are_verified_as_many_as_pay():
+def test_right_drafts_are_verified_while_they_pay():
     spent, control = run(lambda rows: 1 + 0.1 * (rows - 1), lambda _: True, 400)
     # 16 tokens in 2.5 seconds; at first and from time to time a step goes without
     assert spent < 400 * 2.5 / 16 * 1.35
@@ -119,7 +119,7 @@ def test_drafts_begin_again_when_a_text_starts_to_repeat_itself():
     assert spent < begun + 1000 * 0.6
 
 
-def test_a_loss_is_got_over_in_as_many_steps_with_rests_as_without(monkeypatch):
+def test_rests_do_not_prolong_the_recovery_from_a_loss(monkeypatch):
     """Ten texts, each of which loses time at first."""
     steps = list[int]()
     for barren in (2000, BARREN):
@@ -150,7 +150,7 @@ def test_several_sequences_share_the_rows():
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.0, 1.02), (0.1, 1.02), (0.9, 0.7)])
-def test_a_text_is_caught_up_with_as_far_as_drafts_pay(share, most):
+def test_catching_up_stays_within_what_drafts_pay(share, most):
     """Twenty texts of 200 tokens; a drafter needs four steps' time for each before it drafts."""
     control, draw, spent = DraftControl(MOST), random.Random(4), 0.0
     for _ in range(20):
@@ -176,7 +176,7 @@ def test_a_text_is_caught_up_with_as_far_as_drafts_pay(share, most):
     ("spared_s", "share", "is_given_up"),
     [(0.4, 0.1, True), (0.4, 0.95, False), (0.0, 0.0, False), (0.05, 0.0, True)],
 )
-def test_a_drafter_is_given_up_where_experts_need_its_memory_more(spared_s, share, is_given_up):
+def test_a_drafter_is_closed_if_experts_need_its_memory(spared_s, share, is_given_up):
     """Steps of a second, of which ``spared_s`` are reads that its memory would spare."""
     control, draw, lost_s = DraftControl(MOST), random.Random(6), 0.0
     for _ in range(600):
@@ -195,7 +195,7 @@ def test_a_drafter_is_given_up_where_experts_need_its_memory_more(spared_s, shar
     assert lost_s < 12
 
 
-def test_a_drafter_is_not_given_up_while_it_cannot_draft():
+def test_a_drafter_that_cannot_draft_is_not_closed():
     control = DraftControl(MOST)
     for offers in ([Offer(0, 0)], [Offer(4, 0)] * MOST):  # nothing to draft, and no rows for it
         for _ in range(200):

@@ -128,7 +128,7 @@ class Noted(EveryDraft):
         *(QWEN_WITH_PICTURES, MIMO),
     ],
 )
-def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
+def test_a_head_drafts_like_transformers_module(name, tmp_path):
     reference, head, folder = with_head(name, tmp_path)
     plain: Any = moe_runtime.load(folder, **SETTINGS)
     model: Any = moe_runtime.load(folder, draft="mtp", **SETTINGS)
@@ -162,7 +162,7 @@ def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", MIMO])
-def test_a_quantised_head_drafts_what_its_values_would(name, tmp_path):
+def test_a_quantised_head_drafts_like_its_dequantised_values(name, tmp_path):
     """In blocks of FP8, as it is published, and as plain weights of the same values."""
     _, _, folder = with_head(name, tmp_path / "packed", **WIDE)
     plain = shutil.copytree(folder, tmp_path / "plain")

@@ -102,7 +102,7 @@ def test_a_trained_model_has_the_same_bits_in_smaller_slots() -> None:
     assert coded.copied_bytes == 0  # to no device
 
 
-def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
+def test_inspection_predicts_the_slots_of_a_budget(source: Path) -> None:
     plain = inspect_checkpoint(source, max_tokens=MAX_TOKENS)
     coded = inspect_checkpoint(source, max_tokens=MAX_TOKENS, cache_code="planes")
     assert coded.expert_bytes == plain.expert_bytes

@@ -70,7 +70,7 @@ def has_stacks(model: Any) -> list[bool]:
         pytest.param("olmoe-q4_k", True, marks=pytest.mark.long),
     ],
 )
-def test_they_are_computed_whichever_product_reads_them(name, is_whole, tmp_path):
+def test_quantised_slots_equal_the_plain_products(name, is_whole, tmp_path):
     """Of formats that no Triton product reads, experts are computed one by one from values."""
     checkpoint, found = write(name, tmp_path, is_whole=is_whole), []
     prompts = [MANY] if name == "gpt_oss-mxfp4" else [ONE]  # the interpreter takes its time

@@ -235,7 +235,7 @@ def test_gradients_equal_those_of_transformers(written):
 
 
 @every
-def test_what_is_said_of_bytes_is_what_is_in_the_files(written):
+def test_reported_bytes_equal_those_in_the_files(written):
     summary = inspect_checkpoint(written.folder)
     checkpoint = open_checkpoint(written.folder, "auto")
     parts = [

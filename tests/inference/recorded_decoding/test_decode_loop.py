@@ -146,7 +146,7 @@ CASES = {
     ("case", "slots"),
     [*((case, NUM_EXPERTS) for case in CASES), ("several", FETCHED), ("sampled", 3), ("padded", 3)],
 )
-def test_all_is_as_by_the_loop_of_transformers(checkpoint, case, slots):
+def test_generation_equals_the_loop_of_transformers(checkpoint, case, slots):
     with loaded(checkpoint, slots) as model:
         compare(model, **CASES[case])
 
@@ -194,7 +194,7 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(checkpoint
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED])
-def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint, slots):
+def test_one_graph_waits_only_for_its_token(checkpoint, slots):
     """From the third step on, which replays: the model, its cache and the choice included."""
     waits, counts = list[str](), list[tuple[int, int, int]]()
     synchronize, download = EmulatedEvent.synchronize, EmulatedDevice.download
@@ -268,7 +268,7 @@ def test_logits_that_are_not_finite_are_refused(checkpoint, *, do_sample):
 
 
 @emulated
-def test_a_forward_that_somebody_has_wrapped_is_called(checkpoint):
+def test_a_wrapped_forward_is_called(checkpoint):
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
         expected, forward, calls = model.generate(THREE, **settings), model.forward, [0]
@@ -297,7 +297,7 @@ def test_a_streamer_may_have_the_model_generate_something_else(checkpoint):
 
 
 @emulated
-def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint):
+def test_a_cache_without_room_for_a_step_ahead_works(checkpoint):
     """Behind it is no room for a step that is queued in vain."""
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
@@ -314,7 +314,7 @@ def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint):
 
 
 @emulated
-def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint):
+def test_an_exception_removes_the_step_ahead_from_the_cache(checkpoint):
     def fail(number: int) -> None:
         if number == 6:
             raise KeyboardInterrupt
@@ -329,7 +329,7 @@ def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint):
 
 
 @emulated
-def test_ctrl_c_where_a_recording_is_ended_leaves_none_begun(checkpoint):
+def test_ctrl_c_at_the_end_of_a_recording_leaves_none_open(checkpoint):
     lines, first = inspect.getsourcelines(RecordedStep.__init__)
     number = first + next(n for n, line in enumerate(lines) if "recording = None" in line)
     with loaded(checkpoint) as model:

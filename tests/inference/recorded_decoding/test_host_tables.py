@@ -85,7 +85,7 @@ def test_the_disk_writes_behind_kernels(checkpoint):
         assert order == [True]
 
 
-def test_what_goes_back_to_the_host_is_queued_behind_kernels_of_all_streams(checkpoint):
+def test_returns_to_the_host_wait_for_kernels_of_all_streams(checkpoint):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         Request(model).until_fetched()
         store = store_of(model)
@@ -108,7 +108,7 @@ def test_closing_waits_for_kernels(checkpoint):
         assert late.is_over
 
 
-def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint):
+def test_another_stream_waits_for_the_last_one(checkpoint):
     """Tables and the slots for what is fetched are there once."""
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
@@ -121,7 +121,7 @@ def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint):
         assert last.is_over
 
 
-def test_who_is_nowhere_is_seen_at_once(checkpoint):
+def test_a_missing_expert_is_seen_at_once(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, queued = store_of(model), []
@@ -136,7 +136,7 @@ def test_who_is_nowhere_is_seen_at_once(checkpoint):
         assert_listed(model)
 
 
-def test_nobody_comes_or_goes_while_work_is_queued(checkpoint):
+def test_residency_is_fixed_while_work_is_queued(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, seen = store_of(model), deque[str]()
@@ -160,7 +160,7 @@ def test_nobody_comes_or_goes_while_work_is_queued(checkpoint):
         assert seen[0] == "queued"
 
 
-def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(checkpoint):
+def test_landing_slots_survive_exceptions(checkpoint):
     waited: list[EmulatedEvent] = []
     synchronize = EmulatedEvent.synchronize
 
@@ -190,7 +190,7 @@ def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(check
         model.moe.check()
 
 
-def test_after_closing_uses_are_counted_and_nothing_else(checkpoint):
+def test_a_closed_model_only_counts_uses(checkpoint):
     with warmed(checkpoint) as model:
         request = Request(model).until_fetched()
         request.steps(3)
@@ -202,7 +202,7 @@ def test_after_closing_uses_are_counted_and_nothing_else(checkpoint):
             tables.launch(lambda: None)
 
 
-def test_policies_that_decide_after_a_use_have_steps_in_parts(checkpoint):
+def test_policies_that_decline_cut_steps(checkpoint):
     with warmed(checkpoint) as model:
         store_of(model)._policy.may_decline = True
         Request(model).steps(20)
@@ -220,7 +220,7 @@ def test_room(device, host, expected):
     assert host_tables.has_room(device, host, **given) == expected
 
 
-def test_the_policy_that_is_chosen_by_routes_hears_none_where_all_are_in_memory(checkpoint):
+def test_auto_policy_is_lru_if_all_experts_are_in_memory(checkpoint):
     experts = map_of(checkpoint)
 
     def policy(device: int, host: int) -> str:

@@ -85,7 +85,7 @@ class Failing(StoppingCriteria):
 
 @emulated
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint, at):
+def test_a_failed_call_does_not_affect_the_next_one(checkpoint, at):
     expected = alone(checkpoint, PROMPTS[1])
     with loaded(checkpoint) as model:
         for _ in range(2):
@@ -97,7 +97,7 @@ def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint, at):
 
 
 @emulated
-def test_what_a_call_returns_stays_as_it_was(checkpoint):
+def test_a_returned_cache_does_not_change(checkpoint):
     with loaded(checkpoint) as model:
         options = {"return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
         found = model.generate(PROMPTS[0], do_sample=False, **options)
@@ -109,7 +109,7 @@ def test_what_a_call_returns_stays_as_it_was(checkpoint):
 
 
 @emulated
-def test_a_cache_goes_with_the_first_call_that_has_another_one(checkpoint):
+def test_a_call_with_another_cache_frees_the_kept_one(checkpoint):
     with loaded(checkpoint) as model:
         other = StaticCache(model.config, max_cache_len=20)
         calls = (
@@ -149,7 +149,7 @@ def test_threads_have_caches_of_their_own(checkpoint):
         assert all(torch.equal(each, expected[number]) for each in logits)
 
 
-def test_room_is_rounded_up_within_what_memory_was_set_aside_for():
+def test_cache_lengths_are_rounded_up_within_the_reserve():
     config, caches = tiny_model(FAMILY).config, StaticCaches()
     lengths = {1: 64, 64: 64, 65: 128, 500: 512, 600: 640, 1025: 1152, 4000: 4000, 4100: 4100}
     for asked, expected in lengths.items():
@@ -206,7 +206,7 @@ def test_foreign_code_may_change_the_model_between_steps(checkpoint, where, slot
 
 
 @emulated
-def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint):
+def test_a_call_without_foreign_code_compares_the_model_once(checkpoint):
     looks, holds = [], Structure.holds
 
     def look(self: Structure) -> bool:
@@ -221,7 +221,7 @@ def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint):
 
 @emulated
 @pytest.mark.parametrize("by", ["option", "configuration"])
-def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint, by):
+def test_a_requested_static_cache_is_kept(checkpoint, by):
     """Unless the model's own settings ask for it."""
     with loaded(checkpoint) as model:
         given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -241,7 +241,7 @@ def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint, by):
 
 
 @emulated
-def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(checkpoint):
+def test_recordings_live_as_long_as_their_caches(checkpoint):
     """As a server has them, one for each number of sequences; `generate` between their steps."""
     made: list[Any] = []
     replay = decode_graphs.RecordedStep.replay
@@ -280,7 +280,7 @@ def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
 
 
 @emulated
-def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint):
+def test_a_recording_without_its_cache_is_freed(checkpoint):
     with loaded(checkpoint) as model, torch.no_grad():
         (own,) = model.new_cache(1, 20, {}).values()
         caches = [own, *(StaticCache(model.config, max_cache_len=20) for _ in range(2))]
@@ -312,7 +312,7 @@ def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
 
 @emulated
 @SLOTS
-def test_hooks_hear_of_every_step(checkpoint, slots):
+def test_hooks_are_called_in_every_step(checkpoint, slots):
     """None is called by a replay: such a model is recorded at every call."""
     with loaded(checkpoint, slots) as model:
         model.generate(PROMPT, **SETTINGS)
@@ -341,7 +341,7 @@ def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoi
 
 
 @emulated
-def test_calls_of_other_kinds_leave_nothing_in_the_cache(checkpoint):
+def test_other_calls_do_not_affect_the_kept_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         prompt = PROMPT.to(model.device)
         expected = model.generate(prompt, **SETTINGS)

@@ -60,9 +60,7 @@ def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> t
 @pytest.mark.parametrize(
     ("slots", "misses"), [(3, "device"), (3, "all-on-cpu"), (NUM_EXPERTS, "device")]
 )
-def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
-    checkpoint, slots, misses
-):
+def test_listeners_and_counters_equal_those_without_a_recording(checkpoint, slots, misses):
     ways = [decode(checkpoint, slots, misses, is_recorded=one) for one in (True, False)]
     assert torch.equal(ways[0][0], ways[1][0])
     assert ways[0][1] == ways[1][1]
@@ -71,7 +69,7 @@ def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
 
 
 @emulated
-def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(checkpoint):
+def test_missing_experts_in_host_memory_need_no_lease(checkpoint):
     """Two layers of six experts, four of which have slots, and five a place below."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=4)
     store: Any = experts_modules_of(model)[0].store
@@ -96,7 +94,7 @@ def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(che
 
 
 @emulated
-def test_the_commands_defaults_leave_a_step_one_graph(checkpoint):
+def test_default_options_keep_a_step_one_graph(checkpoint):
     """Those are `--policy auto --prefetch auto`, which listen to what is not all resident."""
     found = []
     for options in ({"policy": "auto", "prefetch": "auto"}, {}):
