@@ -1,4 +1,4 @@
-"""`policy="auto"`: another run chooses from what this one did, and no bit of the output changes."""
+"""`policy="auto"` chooses from the routing of earlier runs, and changes no bit of the output."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
 def test_layers_are_announced_only_to_learners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who listens costs a layer more than its experts, where all of them are resident."""
+    """If all experts are resident, a listener costs a layer more time than its experts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     summary = inspect_checkpoint(pocket_path(), max_tokens=64)
     few = summary.smallest_budget_bytes + 4 * summary.slot_bytes
@@ -94,7 +94,7 @@ def test_layers_are_announced_only_to_learners(
 
 @pytest.mark.parametrize("policy", ["lru", "mrs", "reuse"])
 def test_listeners_of_resident_experts_get_the_same_events(policy: str) -> None:
-    """Natively while nobody reads ahead, and expert by expert otherwise."""
+    """Natively without listeners that read ahead, else expert by expert."""
 
     class Notes(Listener):
         wants_routing = wants_demands = True

@@ -16,7 +16,7 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec
 
 moe_runtime.register_with_transformers()
 
-# Families whose gate is a formula of their own, and what has to be recognised.
+# Families with their own gate formula, and the expected result.
 FORMULAS = {
     "gpt_oss": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
     "minimax_m3_vl": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
@@ -246,7 +246,7 @@ def test_fp8_experts(mixtral, block_size):
     ids=["ragged fp8 blocks", "powers of two", "fp4"],
 )
 def test_packed_experts_are_computed_from_their_codes(mixtral, block_size, options, monkeypatch):
-    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, beside their values."""
+    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, compared with their values."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -1,4 +1,4 @@
-"""What cannot be loaded is refused with one line that says what was expected and what came."""
+"""Bad checkpoints are refused with one line that has the expected and the found value."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def test_a_dense_model_runs_in_plain_transformers(tmp_path):
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors", "gptq", "bitsandbytes"])
 def test_quantised_experts(checkpoint, method):
-    """Formats that are not read, and those that are where no weight is written in them."""
+    """Unsupported formats, and supported ones without any weight in them."""
     how = {"config_groups": {}, "load_in_8bit": True, "bits": 4, "group_size": 32}
     how |= {"quant_method": method, "zero_point": True, "version": "gemm"}
     change_config(checkpoint, quantization_config=how)

@@ -144,14 +144,14 @@ def test_a_step_without_misses_waits_only_for_the_choices(
         ids = torch.tensor([[0, 3]]).expand(num_tokens, 2).contiguous()
         assert [*asked.calls, *waits] == []
         layer(torch.zeros(num_tokens, 32), ids, torch.ones(num_tokens, 2))
-        # of a layer that is not resident as a whole, the host must know who is missing
+        # if a layer is not fully resident, the host must know its choices
         own = [] if num_resident == NUM_EXPERTS else ["tolist"]
         assert asked.calls == own
         assert len(waits) == len(own)
         num_products = started.count("decode_down") + started.count("grouped_gemm_fwd")
         assert num_products == (1 if num_tokens == 1 else 2)  # one launch of each for everybody
         ids.tolist()
-        assert asked.calls == [*own, "tolist"]  # what is asked is seen
+        assert asked.calls == [*own, "tolist"]  # the probe sees calls
         assert model.moe.stats().hits == 2
         model.moe.check()
 
@@ -225,7 +225,7 @@ def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(typed_checkpoint, num
 
 @pytest.mark.gpu
 def test_a_gpu_holds_no_more_than_its_budget(typed_checkpoint):
-    """A static cache, recorded steps and what libraries keep among it."""
+    """Includes a static cache, recorded steps and memory of libraries."""
     with pytest.raises(CapacityError) as refused:
         moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)
     budget = refused.value.smallest_bytes

@@ -1,4 +1,4 @@
-"""The table of what a loaded model supports (`transformers_features`), tried row by row."""
+"""The table of supported features (`transformers_features`), row by row."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ import moe_runtime
 
 
 class Both(PreTrainedModel, GenerationMixin):
-    """What models that generate inherit from."""
+    """The base classes of models that generate."""
 
 
 PUBLIC = {name for name in dir(Both) if name[0] != "_"} - set(dir(torch.nn.Module))

@@ -1,4 +1,4 @@
-"""Decode steps with a static cache by fused kernels, beside transformers' own layers."""
+"""Decode steps with a static cache by fused kernels, compared with transformers' own layers."""
 
 import copy
 import importlib
@@ -71,7 +71,7 @@ def launches() -> Iterator[Counter[str]]:
         with _disable_current_modes():  # the interpreter computes by torch
             return start(kernel, *rest)
 
-    # what a prepared launch has compiled is started without asking
+    # a prepared launch starts its compiled kernel directly
     with (
         patch.object(launching, "_launch", count),
         patch.object(launching.PreparedLaunch, "__call__", _start),
@@ -315,7 +315,7 @@ def test_attention_counters_follow_the_cache_layer():
 @emulated
 @pytest.mark.parametrize(("is_fused", "total"), [(False, 34), (True, 7)])
 def test_a_layer_is_few_kernels(is_fused, total):
-    """What two layers compute more than one, but for their experts, which are others on a GPU."""
+    """The difference between two layers and one, without experts, which are different on a GPU."""
     counted = []
     for num_layers in (1, 2):
         config = QWEN3.config | {"num_hidden_layers": num_layers}
@@ -352,7 +352,7 @@ def test_a_layer_is_few_kernels(is_fused, total):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_gpu_replays_fused_steps(tmp_path, name):
-    """Recorded, with kernels compiled, and beside transformers' own model on the same GPU."""
+    """Recorded with compiled kernels, and compared with transformers' model on the same GPU."""
     checkpoint = save(tiny_model(FAMILIES[name]), tmp_path, sharded=True)
     prompt = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :4].to("cuda")
     own = tiny_model(FAMILIES[name]).to("cuda").eval()

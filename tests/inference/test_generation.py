@@ -1,4 +1,4 @@
-"""generate_text produces what transformers produces, and reports it truthfully."""
+"""generate_text gives the text of transformers and reports it correctly."""
 
 import itertools
 from types import SimpleNamespace
@@ -164,7 +164,7 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(model, token
 
 
 def test_no_hidden_filter_narrows_sampling(model, tokenizer, monkeypatch):
-    """transformers would keep only the 50 likeliest tokens unless told otherwise."""
+    """By default transformers would keep only the 50 most likely tokens."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(model, "generate", lambda **options: seen.update(options))
     generate_text(model, tokenizer, PROMPT, max_new_tokens=1, temperature=0.5, top_p=0.9)

@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def input_gradient(model: Any) -> torch.Tensor:
-    """Of the loss with respect to what the embedding gives."""
+    """Of the loss with respect to the embeddings."""
     embedded = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embedded, labels=TOKENS).loss, embedded)
     return gradient
@@ -212,7 +212,7 @@ def refused(call: Any, word: str) -> None:
 
 
 def test_other_derivatives_are_refused(checkpoint):
-    """Second derivatives, forward mode and functional transforms; first ones are right beside."""
+    """Second derivatives, forward mode and functional transforms."""
     model = load(checkpoint)
     experts = model.model.layers[0].mlp.experts
     hidden, tangent = torch.randn(5, 64), torch.randn(5, 64)

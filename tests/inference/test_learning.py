@@ -1,4 +1,4 @@
-"""Another process begins with what policies and predictors learned from requests before it."""
+"""A process begins with the learned state of policies and predictors of earlier ones."""
 
 import subprocess
 import warnings
@@ -58,7 +58,7 @@ def begins_with(model: Any) -> np.ndarray:
 
 
 def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path):
-    """The matrices are the counts of what the first process recorded of its routing."""
+    """The matrices equal the counts of the first process's recorded routing."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The for statement\nA class has\n")
     command = ["-m", "moe_runtime.cli.main", "run", str(POCKET), "--prompts", str(prompts)]
@@ -109,7 +109,7 @@ def test_an_untrained_eam_predictor_warns(tmp_path):
         assert len(kept["matrices"]) == number
         # every token that was computed visits K experts of every layer
         assert (kept["matrices"].sum(axis=(1, 2)) == 15 * SIGNATURE.num_layers * 2).all()
-    # the file of a trained one says itself what it begins with
+    # a trained predictor's file is its beginning
     estimator = EamCollection(shape_of(SIGNATURE))
     write_predictor(tmp_path / "trained.npz", estimator, SIGNATURE)
     before = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What a loaded model refuses or does as a Python object: conversions, assignments, its end."""
+"""A loaded model as a Python object: conversions, assignments, its end."""
 
 import gc
 import os

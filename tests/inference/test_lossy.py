@@ -1,4 +1,4 @@
-"""Lossy rules of steps of a few tokens: what is chosen, computed and refused."""
+"""Lossy rules for steps of a few tokens: choices, results and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def router_of(kind: type[nn.Module], *, norms: bool = True) -> Any:
 
 
 def scores_of(router: Any, logits_E: Tensor) -> tuple[Tensor, Tensor]:
-    """What the papers rank by and what they weigh by, in fp64."""
+    """The scores for ranking and for weighing, in fp64."""
     if isinstance(router, DeepseekV3TopkRouter):
         unbiased = 1 / (1 + (-logits_E.double()).exp())
         return unbiased + router.e_score_correction_bias.double(), unbiased
@@ -318,10 +318,10 @@ def test_copies_replace_missing_experts(family: Family, tmp_path: Path) -> None:
 
 
 def wait_for_reads(store: Any) -> None:
-    """Until what is read for later steps has arrived."""
+    """Waits until reads for later steps have arrived."""
     while store._link.under_way:
         time.sleep(0.001)
-        store.stats()  # takes the lock, which delivers what has ended
+        store.stats()  # takes the lock, which delivers completed reads
 
 
 def room_for_copies(folder: Path) -> int:

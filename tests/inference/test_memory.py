@@ -96,7 +96,7 @@ def test_a_printed_size_rounded_up_is_enough(num_bytes):
 def test_a_typo_names_the_nearest_option():
     assert nearest("lur", ["lfu", "lru", "sieve"]).startswith("did you mean 'lru'?")
     assert nearest("zzz", ["lru"]) == "known: lru"
-    # What begins so is meant, however short it is.
+    # A prefix is enough, however short.
     assert nearest("qwen", ["queen", "qwen3-30b-a3b"]).startswith("did you mean 'qwen3-30b-a3b'?")
     assert nearest("", ["lru"]) == "known: lru"
 

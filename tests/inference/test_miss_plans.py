@@ -1,4 +1,4 @@
-"""Who computes what a device lacks: the paper's example, and every choice for small layers."""
+"""Plans for missing experts: the paper's example, and all choices for small layers."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -114,7 +114,7 @@ def test_an_idle_link_copies_experts_that_the_cpu_computes():
     costs = replace(costs, copy_s=0.6, launch_s=1.0)
     assert plan_misses({A: 1}, (), costs) == ((), (A,), 1.0, (A,))
     assert plan_misses({A: 1, B: 1}, (), costs) == ((A,), (B,), 1.6, (B,))
-    assert plan_misses({A: 1, B: 1}, {B}, costs).kept == ()  # what comes from disk comes late
+    assert plan_misses({A: 1, B: 1}, {B}, costs).kept == ()  # an expert from disk comes late
 
 
 def test_equal_plans_prefer_copies():
@@ -186,7 +186,7 @@ def test_a_quick_cpu_leaves_the_link_its_trial():
     speeds = measured(1.0)
     plans = [plan(speeds, {7: 1}, 10.0) for _ in range(3000)]
     copied = sum(found.copied == (7,) for found in plans)
-    # a step in which the link brings what was computed needs no trial
+    # a step in which the link copies computed experts needs no trial
     assert copied * 10.0 <= 3000 * 1.0 * TRIED * 1.01
     assert all(found.copied or found.kept for found in plans)
 

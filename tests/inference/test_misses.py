@@ -136,7 +136,7 @@ def test_every_plan_gives_the_values_and_what_is_counted(checkpoint, monkeypatch
             1,
             *copied,
             *plan.kept,
-        }  # what is copied stays
+        }  # a copied expert stays
     assert (stats.hits, stats.misses, stats.computed_misses) == (1, 3, len(computed))
     assert stats.planned_s == 0.25
     assert stats.spent_s > 0

@@ -31,7 +31,7 @@ WHOLE = {
     *("OpenAIPrivacyFilterForTokenClassification", "UnlimitedOcrForConditionalGeneration"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "DeepseekV4ForCausalLM"),
 }
-"""Families whose prompts are one pass, beside those with an index of tokens."""
+"""Families whose prompts are one pass, besides those with an indexer."""
 KEYS_ALONE = {"GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"}
 KINDS = {
     *("GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"),  # windows, sinks, latents

@@ -1,4 +1,4 @@
-"""Prefetching changes when experts are read, never a bit of what is computed."""
+"""Prefetching changes when experts are read, never a bit of the result."""
 
 import re
 from pathlib import Path

@@ -56,7 +56,7 @@ def logits(model: Any, **options: Any) -> Tensor:
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of sums that were normalised at once, and of those that were given back."""
+    """The number of fused sums, and of norms that were taken from them."""
     counts = [0, 0]
     add, take = residuals.add_rms_norm, residuals._Handed.take
 

@@ -1,4 +1,4 @@
-"""Routers that are changed after they were fused, or are unlike those that can be."""
+"""Routers that change after they were fused, and routers that cannot be fused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ class OwnRouter(MixtralTopKRouter):
 
 
 def router_of(kind: type[nn.Module], **settings: Any) -> Any:
-    """With small weights, and what other settings are given."""
+    """With small weights and other settings."""
     config = SimpleNamespace(
         hidden_size=32, num_local_experts=16, num_experts_per_tok=4, **settings
     )

@@ -1,4 +1,4 @@
-"""A step is read once, as `forward` would read it, and told to all who listen."""
+"""A step is parsed once and passed to all listeners."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ NEXT = torch.tensor([[43]])
 
 
 class Heard(Listener):
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

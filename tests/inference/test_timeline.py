@@ -1,4 +1,4 @@
-"""The timeline is a Chrome trace, says what the statistics say, and changes nothing."""
+"""The timeline is a Chrome trace, agrees with the statistics, and changes nothing."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""``max_tokens`` is a promise: what needs room for more tokens is refused before it computes."""
+"""``max_tokens`` is a promise: calls that need more memory are refused before computing."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -156,7 +156,7 @@ def test_the_default_context_is_what_the_model_knows():
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), 700) == 700
     summary = inspect_checkpoint(pocket_path())
     assert summary.max_tokens == 512
-    # what inspect says is what load does
+    # inspect agrees with load
     smallest = summary.smallest_budget_bytes
     load(pocket_path(), device="cpu", host_memory=smallest).moe.close()
     with pytest.raises(CapacityError, match="activations of 512 tokens"):
@@ -164,7 +164,7 @@ def test_the_default_context_is_what_the_model_knows():
 
 
 def test_a_larger_context_uses_memory_that_experts_leave(tmp_path):
-    """What they all leave, or a sixteenth of their room; inspect says the same."""
+    """All memory that experts leave, or a sixteenth of theirs; inspect agrees."""
     (family,) = (one for one in FAMILIES if str(one) == "OlmoeForCausalLM")
     sizes = {**family.config, "max_position_embeddings": 20_000, "num_experts": 64}
     folder = save(tiny_model(dataclasses.replace(family, config=sizes)), tmp_path, sharded=False)

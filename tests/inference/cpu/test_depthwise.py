@@ -1,4 +1,4 @@
-"""Depthwise convolutions in half precision are sums of shifted products, whoever calls them."""
+"""Depthwise convolutions in half precision are sums of shifted products."""
 
 import copy
 import pickle

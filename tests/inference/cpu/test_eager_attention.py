@@ -148,7 +148,7 @@ def test_logits_of_padded_batches_beyond_a_sliding_window_equal_those_of_transfo
 
 @pytest.mark.parametrize("folder", sorted({"hy_v4", "inkling2"} & FAMILIES.keys()))
 def test_logits_of_layers_that_mask_or_add_a_bias_themselves_equal_those_of_transformers(folder):
-    """Some ask for the attention's name before they mask; others add what is no softmax's."""
+    """Some compare the attention's name before they mask; others add a bias."""
     theirs, ours = pair(folder, config={"index_topk": 4} if folder == "hy_v4" else None)
     assert len(attention_layers(ours)) == ours.config.get_text_config().num_hidden_layers
     ids = torch.randint(3, 96, (2, 14), generator=torch.Generator().manual_seed(0))
@@ -196,7 +196,7 @@ class Products(TorchDispatchMode):
 def test_no_step_has_products_of_its_own_shapes_in_half_precision(
     folder, watched, keeps_code, monkeypatch
 ):
-    """Each would leave code behind; attention weights that somebody sees make no difference."""
+    """Each new shape would leave code behind; requested attention weights make no difference."""
     library = native_library()
     if library is None or native_row_limit(library, torch.bfloat16) < 8:
         pytest.skip("linear layers are torch's, whose rows are padded where it keeps code")
@@ -218,8 +218,7 @@ def test_no_step_has_products_of_its_own_shapes_in_half_precision(
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_prompts_have_attention_in_half_precision_of_few_lengths(watched, keeps_code):
-    """Weights that somebody sees are computed in fp32; the kernel of prompts has no products of
-    torch's."""
+    """Requested weights are computed in fp32; the prompt kernel uses no products of torch."""
     _, model = pair("gpt_oss", torch.bfloat16)
     attentions = []
     for length in (5, 9, 33):

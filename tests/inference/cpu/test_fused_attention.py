@@ -157,7 +157,7 @@ def other_attention(model: Model) -> None:
 
 
 def watch(model: Model) -> None:
-    """Sees what a layer with sinks returns beside its result: its weights."""
+    """Sees the second result of a layer with sinks: its weights."""
     model.layer.register_forward_hook(lambda *_: None)
 
 

@@ -1,4 +1,4 @@
-"""Caches that grow in place hold what transformers hold, and never write to what others hold."""
+"""Caches that grow in place equal transformers' caches, and never write into other tensors."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Steps of layers with recurrent states, against fp64 and beside transformers' own functions."""
+"""Steps of layers with recurrent states, compared with fp64 and with transformers' functions."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Layers made for few tokens replace only what computes the same."""
+"""Layers for few tokens replace only layers of known forms."""
 
 import copy
 
@@ -95,7 +95,7 @@ def test_linear_layers_are_replaced_and_subclasses_are_not():
 
 
 def small_layers(dtype: torch.dtype) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Replacements beside what they replace, frozen, sharing their weights."""
+    """Layers and their replacements, frozen, with shared weights."""
     linear_layer = torch.nn.Linear(24, 40, dtype=dtype)
     norm = MixtralRMSNorm(24, eps=1e-5).to(dtype)
     for module in (linear_layer, norm):

@@ -1,4 +1,4 @@
-"""A model drafts for another one: what it drafts, what the text becomes, what is refused."""
+"""A draft model: its drafts, the resulting texts, and refusals."""
 
 import json
 import shutil
@@ -175,7 +175,7 @@ def test_texts_are_those_without_drafts(drafter, folder, plain):
         torch.manual_seed(5)
         assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
         greedy = model._drafts.control.counts()
-        if drafter == "itself":  # it drafts what it verifies
+        if drafter == "itself":  # draft and target are the same model
             wrong = greedy["drafted_tokens"] - greedy["accepted_drafts"]
             assert wrong < MOST_DRAFTED  # of the last draft, beyond the end
             assert greedy["draft_steps"] <= 3 + NEW // MOST_DRAFTED
@@ -227,7 +227,7 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
 def test_a_closed_draft_gives_its_memory_to_experts(folder, plain):
     smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
     settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
-    again = torch.cat([PROMPT, PROMPT, PROMPT[:, :8]], 1)  # what follows stood there before
+    again = torch.cat([PROMPT, PROMPT, PROMPT[:, :8]], 1)  # a lookup finds the continuation
     with (model := moe_runtime.load(pocket_path(), **settings)).moe:
         repeated = model.generate(again, do_sample=False, max_new_tokens=NEW)[0].tolist()
     with (model := moe_runtime.load(pocket_path(), draft=folder, **settings)).moe:

@@ -270,7 +270,7 @@ def test_a_failed_read_within_a_verification_fails_the_call_alone(plain, drafted
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}])
 def test_the_text_of_a_prompt_is_that_without_drafts(plain, drafted, settings):
-    """As `run` generates it, with what is passed on to the model by the way."""
+    """As in `run`, which passes further arguments to the model."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
     drafted._drafts.source, drafted._drafts.control = Lookups(), EveryDraft(16)
     prompt = "def first(x):\n    return x\n\ndef second(x):\n"

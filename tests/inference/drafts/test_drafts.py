@@ -1,4 +1,4 @@
-"""What is drafted, and how many drafted tokens are verified."""
+"""Lookup drafts, and the number of drafted tokens that are verified."""
 
 import random
 from collections.abc import Callable
@@ -11,8 +11,8 @@ MOST = 16
 
 
 def brute_force(text: list[int], most: int) -> list[int]:
-    """What followed the last earlier place of the latest tokens, four or else two of them; where
-    the text ends there, it goes on with what was drafted."""
+    """The tokens after the last earlier occurrence of the latest four or two tokens; at the end of
+    the text it continues with its own draft."""
     for size in PLACES:
         ends = range(size, len(text))
         places = [
@@ -120,7 +120,7 @@ def test_drafts_begin_again_when_a_text_starts_to_repeat_itself():
 
 
 def test_rests_do_not_prolong_the_recovery_from_a_loss(monkeypatch):
-    """Ten texts, each of which loses time at first."""
+    """Ten texts, each with a loss at first."""
     steps = list[int]()
     for barren in (2000, BARREN):
         monkeypatch.setattr("moe_runtime.inference.drafts.BARREN", barren)
@@ -177,7 +177,7 @@ def test_catching_up_stays_within_what_drafts_pay(share, most):
     [(0.4, 0.1, True), (0.4, 0.95, False), (0.0, 0.0, False), (0.05, 0.0, True)],
 )
 def test_a_drafter_is_closed_if_experts_need_its_memory(spared_s, share, is_given_up):
-    """Steps of a second, of which ``spared_s`` are reads that its memory would spare."""
+    """Steps of one second, of which ``spared_s`` are reads that the drafter's memory would save."""
     control, draw, lost_s = DraftControl(MOST), random.Random(6), 0.0
     for _ in range(600):
         (chosen,) = control.choose([Offer(4, 0)])

@@ -1,4 +1,4 @@
-"""A checkpoint's own head for further tokens drafts what transformers' module of it would."""
+"""A checkpoint's multi-token head drafts like transformers' module."""
 
 import dataclasses
 import json
@@ -90,8 +90,8 @@ def with_head(name: str, folder: Path, **sizes: Any) -> tuple[Any, Any, Path]:
 
 @torch.no_grad()
 def expected(model: Any, head: Any, tokens: list[int], count: int) -> list[int]:
-    """What the head drafts, from the whole text anew for each token; after the first of them it
-    takes its own last state in the place of the model's."""
+    """The head's draft, computed from the whole text for each token. After the first token the head
+    continues from its own last state."""
     ids = torch.tensor([tokens])
     states, text = model.model(ids[:, :-1]).last_hidden_state, ids[:, 1:]
     drafted = []
@@ -105,7 +105,7 @@ def expected(model: Any, head: Any, tokens: list[int], count: int) -> list[int]:
 
 
 class Noted(EveryDraft):
-    """Notes what is drafted for the texts of a model."""
+    """Records the drafts for a model's texts."""
 
     def __init__(self, model: Any, most_rows: int) -> None:
         super().__init__(most_rows)

@@ -96,7 +96,7 @@ def test_dense_bytes_are_those_that_lie_in_memory(tmp_path, name):
         assert len(packed) >= 9
         assert in_codes < 0.6 * sum(parameter.nbytes for parameter in packed.values())
         in_bf16 = sum(2 * parameter.numel() for parameter in others)
-        # buffers are no weights but for what the gate adds to choose by
+        # buffers are not weights, except the gate's correction bias
         biases = [2 * b.numel() for n, b in model.named_buffers() if "correction_bias" in n]
         assert model.moe.stats().dense_bytes == in_codes + in_bf16 + sum(biases)
 

@@ -182,7 +182,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint):
                 position_ids=torch.tensor([[position]]),
             )
 
-        for position in (where + 3, where):  # what a caller gave, and what transformers makes
+        for position in (where + 3, where):  # a caller's position, and that of transformers
             prepare(position)
             assert ("position_ids" in prepare(position + 1)) == (position > where)
         with patch.object(cache.layers[0], "device", torch.device("meta")):
@@ -271,7 +271,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint):
             request.steps(2)
             assert recorded(model) is not None
             faults.append(error)
-            # one that strikes while the copy runs is told of by the next step at the latest
+            # an error during the copy is raised by the next step at the latest
             with pytest.raises((KeyboardInterrupt, MoERuntimeError)):
                 request.steps(2)
             model.moe.check()
@@ -331,7 +331,7 @@ def test_a_gpu_replays_the_bits_of_its_steps(checkpoint, misses, num_sequences):
                 found.append(Request(model, THREE[:num_sequences].to("cuda")).steps(NEW_TOKENS))
                 assert (recorded(model) is not None) == is_recorded
                 model.moe.check()
-        if misses == "auto":  # whoever computed what, by the clock; fp32 sums in another order
+        if misses == "auto":  # the clock decides the side; fp32 sums in another order
             for ours, theirs in zip(*found, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         else:

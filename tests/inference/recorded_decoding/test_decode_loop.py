@@ -1,4 +1,4 @@
-"""Steps that are queued before the last token is known, beside the loop of transformers."""
+"""Steps queued before the last token is known, compared with the loop of transformers."""
 
 import functools
 import inspect
@@ -31,7 +31,7 @@ from moe_runtime.inference.kv_cache import cache_of
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 6
 FETCHED = 4
-"""Slots of a layer with which a step reads in the host's memory who is missing."""
+"""Slots of a layer with which a step reads missing experts in host memory."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 anywhere = pytest.mark.gpu if DEVICE == "cuda" else emulated
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVICE)
@@ -39,7 +39,7 @@ THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVIC
 
 @contextmanager
 def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
-    """A model of which all experts are in their slots, if there are as many, or in the host's."""
+    """A model with all experts in slots if they fit, else in host memory."""
     if DEVICE == "cpu":
         model: Any = load_on_emulated_device(checkpoint, slots_a_layer=slots, host_slots=12)
     else:
@@ -51,7 +51,7 @@ def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
 
 
 class Witness(LogitsProcessor, StoppingCriteria, BaseStreamer):
-    """Remembers what a loop calls it with."""
+    """Records the arguments of a loop's parts."""
 
     def __init__(self, ends_at: int | None = None) -> None:
         self.seen: list[Any] = []
@@ -72,12 +72,12 @@ class Witness(LogitsProcessor, StoppingCriteria, BaseStreamer):
 
 
 def compare(model: Any, **options: Any) -> Any:
-    """What `generate` gives here and by transformers' loop, and the calls of its parts."""
+    """The results of `generate` here and in transformers' loop, and the calls of its parts."""
     found, calls = [], []
     for is_ahead in (True, False):
         parts = [Witness(), Witness(options.get("ends_at")), Witness()]
         given = {name: value for name, value in options.items() if name != "ends_at"}
-        if "ends_at" in options:  # else transformers' own criteria, of which the host knows as much
+        if "ends_at" in options:  # else transformers' own criteria, which the host knows
             given["stopping_criteria"] = [parts[1]]
         if len(given.get("inputs", THREE)) == 1:  # as transformers has it
             given["streamer"] = parts[2]
@@ -131,7 +131,7 @@ CASES = {
     "sampled": {"inputs": THREE, "do_sample": True, "temperature": 1.5, "top_p": 0.9},
     "ended": {"inputs": THREE[:1], "do_sample": True, "ends_at": 6},
     "repeated": {"inputs": THREE, "do_sample": False, "repetition_penalty": 1.3},
-    # more than a recorded step is called with, and what no recorded one gives
+    # arguments that a recorded step does not have, and outputs that none has
     "told of routers": {"inputs": THREE, "do_sample": False, "output_router_logits": False},
     "asked for routers": {"inputs": THREE[:1], "do_sample": False, "output_router_logits": True},
     "padded": {
@@ -219,7 +219,7 @@ def test_one_graph_waits_only_for_its_token(checkpoint, slots):
         note = Calls(lambda _: counts.append((len(waits), device.num_drains, len(asked.calls))))
         given = {"max_new_tokens": 2 * NEW_TOKENS, "do_sample": False}
         model.generate(THREE[:1], streamer=note, **given)
-        assert len(asked.on_host) > len(counts)  # who was used is counted, too
+        assert len(asked.on_host) > len(counts)  # uses are counted too
     first, last = counts[4], counts[-1]
     found, num_tokens = waits[first[0] : last[0]], len(counts) - 5
     assert {*found} == {"wait"}

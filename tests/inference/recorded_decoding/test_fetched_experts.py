@@ -56,14 +56,14 @@ FAMILIES = [
 def test_one_graph_gives_the_bits_of_resident_experts(
     checkpoint, num_sequences, host_slots, margin, monkeypatch
 ):
-    """Also where everybody who was missing comes to stay."""
+    """Also if every missing expert becomes resident."""
     monkeypatch.setattr(host_tables, "MARGIN", margin)
     with warmed(checkpoint, host_slots=host_slots) as model:
         request = Request(model, THREE[:num_sequences]).until_fetched()
         model.moe.reset_stats()
         for _ in range(6):
             request.steps(1)
-            model.moe.stats()  # who was chosen is heard
+            model.moe.stats()  # counts the choices
         assert is_fetched(model)
         assert model.forward.is_one_graph
         above, below = in_both(model)
@@ -115,7 +115,7 @@ def test_experts_in_two_files_are_fetched(tmp_path):
 
 @emulated
 def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint):
-    """As those that warming up makes."""
+    """Warming up makes such tables."""
     with warmed(checkpoint) as model:
         with torch.inference_mode():
             Request(model).until_fetched()
@@ -138,7 +138,7 @@ def test_quantised_experts_are_fetched_packed(tmp_path):
 
 @emulated
 def test_used_experts_become_resident(checkpoint):
-    """With one prompt again and again, what it wants is on the device in the end."""
+    """With one repeated prompt, its experts become resident."""
     misses, requests = [], []
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         Request(model).until_fetched()
@@ -268,7 +268,7 @@ def test_a_link_that_kernels_read_slowly_is_left_to_copies(checkpoint, slower, i
         with patch.object(EmulatedDevice, "time", time):
             request = Request(model)
             request.steps(3 * MOST_REFUSED)
-        taken = 0 if is_slow else 2  # slots for what is fetched
+        taken = 0 if is_slow else 2  # landing slots
         assert (store.num_slots, sum(shares())) == (before[0] - taken, before[1] - taken)
         assert is_fetched(model) == (not is_slow)
         assert store.host_tables.is_slow == is_slow
@@ -282,7 +282,7 @@ def test_a_link_that_kernels_read_slowly_is_left_to_copies(checkpoint, slower, i
 
 
 def decode_and_count(model: Any) -> None:
-    """With nobody on the device who is in the host's memory, too."""
+    """No expert is in both memories."""
     request = Request(model).until_fetched()
     store = store_of(model)
     with store._monitor:
@@ -312,7 +312,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint, kind, monke
             faults.append(error)
             with suppress(type(error), MoERuntimeError):
                 Request(model).steps(2 * MOST_REFUSED)
-            faults.clear()  # nobody may have come to stay
+            faults.clear()  # no expert may have become resident
             with suppress(MoERuntimeError):
                 Request(model)
             request = Request(model).until_fetched()

@@ -1,4 +1,4 @@
-"""Tables of experts that kernels read in host memory: who may write there, and when."""
+"""Tables of experts that kernels read in host memory: when these bytes may be overwritten."""
 
 import threading
 from collections import deque
@@ -20,7 +20,7 @@ pytestmark = emulated
 
 
 class LateEvent:
-    """The end of a kernel that reads host memory until somebody waits for it."""
+    """The end of a kernel that reads host memory; it comes when it is waited for."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -109,7 +109,7 @@ def test_closing_waits_for_kernels(checkpoint):
 
 
 def test_another_stream_waits_for_the_last_one(checkpoint):
-    """Tables and the slots for what is fetched are there once."""
+    """There is one set of tables and landing slots."""
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         (first,) = launch(model)

@@ -1,5 +1,4 @@
-"""Static caches of `generate` and recorded steps that are used again, what a call leaves to the
-next one, and who may change a model in its midst."""
+"""Reused static caches and recorded steps: independent calls, and model changes in between."""
 
 import functools
 import gc
@@ -40,7 +39,7 @@ PROMPTS = [PROMPT.roll(shift, 1)[:, :length] for shift, length in ((0, 4), (1, 6
 def loaded(
     checkpoint: Path, slots: int = NUM_EXPERTS, *, is_recorded: bool = True
 ) -> Iterator[Any]:
-    """A model of which all experts are in their slots, if there are as many."""
+    """A model with all experts in slots if they fit."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
     model.generation_config.eos_token_id = None
     if not is_recorded:
