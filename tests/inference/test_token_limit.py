@@ -14,9 +14,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from moe_runtime import load
 from moe_runtime.checkpoints.transformers_private import page_size_name
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference.budget import tokens_to_plan_for
+from moe_runtime.inference.budget import room_for, tokens_to_plan_for
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.models.pocket import pocket_path
 
 PAGE = page_size_name(ContinuousBatchingConfig())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from moe_runtime.inference.kv_cache import ROOM_TOKENS, grow_cache_in_place, room_for, take_place
+from moe_runtime.inference.budget import ROOM_TOKENS, room_for
+from moe_runtime.inference.kv_cache import grow_cache_in_place, take_place
 
 
 class Caller(torch.nn.Module):

@@ -19,10 +19,10 @@ from moe_runtime.errors import (
     MoERuntimeWarning,
     UnsupportedModelError,
 )
+from moe_runtime.inference.budget import room_for
 from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
 from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.models.pocket import pocket_path
 
 NEW = 40
