@@ -618,10 +618,10 @@ class RebalanceRule:
         gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
         self._promised = (slots, proposed, gain) if gain > 0 else None
         # A gain lasts as long as earlier ones did. A move that the next look does not pay back also
-        # waits until gains of half its cost have come true.
+        # waits until gains of its cost have come true.
         saved, cost = self._trust * gain, costs.cost(transfers)
         lasting = saved / (1 - _PERSISTENCE * self._trust)
-        pays = transfers > 0 and (saved > cost or (lasting > cost and 2 * self._proven > cost))
+        pays = transfers > 0 and (saved > cost or (lasting > cost and self._proven > cost))
         if pays:
             self._proven = 0.0
         return pays
