@@ -238,19 +238,16 @@ class Trainer:
                 self.save()
             if _is_due(self.step, run.snapshot_every) and self._snapshots is not None:
                 self._snapshots.save(self._progress())
-            if self._ranks.any(should_stop() or self._has_failed_save()):
+            saves = (self.optimizer if self._shards is None else self._shards).saves
+            if self._ranks.any(should_stop() or saves.has_failed):
                 break  # and the failure is raised below
         self.save()
         self.optimizer.wait()
         if self._shards is not None:
-            self._shards.wait()
+            self._shards.saves.wait()
         if self._snapshots is not None:
             self._snapshots.clear()
         return self.step >= run.steps or stalled
-
-    def _has_failed_save(self) -> bool:
-        owner = self.optimizer if self._shards is None else self._shards
-        return owner.has_failed_save
 
     def _measured_before(self) -> list[float]:
         """The mean held-out losses before this run went on, in rank 0, which alone decides."""
@@ -275,7 +272,7 @@ class Trainer:
             if self.trace is not None:
                 stack.callback(self.trace.close)
             if self._shards is not None:
-                stack.callback(self._shards.close)
+                stack.callback(self._shards.saves.close)
             self.optimizer.close()
 
     def save(self) -> None:

@@ -58,27 +58,16 @@ class ShardedCheckpoints:
         self._optimizer = optimizer
         self._ranks = ranks
         self._names = names
-        self._saves = BackgroundSave()
+        self.saves = BackgroundSave()
         self._beside = ranks.beside()
 
     def save(self, folder: Path, progress: RunProgress, *, keep: int) -> None:
         """Writes a checkpoint of a copy on the host while training goes on, and then removes the
         oldest beyond `keep`; a collective call."""
-        self._saves.wait()  # one copy at a time
+        self.saves.wait()  # one copy at a time
         part = {name: t.detach().to("cpu", copy=True) for name, t in self.tensors().items()}
         steps = self._optimizer_steps()
-        self._saves.start(lambda: self._save(folder, part, steps, progress, keep))
-
-    def wait(self) -> None:
-        """Returns when the last checkpoint is on the disk; raises if it could not be written."""
-        self._saves.wait()
-
-    @property
-    def has_failed_save(self) -> bool:
-        return self._saves.has_failed
-
-    def close(self) -> None:
-        self._saves.close()
+        self.saves.start(lambda: self._save(folder, part, steps, progress, keep))
 
     def _save(
         self, folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, keep: int
@@ -102,7 +91,7 @@ class ShardedCheckpoints:
         return _write(folder, self.tensors(), self._optimizer_steps(), progress, self._ranks)
 
     def _optimizer_steps(self) -> float:
-        return max(float(state["step"]) for state in self._optimizer.moments().values())
+        return max(float(state["step"]) for state in self._optimizer.dense.moments().values())
 
     def load(self, path: Path, lost: LostStage | None = None) -> None:
         """Reads this process's part of a checkpoint of any number of processes; a collective
@@ -117,7 +106,7 @@ class ShardedCheckpoints:
 
     def _finish(self, steps: float) -> None:
         """After the tensors that have names were filled."""
-        moments = self._optimizer.moments()
+        moments = self._optimizer.dense.moments()
         for state in moments.values():
             state["step"].fill_(steps)
         for path, module in _experts_in(self._model).items():
@@ -158,7 +147,7 @@ class ShardedCheckpoints:
         self._finish(steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        moments = self._optimizer.moments()
+        moments = self._optimizer.dense.moments()
         return logical_tensors(self._model, moments)
 
 

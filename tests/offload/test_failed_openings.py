@@ -42,7 +42,7 @@ STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the link": (entry, "open_link", lambda _: fail),
     "first weights": (record_store.RecordStore, "write_state", second_time),
     "their versions": (record_store.RecordStore, "commit", lambda _: fail),
-    "the threads of the swap": (activation_swap, "ReadQueue", lambda _: fail),
+    "the file of the swap": (activation_swap, "RecordFile", lambda _: fail),
     "the swap": (entry, "ActivationSwap", lambda _: fail),
     "the policy of activations": (entry, "ActivationPolicy", lambda _: fail),
     "saves that refuse": (entry, "require_whole_saves", lambda _: fail),

@@ -176,8 +176,8 @@ def sharded_of(folder: Path, seed: int) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         shards.save(folder / "files", progress, keep=1)
-        shards.wait()
-    shards.close()
+        shards.saves.wait()
+    shards.saves.close()
     trainer.close()
     shutil.copy(folder / "train.toml", folder / "files")
     return folder / "files"

@@ -31,10 +31,10 @@ from moe_runtime.types import ExpertKey
 
 
 class RecordFile(CheckpointFile):
-    """Slots of one size in one file; each is free or held, once or several times.
+    """Slots of one size in one file; each is free, or held once or several times.
 
-    A slot that something durable refers to is never written: a new version of an expert goes to a
-    free slot. So a kill at any instant is harmless.
+    A slot that a checkpoint names is never written: a new version of an expert goes to a free slot.
+    So a kill at any instant is harmless.
 
     Raises:
         CapacityError: the disk has not enough room.
@@ -61,7 +61,7 @@ class RecordFile(CheckpointFile):
         return slot
 
     def hold(self, slot: int) -> None:
-        """Holds a slot once more, or takes a certain free one."""
+        """Holds a slot once more; a free one is taken."""
         if slot >= self.num_slots:
             raise CheckpointError(
                 f"{self.path} is too short: it has {self.num_slots} records, the checkpoint names "
@@ -72,7 +72,7 @@ class RecordFile(CheckpointFile):
         self._holds[slot] += 1
 
     def drop(self, slot: int) -> None:
-        """Drops one hold of a slot; free when none is left."""
+        """Drops one hold of a slot; the slot is free when none is left."""
         self._holds[slot] -= 1
         if self._holds[slot] == 0:
             del self._holds[slot]
@@ -105,7 +105,7 @@ class RecordFile(CheckpointFile):
             raise self._failure("write", error) from None
 
     def require_unchanged(self) -> None:
-        """It changes all the time; digests are compared instead."""
+        """Does nothing: the file changes all the time, and digests are compared instead."""
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -156,9 +156,9 @@ class Disk:
     """Versions of records in `experts-*.records`, waiting gradients in `gradients-*.scratch`.
 
     Args:
-        folder: where the files are; it must exist.
+        folder: of the files; it must exist.
         layouts: of every expert's record; each size of record has a file.
-        open_file: opens the files; for tests that take a disk's place.
+        open_file: opens the files, in tests.
 
     Attributes:
         files: of versions, by the bytes of a record.
@@ -193,7 +193,7 @@ class Disk:
             opened.pop_all()
 
     def read(self, part: RecordPart, read: Transfer) -> None:
-        """Starts to read; the thread that reads the last block checks the digests."""
+        """Starts a read; the thread that reads the last block checks the digests."""
         blocks = self._blocks(part, attrgetter("fetch"))
         left = itertools.count(1 - len(blocks))
 
@@ -206,7 +206,7 @@ class Disk:
         self._queue.submit([partial(move, block) for block in blocks], read)
 
     def write(self, part: RecordPart, write: Transfer) -> None:
-        """Starts to write a new version, or a gradient that waits."""
+        """Starts to write a new version, or a waiting gradient."""
         blocks = self._blocks(part, attrgetter("write"))
         self._queue.submit([partial(self._seal, part), *blocks], write)
 
@@ -260,7 +260,7 @@ class Disk:
                 yield file, part.version.slot * file.slot_bytes + first, view[first:last]
 
     def _seal(self, part: RecordPart) -> int:
-        """Notes the digests of what is written."""
+        """Notes the digests of the sections to be written."""
         if part.version is not None:
             part.version.digest, part.version.sections = part.layout.checksums(part.record)
         if Sections.GRADIENT in part.sections:
@@ -277,16 +277,13 @@ class Disk:
             if section not in part.sections or known is None:
                 continue
             if checksum(part.layout.section(part.record, section)) != known:
-                is_parked = section == Sections.GRADIENT
-                file = (
-                    self._parking_place(part)[0]
-                    if is_parked
-                    else self.files[part.layout.state_bytes]
-                )
+                file = self.files[part.layout.state_bytes]
+                if section == Sections.GRADIENT:
+                    file, _ = self._parking_place(part)
                 raise CheckpointError(
                     f"{file.path}: expert {part.key.expert} of MoE layer {part.key.layer} is "
-                    f"damaged: its {section.name.lower() if section.name else section} is not what "
-                    "this run wrote there; check the disk, and go on from the last checkpoint"
+                    f"damaged: its {str(section.name).lower()} is not what this run wrote there; "
+                    "check the disk, and go on from the last checkpoint"
                 )
 
     def _parking_place(self, part: RecordPart) -> tuple[RecordFile, int]:
