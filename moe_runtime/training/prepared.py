@@ -125,15 +125,15 @@ class PreparedRun:
 
     def find_state(
         self, *, resume: bool, reschedule: bool = False, snapshot: Path | None = None
-    ) -> tuple[Path | None, RunProgress | None]:
-        """The newest checkpoint of a run and what it holds; None twice where a run begins.
+    ) -> tuple[Path, RunProgress] | None:
+        """The newest checkpoint of a run and its content; None for a new run.
 
         Args:
-            snapshot: one in memory, which is taken if it is newer.
+            snapshot: in memory; used if it is newer.
         """
         found = [*checkpoints_in(self.checkpoints), *filter(None, [snapshot])]
         if not found:
-            return None, None
+            return None
         last = max(found, key=lambda path: (step_of(path) or 0, path != snapshot))
         if not resume:
             raise CheckpointError(
@@ -161,9 +161,10 @@ class PreparedRun:
             )
         return last, state
 
-    def open_sinks(self, state: RunProgress | None) -> list[MetricsSink]:
+    def open_sinks(self, found: tuple[Path, RunProgress] | None) -> list[MetricsSink]:
+        """Files of records, that continue after the checkpoint that `find_state` found."""
         sinks: list[MetricsSink] = []
-        first_step, records = (0, "") if state is None else (state.step, state.records)
+        first_step, records = (0, "") if found is None else (found[1].step, found[1].records)
         if self.config.run.tensorboard:
             sinks.append(TensorBoard(self.output / "tensorboard", first_step=first_step))
         sinks.append(JsonLines(self.output, first_step=first_step, digest_then=records))

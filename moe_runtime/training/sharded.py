@@ -1,20 +1,26 @@
 """Checkpoints that several processes write together, and any number of processes reads.
 
 A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
-one process, parts of fused products and experts under names of their own. Next to it lie
-`progress.pt`, with what is no tensor of the model or the optimizer, and each process's digests. The
+one process, parts of fused products and experts under names of their own. `progress.pt`
+has everything that is no tensor of the model or the optimizer; each process writes digests. The
 folder gets its name once it is whole.
+
+A lost stage of a pipeline is replaced by the stages next to it (`LostStage`), without a copy of it.
+Source: Blagoev et al., "All is Not Lost: LLM Recovery without Checkpoints" (CheckFree, 2025).
 """
 
 import contextlib
+import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe_runtime.digests import check_digests, write_digests
 from moe_runtime.errors import CheckpointError
@@ -34,7 +40,6 @@ from moe_runtime.training.checkpoint import (
     remove_oldest,
     write_content,
 )
-from moe_runtime.training.lost_stage import LostStage
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneRank
 
@@ -42,6 +47,87 @@ PROGRESS_FILE = "progress.pt"
 _TOKEN = "00000000"
 """In the name of the folder that all processes write to before it is whole."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_LAYER = re.compile(r"^(.*\bblocks\.)(\d+)(\..*)$")
+_MODEL, _GRADIENT = "model.", "exp_avg."
+_LEAST_NORM = 1e-4
+
+
+class LostStage:
+    """Tensors of a snapshot that no machine has, and their replacements.
+
+    A tensor becomes the mean of the same tensor in the nearest layers that are left, weighted by
+    the norms of their gradients, for which AdamW's first moments stand. Moments begin with zeros.
+
+    Args:
+        lost: names of tensors, all of consecutive layers.
+        names: all names of the snapshot.
+
+    Raises:
+        ValueError: a tensor is in the first or last stage, or the layers next to it differ.
+    """
+
+    def __init__(self, lost: Collection[str], names: Collection[str]) -> None:
+        found = {name: _LAYER.match(name) for name in lost}
+        layers = sorted({int(match[2]) for match in found.values() if match})
+        kept = [int(match[2]) for match in map(_LAYER.match, names) if match]
+        if None in found.values() or not layers or {min(kept), max(kept)} & {layers[0], layers[-1]}:
+            raise ValueError("the first or last stage is lost, with the embedding")
+        before, after = layers[0] - 1, layers[-1] + 1
+        if layers != list(range(before + 1, after)):
+            raise ValueError("more than one stage is lost")
+        self.names = frozenset(lost)
+        self._sources = {
+            name: tuple(f"{match[1]}{layer}{match[3]}" for layer in (before, after))
+            for name, match in found.items()
+            if match
+        }
+        missing = {source for pair in self._sources.values() for source in pair} - set(names)
+        if missing:
+            raise ValueError(f"the layers beside it differ from it: there is no {min(missing)}")
+
+    def beside(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Memory for the sources of this process's lost tensors, by name."""
+        pairs = [
+            (name, source) for name in self.names & own.keys() for source in self._sources[name]
+        ]
+        return {source: torch.zeros_like(own[n]) for n, source in pairs if source not in own}
+
+    @torch.no_grad()
+    def fill(self, own: Mapping[str, Tensor], beside: Mapping[str, Tensor], ranks: OneRank) -> None:
+        """Computes the lost tensors from their sources; a collective call."""
+        beside = {**beside, **own}
+        squares = [0.0, 0.0]
+        for name in self.names & own.keys():
+            if name.startswith(_GRADIENT):
+                for place, source in enumerate(self._sources[name]):
+                    squares[place] += float(_local(beside[source]).double().square().sum())
+        parts = [json.loads(text) for text in ranks.texts(json.dumps(squares))]
+        first, second = (
+            sum(part[place] for part in parts) ** 0.5 + _LEAST_NORM for place in (0, 1)
+        )
+        share = first / (first + second)
+        for name in self.names & own.keys():
+            before, after = (_local(beside[source]) for source in self._sources[name])
+            target = _local(own[name])
+            if not name.startswith(_MODEL):
+                target.zero_()
+            elif target.is_floating_point():
+                target.copy_(share * before + (1 - share) * after)
+            else:
+                target.copy_(before)
+
+
+def lost_tensors(path: Path, files: Collection[str]) -> tuple[set[str], set[str]]:
+    """Names of a snapshot's tensors that have a part in lost files, and of all its tensors."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    stored = FileSystemReader(path).read_metadata().storage_data or {}
+    lost = {index.fqn for index, info in stored.items() if info.relative_path in files}
+    return lost, {index.fqn for index in stored}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedCheckpoints:

@@ -29,13 +29,14 @@ from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import remove_or_warn, write_atomically, write_text
 from moe_runtime.training.checkpoint import RunProgress, checkpoints_in, name_of_step
-from moe_runtime.training.lost_stage import LostStage, lost_tensors
 from moe_runtime.training.metrics import holds_records
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.sharded import (
     PROGRESS_FILE,
+    LostStage,
     ShardedCheckpoints,
     fails_together,
+    lost_tensors,
     read_progress,
 )
 

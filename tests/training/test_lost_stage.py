@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_runtime.training.lost_stage import LostStage
+from moe_runtime.training.sharded import LostStage
 
 NAMES = [f"model.blocks.{layer}.{part}" for layer in range(3) for part in ("a", "b")]
 

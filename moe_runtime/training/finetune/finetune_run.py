@@ -461,9 +461,11 @@ def start(
         torch.set_num_threads(config.run.threads)
     if ranks.size > 1:
         ranks.require_shared(preparation.output)
-    last, state = preparation.find_state(resume=resume, reschedule=reschedule)
-    if state is not None and not isinstance(state, TrainingState):
-        raise CheckpointError(f"{last}: is of a run of several processes, expected one of finetune")
+    found = preparation.find_state(resume=resume, reschedule=reschedule)
+    if found is not None and not isinstance(found[1], TrainingState):
+        raise CheckpointError(
+            f"{found[0]}: is of a run of several processes, expected one of finetune"
+        )
     place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
@@ -472,21 +474,20 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
-        if config.lora.start is not None and state is None:
+        if config.lora.start is not None and found is None:
             take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
-        optimizer = _offloaded(preparation, resumes=state is not None)
-    first_step = 0 if state is None else state.step
+        optimizer = _offloaded(preparation, resumes=found is not None)
     trainer = Trainer(
         preparation,
         CheckpointModel(model),
         optimizer,
-        sinks=preparation.open_sinks(state) if ranks.rank == 0 else (),
+        sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
         ranks=ranks,
-        trace=_open_trace(preparation, first_step),
+        trace=_open_trace(preparation, 0 if found is None else found[1].step),
     )
-    if last is not None and state is not None:
-        trainer.resume(last, state)
+    if found is not None:
+        trainer.resume(*found)
     return trainer
 
 
