@@ -1,4 +1,4 @@
-"""What all runs share: settings, checkpoints, records, summary."""
+"""The common part of all runs: settings, checkpoints, records, summary."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ TOKENIZER = "tokenizer"
 EXPERTS = "experts"
 LOCK_FILE = "run.lock"
 
-# What may change when a run goes on: it decides where and how fast, not which numbers come out.
+# settings that may change when a run resumes: they change places and speed, not the results
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
     *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
@@ -59,10 +59,10 @@ _FREE = frozenset(
     }
 )
 BASE_FILES = "the model's files"
-"""A setting of fine-tuning: what the checkpoint holds that is fine-tuned."""
+"""A setting of fine-tuning: the content of the base checkpoint."""
 FIRST_ADAPTERS = "the files of lora.start"
-"""The same of the adapters that it began with, where they still are."""
-# What only the steps to come depend on: a resumed run may change it if asked to.
+"""The content of the first adapters, if their files still exist."""
+# settings that only affect further steps: --reschedule changes them
 _SCHEDULE = frozenset(
     {
         *("run.steps", "data.short_context", "data.short_share"),
@@ -72,18 +72,18 @@ _SCHEDULE = frozenset(
 
 
 COURSE = "half a cosine to behind the last step"
-"""What a resumed run must have begun with, as its other settings."""
+"""A setting that a resumed run shares with its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """What every run has before its first step, whatever it trains.
+    """A run before its first step.
 
     Attributes:
         storage: folder of offloaded experts.
-        held_out: windows of held-out text as of `Batches.draw`, by source; sources without any are
-            left out.
-        device: where everything but offloaded experts lies, and what computes.
+        held_out: windows of held-out text, shaped as by `Batches.draw`, by source; sources without
+            any are left out.
+        device: computes, and has everything but offloaded experts.
         num_parameters, num_active_parameters: of the model, offloaded experts included.
     """
 
@@ -103,7 +103,7 @@ class PreparedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same when the run resumes, by dotted name."""
+        """Values that must be equal when the run resumes, by dotted name."""
         config: Any = self.config
         flat = dict(leaves(dataclasses.asdict(config), ""))
         kept = {name: value for name, value in flat.items() if name not in _FREE}
@@ -116,7 +116,7 @@ class PreparedRun:
 
     @property
     def mixture(self) -> dict[str, float]:
-        """Share of each source, as the batches have it: by weight, else by size."""
+        """Share of each source in the batches: by weight, otherwise by size."""
         sources = self.config.data.sources
         return {
             name: sources[name].weight or float(len(stream.training))
@@ -143,7 +143,7 @@ class PreparedRun:
         state = read_progress(last) if last.is_dir() else load_checkpoint(last)
         saved, current = dict(state.settings), dict(self.settings)
         for name in (BASE_FILES, FIRST_ADAPTERS):
-            if not (name in saved and name in current):  # of an older version, or gone since
+            if not (name in saved and name in current):  # of an older version, or deleted
                 saved.pop(name, None)
                 current.pop(name, None)
         check_settings(last, saved, current, schedule=_SCHEDULE, reschedule=reschedule)
@@ -174,10 +174,10 @@ class PreparedRun:
 def check_inputs_stay(
     output: Path, trace: Path | None, texts: Iterable[Path], model: Path | None = None
 ) -> None:
-    """Refuses outputs that would replace what a run reads, or lie among it.
+    """Refuses outputs that would replace a run's inputs, or lie among them.
 
     Args:
-        model: the folder of the checkpoint that is trained further, or its GGUF file.
+        model: the folder or GGUF file of the checkpoint that the run begins with.
     """
     files = list(texts)
     if model is not None and model.is_file():
@@ -195,8 +195,7 @@ def check_inputs_stay(
 
 
 def check_outputs(output: Path, trace: Path | None) -> None:
-    """Refuses places where nothing could be written, and removes what killed runs left half
-    there."""
+    """Refuses places that cannot be written, and removes partial files of killed runs."""
     for folder in (output, output / CHECKPOINTS, output / DATA):
         remove_abandoned(folder)
         check_output_folder(folder, "run's output")
@@ -207,13 +206,13 @@ def check_outputs(output: Path, trace: Path | None) -> None:
     run, place = _end_of(output), _end_of(trace)
     if run.is_relative_to(place):
         raise CheckpointError(f"{trace}: is the run's folder, expected the name of a trace file")
-    # The run's folder is there when its trace is begun; no other one is made for it.
+    # the run makes its own folder before it opens the trace, but no other
     if run.is_dir() or place.parent != run:
         check_output_path(trace, "trace")
 
 
 def _end_of(path: Path) -> Path:
-    """Where a name leads to; `Path.resolve` would raise for links that lead in a circle."""
+    """The target of a path; unlike `Path.resolve`, it does not raise for circular links."""
     return Path(os.path.realpath(path))
 
 
@@ -221,13 +220,13 @@ def _end_of(path: Path) -> Path:
 def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
     """Locks the folders of a run, until the block or the process ends.
 
-    A new folder is removed if the run fails before its first step. After it, what the run wrote
-    stays, but for the experts' states, which no checkpoint names.
+    If the run fails before its first step, a new folder is removed. If it fails before its first
+    checkpoint, its files stay, except the experts' states, which no checkpoint names.
 
     Args:
         output: the run's folder, which is made. An existing one is not removed.
-        storage: that of its experts' states, where it is another one.
-        is_used: False where nothing is written, or another process of the run uses the folder.
+        storage: folder of its experts' states, if it is another one.
+        is_used: False if nothing is written, or another process of the run uses the folder.
     """
     if not is_used:
         yield
@@ -243,12 +242,12 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
         with contextlib.ExitStack() as lock:
             for folder in {os.path.realpath(one): one for one in (output, storage) if one}.values():
                 if not folder.is_dir():
-                    continue  # what is no folder is refused where it is used
+                    continue  # it is refused later
                 try:
                     lock.enter_context(locked(folder / LOCK_FILE))
                 except BlockingIOError:
                     if folder == output:
-                        made.clear()  # it is the other run's
+                        made.clear()  # the folder belongs to the other run
                     raise CheckpointError(
                         f"{folder}: another train or finetune uses this folder; wait until it has "
                         "ended, or name another one"
@@ -256,19 +255,17 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
             try:
                 yield
             except OSError:
-                _tell_of_last(output)
+                last = checkpoints_in(output / CHECKPOINTS)[-1:]
+                way_on = (
+                    f"{last[0]}: is kept; free space, and the same command with --resume goes on "
+                    "from it"
+                    if last
+                    else f"{output}: no checkpoint is whole; free space, and give the same command "
+                    "again"
+                )
+                warnings.warn(way_on, MoERuntimeWarning, stacklevel=2)
                 raise
         stack.pop_all()
-
-
-def _tell_of_last(output: Path) -> None:
-    last = checkpoints_in(output / CHECKPOINTS)[-1:]
-    way_on = f"{output}: no checkpoint is whole; free space, and give the same command again"
-    if last:
-        way_on = (
-            f"{last[0]}: is kept; free space, and the same command with --resume goes on from it"
-        )
-    warnings.warn(way_on, MoERuntimeWarning, stacklevel=2)
 
 
 def _remove_unbegun(made: list[Path]) -> None:
@@ -278,7 +275,7 @@ def _remove_unbegun(made: list[Path]) -> None:
     has_begun = metrics.is_file() and metrics.stat().st_size > 0
     for name in (EXPERTS,) if has_begun else (DATA, TOKENIZER, EXPERTS):
         remove_or_warn(made[0] / name, "no checkpoint goes on with it")
-    # What is left is no harm, and an error has been reported already.
+    # an error has been reported already, and files that stay do no harm
     with contextlib.suppress(OSError):
         if not has_begun:
             metrics.unlink(missing_ok=True)
