@@ -131,7 +131,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class ShardedCheckpoints:
-    """Saves and finds the parts of a model and its optimizer that this process has.
+    """Saves and loads this process's parts of a model and its optimizer.
 
     Args:
         names: of all parameters of the whole model, in the order of `state_order`.
@@ -148,7 +148,7 @@ class ShardedCheckpoints:
         self._beside = ranks.beside()
 
     def save(self, folder: Path, progress: RunProgress, *, keep: int) -> None:
-        """Writes a checkpoint of a copy on the host while training goes on, and then removes the
+        """Writes a checkpoint from a copy on the host while training goes on, and removes the
         oldest beyond `keep`; a collective call."""
         self.saves.wait()  # one copy at a time
         part = {name: t.detach().to("cpu", copy=True) for name, t in self.tensors().items()}
@@ -172,16 +172,19 @@ class ShardedCheckpoints:
                 remove_oldest(folder, keep)
 
     def write(self, folder: Path, progress: RunProgress) -> list[str]:
-        """Writes this process's part into an empty folder; the names of its files; a collective
-        call."""
+        """Writes this process's part into an empty folder, and returns the names of its files; a
+        collective call."""
         return _write(folder, self.tensors(), self._optimizer_steps(), progress, self._ranks)
 
     def _optimizer_steps(self) -> float:
         return max(float(state["step"]) for state in self._optimizer.dense.moments().values())
 
     def load(self, path: Path, lost: LostStage | None = None) -> None:
-        """Reads this process's part of a checkpoint of any number of processes; a collective
-        call."""
+        """Reads this process's part of a checkpoint of any number of processes; a collective call.
+
+        Args:
+            lost: tensors that the checkpoint lacks, to be replaced.
+        """
         own = self.tensors()
         here = own if lost is None else {n: t for n, t in own.items() if n not in lost.names}
         beside = {} if lost is None else lost.beside(own)
@@ -191,7 +194,7 @@ class ShardedCheckpoints:
         self._finish(steps_of(path))
 
     def _finish(self, steps: float) -> None:
-        """After the tensors that have names were filled."""
+        """Sets the step counts, and fills copies of experts."""
         moments = self._optimizer.dense.moments()
         for state in moments.values():
             state["step"].fill_(steps)
@@ -202,7 +205,7 @@ class ShardedCheckpoints:
                 module.fill_copies([*named.values(), *kept])
 
     def take(self, state: TrainingState) -> None:
-        """Copies this process's part out of the state of a run in one process."""
+        """Copies this process's part from the state of a run of one process."""
         saved = state.optimizer["state"]
         moments = {name: saved[i] for i, name in enumerate(self._names) if i in saved}
         paths = {path: module.num_experts for path, module in _experts_in(self._model).items()}
@@ -228,7 +231,7 @@ class ShardedCheckpoints:
         with torch.no_grad():
             for name in own.keys() & whole.keys():
                 copy_part(whole[name], own[name])
-        # Parts of fused products have names of their own; all were updated in the same steps.
+        # parts of fused products have their own names; all took the same steps
         steps = max((float(moment["step"]) for moment in moments.values()), default=0.0)
         self._finish(steps)
 
@@ -240,11 +243,7 @@ class ShardedCheckpoints:
 def _write(
     folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, ranks: OneRank
 ) -> list[str]:
-    """Writes a process's part; the names of its files.
-
-    Args:
-        steps: of the optimizer.
-    """
+    """Writes a process's part, and returns the names of its files; `steps` are the optimizer's."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -273,7 +272,7 @@ def _write(
 
 @contextlib.contextmanager
 def fails_together(ranks: OneRank) -> Iterator[None]:
-    """A part of a checkpoint that fails in all processes if it fails in one of them."""
+    """A block that fails in all processes if it fails in one of them."""
     failure = None
     try:
         yield
@@ -288,7 +287,7 @@ def fails_together(ranks: OneRank) -> Iterator[None]:
 
 
 def steps_of(path: Path) -> float:
-    """Steps of the optimizer that a checkpoint has the moments after."""
+    """Steps of the optimizer in a checkpoint."""
     return load_content(path / PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
 
 
@@ -300,7 +299,7 @@ def read_progress(path: Path) -> RunProgress:
 def logical_tensors(
     model: LanguageModel, moments: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Parameters, buffers and AdamW's moments by the names that checkpoints have, in place."""
+    """Parameters, buffers and AdamW's moments by their names in checkpoints, in place."""
     tensors: dict[str, Tensor] = {}
     experts = _experts_in(model)
     for kind, named in _by_kind(model.state_dict(), moments).items():
@@ -321,7 +320,7 @@ def logical_tensors(
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None:
-    """Reads tensors of a checkpoint in place, once all its files are sound; a collective call."""
+    """Checks all files of a checkpoint, and reads tensors in place; a collective call."""
     damage = ""
     try:
         check_digests(path, part=ranks.rank, num_parts=ranks.size)
@@ -334,7 +333,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
 
 
 def read_parts(path: Path, tensors: dict[str, Tensor], ranks: OneRank | None = None) -> None:
-    """Reads tensors of a checkpoint in place, by processes together or by this one alone."""
+    """Reads tensors of a checkpoint in place; a collective call of `ranks`, if given."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -353,7 +352,7 @@ def read_parts(path: Path, tensors: dict[str, Tensor], ranks: OneRank | None = N
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """One process may read and write alone: torch does not warn of it in the block."""
+    """Silences torch's warning about reading and writing in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -365,7 +364,7 @@ def _reason(error: BaseException) -> str:
 
 
 def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
-    """The model of a checkpoint that several processes wrote, in this process alone."""
+    """The whole model of a checkpoint of several processes, in this process."""
     model = LanguageModel(config)
     read_tensors(path, logical_tensors(model, {}), OneRank())
     return model
