@@ -182,8 +182,8 @@ class Trainer:
                 if isinstance(state, TrainingState):
                     shards.take(state)
                 else:
-                    is_snapshot = self._snapshots is not None and not is_saved
-                    shards.load(last, self._snapshots.lost if is_snapshot else None)
+                    known = None if is_saved else self._snapshots
+                    shards.load(last, None if known is None else known.lost)
             self._settings = {**state.settings, **self._settings}
             self._run.batches.seek(state.taken)
             restore_random_states(state.random)

@@ -1,8 +1,8 @@
 """From a record to token ids and targets.
 
 The targets of conversations are the answers of the assistant. The chat template's marks
-(`{% generation %}`) show their tokens, or otherwise the difference of rendered prefixes. For that, a
-conversation must be rendered with its first messages as a prefix.
+(`{% generation %}`) show their tokens, or otherwise the difference of rendered prefixes. For that,
+a conversation must be rendered with its first messages as a prefix.
 """
 
 from __future__ import annotations
