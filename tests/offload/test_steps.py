@@ -64,16 +64,6 @@ def test_bytes_of_a_step(tmp_path, settings, read, written):
     training.close()
 
 
-def test_experts_in_memory_move_nothing(tmp_path):
-    model = stack()
-    training = offloaded(model, PLAIN, tmp_path, experts_in_memory=1)
-    train_offloaded(training, model.loss, every_expert(2))
-    traffic = training.stats().traffic
-    assert traffic.read_bytes == traffic.written_bytes == 0
-    assert training.stats().resident_experts == LAYERS * EXPERTS
-    training.close()
-
-
 @pytest.mark.parametrize("frozen", [None, "layers"])
 def test_a_step_needs_a_backward_pass_and_an_open_training(tmp_path, frozen):
     model = stack()

@@ -117,14 +117,6 @@ def _in_bf16(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> t
         return loss(x)
 
 
-def test_nothing_crosses_where_products_are_in_the_type_of_the_records():
-    training = offloaded(model := small(), SETTINGS, None, experts_in_memory=1)
-    train_offloaded(training, model.loss, windows(2, 1))
-    link = training.stats().link
-    assert link.to_device_bytes == link.from_device_bytes == link.kept_bytes == 0
-    training.close()
-
-
 def test_copies_are_forgotten_with_the_step_that_made_them(tmp_path):
     """A step that is taken back, with a look at the model in between; then another one."""
     inputs = windows(3, 1)

@@ -396,7 +396,9 @@ def test_what_a_trainer_could_not_save_is_refused_first(tmp_path):
         pytest.raises(UnsupportedUseError, match="trains offloaded experts in one process"),
     ):
         trainer_of(model, training, tmp_path)
-    with mock.patch("moe_runtime.training.offload.offloaded_training.available_host_bytes", return_value=1):
+    with mock.patch(
+        "moe_runtime.training.offload.offloaded_training.available_host_bytes", return_value=1
+    ):
         with pytest.raises(CapacityError, match="save_strategy='no'"):
             trainer_of(model, training, tmp_path, **steps)
         trainer_of(model, training, tmp_path)

@@ -185,7 +185,6 @@ def test_a_run_starts_from_exported_weights(tmp_path, capsys):
     ("words", "message"),
     [
         (["no-such.toml"], "no-such.toml: No such file"),
-        (["CONFIG", "--set", "run.stebs=2"], "did you mean 'steps'"),
         (
             ["CONFIG", "--set", "data.sources.rules.files=['nothing-*']"],
             "nothing-*'; make the text first",
