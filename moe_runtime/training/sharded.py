@@ -208,22 +208,7 @@ class ShardedCheckpoints:
         """Copies this process's part from the state of a run of one process."""
         saved = state.optimizer["state"]
         moments = {name: saved[i] for i, name in enumerate(self._names) if i in saved}
-        paths = {path: module.num_experts for path, module in _experts_in(self._model).items()}
-        whole: dict[str, Tensor] = {}
-        for kind, named in _by_kind(state.model, moments).items():
-            stacks: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
-            dense: dict[str, Tensor] = {}
-            for name, tensor in named.items():
-                path, _, leaf = name.rpartition(".")
-                if path in stacks:
-                    stacks[path][leaf] = tensor
-                else:
-                    dense[name] = tensor
-            parts = by_parts(self._model, dense)
-            whole |= {f"{kind}.{name}": tensor for name, tensor in parts.items()}
-            for path, stack in stacks.items():
-                views = logical_views(stack, range(paths[path]))
-                whole |= {f"{kind}.{path}.{name}": view for name, view in views.items()}
+        whole = logical_tensors(self._model, state.model, moments, is_whole=True)
         own = self.tensors()
         missing = own.keys() - whole.keys()
         if missing and moments:
@@ -237,7 +222,7 @@ class ShardedCheckpoints:
 
     def tensors(self) -> dict[str, Tensor]:
         moments = self._optimizer.dense.moments()
-        return logical_tensors(self._model, moments)
+        return logical_tensors(self._model, self._model.state_dict(), moments)
 
 
 def _write(
@@ -297,19 +282,27 @@ def read_progress(path: Path) -> RunProgress:
 
 
 def logical_tensors(
-    model: LanguageModel, moments: Mapping[str, Mapping[str, Tensor]]
+    model: LanguageModel,
+    state: Mapping[str, Any],
+    moments: Mapping[str, Mapping[str, Tensor]],
+    *,
+    is_whole: bool = False,
 ) -> dict[str, Tensor]:
-    """Parameters, buffers and AdamW's moments by their names in checkpoints, in place."""
+    """Parameters, buffers and AdamW's moments by their names in checkpoints, in place.
+
+    Args:
+        is_whole: `state` and `moments` are of the whole model in one process.
+    """
+    kinds = {"model": dict(state)}
+    for kind in MOMENTS if moments else ():
+        kinds[kind] = {name: held[kind] for name, held in moments.items()}
     tensors: dict[str, Tensor] = {}
     experts = _experts_in(model)
-    for kind, named in _by_kind(model.state_dict(), moments).items():
+    for kind, named in kinds.items():
         for path, module in experts.items():
-            stack = {
-                leaf: named.pop(f"{path}.{leaf}")
-                for leaf, _ in module.named_parameters()
-                if f"{path}.{leaf}" in named
-            }
-            if isinstance(module, ParallelExperts):
+            names = {leaf: f"{path}.{leaf}" for leaf, _ in module.named_parameters()}
+            stack = {leaf: named.pop(name) for leaf, name in names.items() if name in named}
+            if isinstance(module, ParallelExperts) and not is_whole:
                 views = module.logical_state(stack)
             else:
                 views = logical_views(stack, range(module.num_experts))
@@ -366,7 +359,7 @@ def _reason(error: BaseException) -> str:
 def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
     """The whole model of a checkpoint of several processes, in this process."""
     model = LanguageModel(config)
-    read_tensors(path, logical_tensors(model, {}), OneRank())
+    read_tensors(path, logical_tensors(model, model.state_dict(), {}), OneRank())
     return model
 
 
@@ -376,12 +369,3 @@ def _experts_in(model: LanguageModel) -> dict[str, Experts | ParallelExperts]:
         for name, module in model.named_modules()
         if isinstance(module, Experts | ParallelExperts)
     }
-
-
-def _by_kind(
-    state: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    kinds = {"model": dict(state)}
-    for kind in MOMENTS if moments else ():
-        kinds[kind] = {name: states[kind] for name, states in moments.items()}
-    return kinds
