@@ -20,7 +20,7 @@ from offloaded_models import (
 
 import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError
-from moe_runtime.lab.record_tiers import TIER_CHANGE_STEPS
+from moe_runtime.lab import record_tiers
 from moe_runtime.training.offload import OffloadedTraining
 from moe_runtime.types import ExpertKey
 
@@ -185,8 +185,9 @@ def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path):
     training.close()
 
 
-def test_tiers_follow_the_load(tmp_path):
+def test_tiers_follow_the_load(tmp_path, monkeypatch):
     """Experts that get no token give up the memory to others."""
+    monkeypatch.setattr(record_tiers, "TIER_CHANGE_STEPS", 8)
     model, expected = stack(), stack()
     for trained in (model, expected):
         for layer in trained.layers:
@@ -196,7 +197,7 @@ def test_tiers_follow_the_load(tmp_path):
                 layer.gate.weight[3] = -layer.gate.weight[2]
                 layer.gate.weight[4:] = 0
                 layer.gate.weight.requires_grad_(False)
-    inputs = [[x] for x in batches(TIER_CHANGE_STEPS + 2, tokens=4)]
+    inputs = [[x] for x in batches(10, tokens=4)]
     training = offloaded(model, PLAIN, tmp_path, experts_in_memory=0.4)
     experts = training.optimizer.records.experts
     before = [key for key, e in experts.items() if e.resident_slot is not None]

@@ -78,7 +78,7 @@ def trainer_of(model: Any, optimizer: Any, folder: Path, **options: Any) -> Trai
     [
         (0, {}),
         (0.4, {"max_steps": 6, "gradient_accumulation_steps": 4, "examples": OddExamples()}),
-        (1, {"max_grad_norm": 0.1}),
+        (1, {"max_steps": 6, "max_grad_norm": 0.1}),
     ],
     ids=["plain", "odd rows", "clipped"],
 )
