@@ -264,7 +264,7 @@ class OneRank:
         """The first non-empty text of all processes; empty if all are."""
         return next(filter(None, self.texts(text)), "")
 
-    def beside(self) -> "OneRank":
+    def for_background(self) -> "OneRank":
         """The same processes, for exchanges of another thread."""
         return self
 
@@ -385,7 +385,7 @@ class Processes(OneRank):
     def group(self) -> "ProcessGroup":
         return self._group
 
-    def beside(self) -> "Processes":
+    def for_background(self) -> "Processes":
         import torch.distributed as dist
 
         from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit

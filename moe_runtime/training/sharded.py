@@ -83,9 +83,9 @@ class LostStage:
         }
         missing = {source for pair in self._sources.values() for source in pair} - set(names)
         if missing:
-            raise ValueError(f"the layers beside it differ from it: there is no {min(missing)}")
+            raise ValueError(f"the layers next to it differ: there is no {min(missing)}")
 
-    def beside(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def sources_for(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Memory for the sources of this process's lost tensors, by name."""
         pairs = [
             (name, source) for name in self.names & own.keys() for source in self._sources[name]
@@ -93,21 +93,23 @@ class LostStage:
         return {source: torch.zeros_like(own[n]) for n, source in pairs if source not in own}
 
     @torch.no_grad()
-    def fill(self, own: Mapping[str, Tensor], beside: Mapping[str, Tensor], ranks: OneRank) -> None:
+    def fill(
+        self, own: Mapping[str, Tensor], sources: Mapping[str, Tensor], ranks: OneRank
+    ) -> None:
         """Computes the lost tensors from their sources; a collective call."""
-        beside = {**beside, **own}
+        sources = {**sources, **own}
         squares = [0.0, 0.0]
         for name in self.names & own.keys():
             if name.startswith(_GRADIENT):
                 for place, source in enumerate(self._sources[name]):
-                    squares[place] += float(_local(beside[source]).double().square().sum())
+                    squares[place] += float(_local(sources[source]).double().square().sum())
         parts = [json.loads(text) for text in ranks.texts(json.dumps(squares))]
         first, second = (
             sum(part[place] for part in parts) ** 0.5 + _LEAST_NORM for place in (0, 1)
         )
         share = first / (first + second)
         for name in self.names & own.keys():
-            before, after = (_local(beside[source]) for source in self._sources[name])
+            before, after = (_local(sources[source]) for source in self._sources[name])
             target = _local(own[name])
             if not name.startswith(_MODEL):
                 target.zero_()
@@ -145,7 +147,7 @@ class ShardedCheckpoints:
         self._ranks = ranks
         self._names = names
         self.saves = BackgroundSave()
-        self._beside = ranks.beside()
+        self._background = ranks.for_background()
 
     def save(self, folder: Path, progress: RunProgress, *, keep: int) -> None:
         """Writes a checkpoint from a copy on the host while training goes on, and removes the
@@ -158,7 +160,7 @@ class ShardedCheckpoints:
     def _save(
         self, folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, keep: int
     ) -> None:
-        path, ranks = folder / name_of_step(progress.step), self._beside
+        path, ranks = folder / name_of_step(progress.step), self._background
         is_first = ranks.rank == 0
         with contextlib.ExitStack() as stack:
             with fails_together(ranks):
@@ -187,10 +189,10 @@ class ShardedCheckpoints:
         """
         own = self.tensors()
         here = own if lost is None else {n: t for n, t in own.items() if n not in lost.names}
-        beside = {} if lost is None else lost.beside(own)
-        read_tensors(path, {**here, **beside}, self._ranks)
+        sources = {} if lost is None else lost.sources_for(own)
+        read_tensors(path, {**here, **sources}, self._ranks)
         if lost is not None:
-            lost.fill(own, beside, self._ranks)
+            lost.fill(own, sources, self._ranks)
         self._finish(steps_of(path))
 
     def _finish(self, steps: float) -> None:

@@ -111,7 +111,8 @@ def test_accumulation_takes_the_same_steps(tmp_path):
     curves = []
     for number in (1, 8):
         path = write_run(tmp_path / str(number), config=plain)
-        assert train(path, "--set", f"data.micro_batches={number}") == 0
+        words = ("--set", f"data.micro_batches={number}", "--set", "run.steps=4")
+        assert train(path, *words) == 0
         records = training_records(tmp_path / str(number) / "out")
         curves.append([record["loss"] for record in records if "loss" in record])
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)
@@ -131,7 +132,8 @@ def test_a_caller_s_autocast_changes_nothing(tmp_path):
 
 def losses_of(folder: Path, precision: str) -> list[float]:
     """Of every step of a run."""
-    assert train(write_run(folder), "--set", f"run.precision={precision}") == 0
+    words = ("--set", f"run.precision={precision}", "--set", "run.steps=3")
+    assert train(write_run(folder), *words) == 0
     return [record["loss"] for record in training_records(folder / "out") if "loss" in record]
 
 

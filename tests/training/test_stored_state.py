@@ -402,6 +402,8 @@ def test_each_value_of_a_checkpoint(name: str, runs: Runs, tmp_path: Path) -> No
     # names that a run does not write
     tables = sorted({place[:-1] for place in places if isinstance(place[-1], str)}, key=str)
     cases += [((*table, "unknown"), 1) for table in tables]
+    if name == "offloaded":  # the other values are those of a run in memory
+        cases = [case for case in cases if case[0][:1] == ("optimizer",)]
     refused = 0
     for place, value in cases:
         changed = put(content, place, value)

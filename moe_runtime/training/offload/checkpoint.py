@@ -166,7 +166,7 @@ class HeldExperts(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedUseError(
             "the state of offloaded experts is in their files and in memory, and would be missing "
-            "from what is saved so: `write` of the optimizer saves a checkpoint with it"
+            "from this file: `write` of the optimizer saves a checkpoint with it"
         )
 
 
@@ -279,8 +279,11 @@ class ExpertCheckpoints:
             raise CheckpointError(
                 "the state names experts that were not written: load what `write` saved"
             )
-        own, everyone = None, self._everyone()
-        if storage is not None:  # exports leave out what is frozen
+        own = None
+        everyone = (
+            ExpertKey(n, e) for n, s in enumerate(self._sites) for e in range(s.num_experts)
+        )
+        if storage is not None:  # exports leave out frozen experts
             everyone = (key for key in everyone if self._layouts[key.layer].trained)
         else:
             if self._records.disk is None:
@@ -366,11 +369,6 @@ class ExpertCheckpoints:
                 f"the checkpoint's experts have {saved['state']}, this run's {state}; go on with "
                 "the optimizer's options of the checkpoint"
             )
-
-    def _everyone(self) -> Iterable[ExpertKey]:
-        for layer, site in enumerate(self._sites):
-            for expert in range(site.num_experts):
-                yield ExpertKey(layer, expert)
 
     def _name(self, key: ExpertKey) -> str:
         return f"{self._sites[key.layer].name}.{key.expert}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
+from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.memory.reads import Block, ReadQueue, Transfer
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile, host_view
 from moe_runtime.training.offload.records import (
@@ -80,29 +80,21 @@ class RecordFile(CheckpointFile):
 
     def write(self, offset: int, content: memoryview) -> int:
         done = 0
-        try:
+        with self._named_errors("write"):
             while done < len(content):
                 moved = os.pwritev(self._fd, [content[done:]], offset + done)
                 if moved == 0:
                     raise OSError(errno.EIO, "nothing was written")
                 done += moved
-        except OSError as error:
-            raise self._failure("write", error) from None
         return done
 
     def fetch(self, offset: int, into: memoryview) -> int:
-        try:
+        with self._named_errors("read"):
             return self.read(offset, into, len(into))
-        except EOFError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error}") from None
-        except OSError as error:
-            raise self._failure("read", error) from None
 
     def sync(self) -> None:
-        try:
+        with self._named_errors("write"):
             os.fdatasync(self._fd)
-        except OSError as error:
-            raise self._failure("write", error) from None
 
     def require_unchanged(self) -> None:
         """Does nothing: the file changes all the time, and digests are compared instead."""
@@ -121,21 +113,26 @@ class RecordFile(CheckpointFile):
 
     def _grow(self, num_slots: int) -> None:
         size = num_slots * self.slot_bytes
-        try:
+        with self._named_errors("write", f" of {format_bytes(size)}"):
             if size > os.fstat(self._fd).st_size:
                 os.posix_fallocate(self._fd, 0, size)
-        except OSError as error:
-            raise self._failure("write", error, f" of {format_bytes(size)}") from None
         self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
         self.num_slots = max(self.num_slots, num_slots)
 
-    def _failure(self, what: str, error: OSError, size: str = "") -> MoERuntimeError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return CapacityError(
-                f"no room on the disk for {self.path}{size}: {error.strerror}; "
-                "make some, or name another folder for the experts' states"
-            )
-        return CheckpointError(f"cannot {what} {self.path}: {error.strerror}")
+    @contextlib.contextmanager
+    def _named_errors(self, action: str, size: str = "") -> Iterator[None]:
+        """Raises errors of the file system with the name of the file."""
+        try:
+            yield
+        except EOFError as error:
+            raise CheckpointError(f"cannot {action} {self.path}: {error}") from None
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise CapacityError(
+                    f"no room on the disk for {self.path}{size}: {error.strerror}; "
+                    "make some, or name another folder for the experts' states"
+                ) from None
+            raise CheckpointError(f"cannot {action} {self.path}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, eq=False, slots=True)

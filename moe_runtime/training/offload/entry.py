@@ -355,7 +355,7 @@ def _transformers_sites(model: Any) -> list[ExpertsSite]:
         others = {name for name, _ in module.named_parameters()} - set(experts.parameters)
         if others or getattr(module, "has_post_expert_norm", False):
             raise UnsupportedModelError(
-                f"{experts.name} has parameters beside its experts "
+                f"{experts.name} has parameters besides its experts "
                 f"({', '.join(sorted(others)) or 'a norm after them'}); training it offloaded is "
                 "not supported yet"
             )

@@ -198,7 +198,7 @@ def require_trained(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "there is nothing to train: no parameter requires gradients; set requires_grad on "
-            "those that shall be trained"
+            "the parameters to train"
         )
 
 
@@ -427,7 +427,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if len(self.param_groups) == len(self.dense.groups) + len(self._experts):
             raise UnsupportedUseError(
-                "what is trained is read once, by offload_training: add parameters before it"
+                "offload_training reads the parameters to train once: add parameters before it"
             )
         super().add_param_group(param_group)
 
@@ -512,7 +512,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             )
 
         def clip_grad_norm(parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
-            del parameters  # of which some processes and files have a part
+            del parameters  # without the experts
             if norm_type != 2:
                 raise UnsupportedUseError(f"gradients are clipped by their 2-norm, not {norm_type}")
             found.unscale_gradients()

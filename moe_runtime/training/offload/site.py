@@ -248,19 +248,19 @@ class SpreadProcesses(OneProcess):
         self._groups = groups
         self.rank, self.size = groups.rank, layout.world_size
         self.loss_parts = layout.loss_parts
-        self._beside: dist.ProcessGroup | None = None
+        self._background: dist.ProcessGroup | None = None
         self._watch: CollectiveMonitor | None = None
         self._everybody = groups.group("expert", "etp", "ep")
         if self._everybody is None:
             return
         self.here = processes_here(FlatTransport(self._everybody, timeout_s=groups.timeout_s))
         # another thread than the training one agrees on checkpoints
-        beside = dist.new_group(
+        background = dist.new_group(
             list(range(self.size)), timeout=backend_limit(groups.timeout_s), backend="gloo"
         )
-        assert isinstance(beside, dist.ProcessGroup)
-        self._beside = beside
-        self._watch = CollectiveMonitor(beside, groups.timeout_s)
+        assert isinstance(background, dist.ProcessGroup)
+        self._background = background
+        self._watch = CollectiveMonitor(background, groups.timeout_s)
 
     @property
     def folder_name(self) -> str:
@@ -275,11 +275,11 @@ class SpreadProcesses(OneProcess):
         return total.tolist()
 
     def gather(self, what: Any) -> list[Any]:
-        if self._beside is None or self._watch is None:
+        if self._background is None or self._watch is None:
             return [what]
         found = [None] * self.size
         with self._watch.over_torch("agreeing on a checkpoint"):
-            dist.all_gather_object(found, what, group=self._beside)
+            dist.all_gather_object(found, what, group=self._background)
         return found
 
 
