@@ -195,8 +195,8 @@ class Snapshots:
             self._warn(f"{path}: is left out: {error}")
             return None
         self._warn(
-            f"{path}: a stage is lost; each of its layers begins as a mean of the layers next to it, and "
-            "its moments as 0"
+            f"{path}: a stage is lost; each of its layers begins as a mean of the layers next to "
+            "it, and its moments as 0"
         )
         return found
 
