@@ -210,6 +210,7 @@ class OneProcess:
 
     Attributes:
         here: processes on this machine.
+        folder_name: of this process's files in the storage folder; empty for the latter itself.
         loss_parts: divisor of an expert's gradients, which are sums over the processes.
     """
 
@@ -217,11 +218,7 @@ class OneProcess:
     size = 1
     loss_parts = 1
     here = 1
-
-    @property
-    def folder_name(self) -> str:
-        """Folder of this process's files in the storage folder; empty for the latter itself."""
-        return ""
+    folder_name = ""
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Averages the gradients of shared parameters; a collective call, as the following."""
@@ -248,12 +245,11 @@ class SpreadProcesses(OneProcess):
         self._groups = groups
         self.rank, self.size = groups.rank, layout.world_size
         self.loss_parts = layout.loss_parts
-        self._background: dist.ProcessGroup | None = None
-        self._watch: CollectiveMonitor | None = None
-        self._everybody = groups.group("expert", "etp", "ep")
-        if self._everybody is None:
-            return
-        self.here = processes_here(FlatTransport(self._everybody, timeout_s=groups.timeout_s))
+        self.folder_name = f"rank-{self.rank}-of-{self.size}"
+        everybody = groups.group("expert", "etp", "ep")
+        assert everybody is not None, "several processes share the experts"
+        self._everybody = everybody
+        self.here = processes_here(FlatTransport(everybody, timeout_s=groups.timeout_s))
         # another thread than the training one agrees on checkpoints
         background = dist.new_group(
             list(range(self.size)), timeout=backend_limit(groups.timeout_s), backend="gloo"
@@ -261,10 +257,6 @@ class SpreadProcesses(OneProcess):
         assert isinstance(background, dist.ProcessGroup)
         self._background = background
         self._watch = CollectiveMonitor(background, groups.timeout_s)
-
-    @property
-    def folder_name(self) -> str:
-        return f"rank-{self.rank}-of-{self.size}" if self.size > 1 else ""
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         self._groups.reduce_dense_gradients(parameters)
@@ -275,8 +267,6 @@ class SpreadProcesses(OneProcess):
         return total.tolist()
 
     def gather(self, what: Any) -> list[Any]:
-        if self._background is None or self._watch is None:
-            return [what]
         found = [None] * self.size
         with self._watch.over_torch("agreeing on a checkpoint"):
             dist.all_gather_object(found, what, group=self._background)
@@ -291,7 +281,9 @@ def processes_of(
             "the model is in DistributedDataParallel, which does not see experts that leave it; "
             "give the model itself, and for several processes `groups` of offload_training"
         )
-    processes = OneProcess() if groups is None else SpreadProcesses(groups)
+    processes = OneProcess()
+    if groups is not None and groups.layout.world_size > 1:
+        processes = SpreadProcesses(groups)
     for site in sites:
         if site.num_processes != processes.size:
             raise ValueError(
