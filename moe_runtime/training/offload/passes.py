@@ -363,6 +363,8 @@ class MicroBatchWindow(Generic[T]):
         self._answers: list[Any] = []
         self._running = 0
         self._failure: BaseException | None = None
+        # a new thread would use the first GPU
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def run(self) -> list[T]:
         """The results in the order of the parts.
@@ -406,7 +408,7 @@ class MicroBatchWindow(Generic[T]):
         try:
             self._await_turn(number)
             # nodes of a GPU would otherwise wait for one another in the thread of the device
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), torch.cuda.device(self._gpu):
                 result = self._parts[number]()
             self._places[number] = None
             self._pass_turn(number, None)
