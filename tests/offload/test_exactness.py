@@ -1,4 +1,4 @@
-"""Offloaded training gives the bits of training in memory, wherever experts live."""
+"""Offloaded training gives the bits of training in memory, for every tier."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_recomputed_activations(tmp_path):
 
 @pytest.mark.parametrize("lift", [0.0, 100.0])
 def test_experts_without_weights_are_never_asked_for(tmp_path, lift):
-    """MoE++: the tiers see one access for each expert with weights that a pass visits, no other."""
+    """MoE++: a pass accesses each visited expert with weights once, and no other expert."""
     inputs = windows(4, 1)
     expected, model = stack(gate="moepp"), stack(gate="moepp")
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_models_of_transformers(tmp_path, family):
 
 @pytest.mark.parametrize("again", ["x", "weights"])
 def test_second_derivatives_are_refused(again):
-    """Of named inputs too, where torch's own refusal is passed over."""
+    """This includes named inputs, for which torch skips its own check."""
     model = stack()
     training = offloaded(model, DECAYING, None, experts_in_memory=1)
     ids = torch.arange(18).view(9, 2) % EXPERTS

@@ -16,7 +16,7 @@ from moe_runtime.training.offload import disk, entry, record_store
 
 
 class Struck(RuntimeError):
-    """What a step fails with."""
+    """The failure of a step."""
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -50,7 +50,7 @@ STEPS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 
 def open_files() -> set[str]:
-    """What this process has open, by path."""
+    """Paths of this process's open files."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:

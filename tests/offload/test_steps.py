@@ -1,4 +1,4 @@
-"""Bytes that move, steps that are skipped, losses that are scaled, tiers that change."""
+"""Bytes of a step, skipped steps, loss scales, and changes of tiers."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def every_expert(num: int) -> list[list[torch.Tensor]]:
     ],
 )
 def test_bytes_of_a_step(tmp_path, settings, read, written):
-    """Each expert crosses once per direction and window, however many micro-batches there are."""
+    """Each expert crosses once per direction and window, for any number of micro-batches."""
     model = stack()
     training = offloaded(model, settings, tmp_path, experts_in_memory=0)
     train_offloaded(training, model.loss, every_expert(1))
@@ -93,7 +93,7 @@ def test_a_step_needs_a_backward_pass_and_an_open_training(tmp_path, frozen):
     ],
 )
 def test_step_with_a_bad_gradient_is_taken_back(tmp_path, share, clip_norm):
-    """The first layer's gradients are found bad when the experts after it were updated already."""
+    """The bad gradients are found after later experts were updated."""
     settings = moe_runtime.AdamW(clip_norm=clip_norm)
     good = every_expert(3)
     model, expected = stack(), stack()
@@ -186,7 +186,7 @@ def test_dynamic_loss_scale_halves_after_a_bad_step(tmp_path):
 
 
 def test_tiers_follow_the_load(tmp_path, monkeypatch):
-    """Experts that get no token give up the memory to others."""
+    """Experts without tokens leave the memory to others."""
     monkeypatch.setattr(record_tiers, "TIER_CHANGE_STEPS", 8)
     model, expected = stack(), stack()
     for trained in (model, expected):

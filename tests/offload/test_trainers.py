@@ -1,4 +1,4 @@
-"""The optimizer of offloaded training in the loops of others: groups, schedules, Trainer."""
+"""The optimizer of offloaded training in loops of others: groups, schedules, Trainer."""
 
 import math
 import pickle
@@ -44,7 +44,7 @@ class OddExamples(Examples):
 
 
 def grouped(model: Any) -> torch.optim.AdamW:
-    """torch's optimizer with the groups that the offloaded one has."""
+    """torch's optimizer with the groups of the offloaded one."""
     groups: list[list[torch.nn.Parameter]] = [[], [], []]
     for name, parameter in model.named_parameters():
         is_expert = ".experts." in name
@@ -144,7 +144,7 @@ def test_groups_have_rates_of_their_own():
 
 
 def test_gradients_are_clipped_by_the_norm_of_all():
-    """Asked for before a step, or by the settings; by the smaller of both."""
+    """The limit of a call before the step, or of the settings, whichever is smaller."""
     plain, models = stack(), [stack(), stack()]
     trainings = [
         offloaded(
@@ -187,7 +187,7 @@ def backward(model: Any) -> None:
 
 
 def test_a_state_comes_back_or_is_refused(tmp_path):
-    """What was just asked for comes back, as accelerate does; what was not written is refused."""
+    """A state that was just taken can be loaded, as in accelerate; an unwritten one is refused."""
     for folder in (None, tmp_path):
         model = stack()
         training = offloaded(model, SETTINGS, folder, experts_in_memory=1)
@@ -236,7 +236,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("what", ["all", "experts"])
 @pytest.mark.parametrize("by_accelerate", [False, True])
 def test_a_scaler_scales_back_and_skips_overflows(tmp_path, what, by_accelerate):
-    """In the third step, with experts in memory and on the disk; the step after is a good one."""
+    """The third step overflows; experts are in memory and on the disk."""
     models = [stack(), stack()]
     for model in models:
         for name, parameter in model.named_parameters():
@@ -278,7 +278,7 @@ def test_a_scaler_scales_back_and_skips_overflows(tmp_path, what, by_accelerate)
 
 
 def test_trainer_saves_and_goes_on_whole(tmp_path):
-    """Its checkpoints have the models of a run in memory, and a run from each has its course."""
+    """Its checkpoints equal those of a run in memory, and resumed runs have the same course."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
     model = resident(folder)

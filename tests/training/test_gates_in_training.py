@@ -1,4 +1,4 @@
-"""Every gate can be named in a configuration, and a model with it learns."""
+"""A configuration can name every gate, and a model with it learns."""
 
 import dataclasses
 from typing import Any
@@ -59,7 +59,7 @@ def test_a_model_learns_with_every_gate(gate):
 @pytest.mark.parametrize("memory", [None, "64MiB"], ids=["in memory", "offloaded"])
 @pytest.mark.parametrize("gate", ["sigmoid_topk", "dense_to_sparse"])
 def test_a_skipped_step_changes_nothing(tmp_path, monkeypatch, gate, memory):
-    """Gradients of the second step are infinite; the third finds what the first left."""
+    """Gradients of the second step are infinite; the third step continues from the first."""
     options = "{ bias_update_rate = 0.01 }" if gate == "sigmoid_topk" else "{}"
     settings = [f"model.moe.gate={gate}", f"model.moe.gate_options={options}", "run.steps=3"]
     if memory is not None:

@@ -1,4 +1,4 @@
-"""Which lost layers of a pipeline can be made out of those beside them."""
+"""Lost stages that can be replaced by the stages next to them."""
 
 import pytest
 

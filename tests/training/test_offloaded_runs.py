@@ -1,4 +1,4 @@
-"""`moe-runtime train` with a budget: the same run, with its experts on the disk."""
+"""`moe-runtime train` with a budget: the same run with its experts on the disk."""
 
 import dataclasses
 import errno
@@ -35,7 +35,7 @@ def records(folder: Path) -> list[dict[str, object]]:
 
 
 def smallest_budget(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The option that a run refused for want of memory names itself."""
+    """The smallest budget, which a refused run names."""
     assert main(["train", str(config), "--set", "run.host_memory=1MiB"]) == 2
     found = re.search(r"\((\d+) bytes\)", capsys.readouterr().err.replace("\n", " "))
     assert found is not None
@@ -155,7 +155,7 @@ SLOW = DiskSpeed(
 
 
 def test_a_run_warns_of_a_slow_disk(tmp_path, capsys, monkeypatch):
-    """With the predicted time, before the first step; not where little moves, nor in memory."""
+    """With the predicted time, before the first step; no warning if little moves."""
     monkeypatch.setattr("moe_runtime.cli.commands.train.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 1"))
     small = smallest_budget(config, capsys)
@@ -187,7 +187,7 @@ def test_a_dry_run_warns_of_a_slow_disk(tmp_path, capsys, monkeypatch):
 
 
 def test_a_dry_run_says_what_will_move(tmp_path, capsys):
-    """The plan's bytes are an upper bound that a step with tokens for all experts comes near."""
+    """The plan's bytes are an upper bound, nearly reached if all experts get tokens."""
     config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 3"))
     small = smallest_budget(config, capsys)
     assert main(["train", str(config), *small, "--dry-run", "--json"]) == 0

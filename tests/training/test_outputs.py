@@ -1,4 +1,4 @@
-"""What runs leave behind: nothing half written, and old traces until there are new ones."""
+"""Outputs of runs: no partial files, and old traces until new ones are complete."""
 
 import contextlib
 import os
@@ -162,7 +162,7 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
 
 
 def test_a_save_that_fails_is_noticed_before_the_next(tmp_path, capsys, monkeypatch):
-    """And what says how far the run came stays."""
+    """Records of the steps so far stay."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

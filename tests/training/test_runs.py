@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they leave behind, and what they refuse."""
+"""Whole runs through the command line: outputs and refusals."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_a_model_that_no_architecture_expresses_says_where_it_is(tmp_path, capsy
 
 
 def test_one_process_chooses_no_exchange(tmp_path):
-    """So it goes on with what several began."""
+    """One process can resume a run that several began with auto."""
     auto = ("overlap", "transport", "experts")
     for name, words in (("own", ()), ("auto", [f"parallel.{key}=auto" for key in auto])):
         (folder := tmp_path / name).mkdir()
@@ -118,7 +118,7 @@ def test_accumulation_takes_the_same_steps(tmp_path):
 
 
 def test_a_caller_s_autocast_changes_nothing(tmp_path):
-    """Nor does one that an interrupt left entered: it would keep weights from before an update."""
+    """An outer autocast would otherwise cache weights from before an update."""
     alone = {name: losses_of(tmp_path / name, name) for name in ("float32", "bfloat16")}
     for precision, is_on in (("float32", True), ("bfloat16", False), ("bfloat16", True)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
