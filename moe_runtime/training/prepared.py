@@ -183,9 +183,9 @@ def check_inputs_stay(
     if model is not None and model.is_file():
         files.append(model)
     require_not_read(trace, "trace", [*files, *(files_of(model) if model else ())])
-    place = _end_of(output)
-    read = {_end_of(file).parent for file in files} & {place}
-    if model is not None and place.is_relative_to(_end_of(model)):
+    place = _real_path(output)
+    read = {_real_path(file).parent for file in files} & {place}
+    if model is not None and place.is_relative_to(_real_path(model)):
         read.add(model)
     for folder in read:
         raise ValueError(
@@ -203,7 +203,7 @@ def check_outputs(output: Path, trace: Path | None) -> None:
         check_output_path(output / SUMMARY_FILE, "run's output")
     if trace is None:
         return
-    run, place = _end_of(output), _end_of(trace)
+    run, place = _real_path(output), _real_path(trace)
     if run.is_relative_to(place):
         raise CheckpointError(f"{trace}: is the run's folder, expected the name of a trace file")
     # the run makes its own folder before it opens the trace, but no other
@@ -211,7 +211,7 @@ def check_outputs(output: Path, trace: Path | None) -> None:
         check_output_path(trace, "trace")
 
 
-def _end_of(path: Path) -> Path:
+def _real_path(path: Path) -> Path:
     """The target of a path; unlike `Path.resolve`, it does not raise for circular links."""
     return Path(os.path.realpath(path))
 
@@ -231,7 +231,7 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
     if not is_used:
         yield
         return
-    missing = [_end_of(output)]
+    missing = [_real_path(output)]
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]

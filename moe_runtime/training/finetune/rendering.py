@@ -79,7 +79,7 @@ class _Prefixes:
         if not (self.whole.startswith(begin) and end is not None and len(begin) <= end):
             raise ValueError(
                 f"{self.place}: the chat template writes message {number + 1} otherwise when more "
-                "follow, so its tokens cannot be told apart; end the conversation with that "
+                "follow, so its tokens cannot be notes apart; end the conversation with that "
                 "answer, or mark answers in the template with {% generation %}"
             )
         return len(begin), end
@@ -378,26 +378,26 @@ def encode_records(
         key = hashlib.sha256(json.dumps([*asked, *parts]).encode()).hexdigest()[:16]
         path = cache / f"{name}-records-{key}.npy"
         if (kept := kept_ids(path)) is not None:
-            sides, told = _unpacked(kept)
-            _warn_of(told)
+            sides, notes = _unpacked(kept)
+            _warn_of(notes)
             return _streams(sides, shares_rows)
-    told = []
-    training = _fitting(find_files(name, source.files, Path()), renderer, data.context, told)
+    notes = []
+    training = _fitting(find_files(name, source.files, Path()), renderer, data.context, notes)
     held_out: list[Encoded] = []
     if source.held_out_files:
         paths = find_files(name, source.held_out_files, Path())
-        held_out = _fitting(paths, renderer, data.context, told)
+        held_out = _fitting(paths, renderer, data.context, notes)
     elif data.held_out_share:
         places = [place_of(own.ids.astype(np.int64).tobytes()) for own in training]
         both = list(zip(places, training, strict=True))
         share = min(data.held_out_share, max(places))
         held_out = [own for place, own in both if place < share]
         training = [own for place, own in both if place >= share]
-    _warn_of(told)
+    _warn_of(notes)
     has_routing = any(own.routing is not None for own in (*training, *held_out))
     if path is not None and keeps and not has_routing:
         make_folders(path.parent)
-        keep_ids(path, _packed([training, held_out], told))
+        keep_ids(path, _packed([training, held_out], notes))
     return _streams([training, held_out], shares_rows)
 
 
@@ -423,12 +423,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-def _packed(sides: Sequence[Sequence[Encoded]], told: Sequence[str] = ()) -> npt.NDArray[np.uint32]:
+def _packed(
+    sides: Sequence[Sequence[Encoded]], notes: Sequence[str] = ()
+) -> npt.NDArray[np.uint32]:
     """Both sides' numbers of documents, lengths, ids, and warnings as text."""
     every = [own for side in sides for own in side]
     head = [*map(len, sides), *(len(own.ids) for own in every)]
     marked = [np.where(own.trained, own.ids | np.uint32(_TARGET), own.ids) for own in every]
-    text = np.frombuffer("\n".join(told).encode(), np.uint8)
+    text = np.frombuffer("\n".join(notes).encode(), np.uint8)
     return np.concatenate([np.array(head, np.uint32), *marked, text.astype(np.uint32)])
 
 
@@ -437,19 +439,19 @@ def _unpacked(stream: npt.NDArray[Any]) -> tuple[list[list[Encoded]], list[str]]
     ends = 2 + first + second + np.cumsum(stream[2 : 2 + first + second], dtype=np.int64)
     _, *found, text = np.split(stream, [2 + first + second, *ends])
     pairs = [Encoded(own & np.uint32(_TARGET - 1), own >= _TARGET) for own in found]
-    told = text.astype(np.uint8).tobytes().decode().splitlines()
-    return [pairs[:first], pairs[first:]], told
+    notes = text.astype(np.uint8).tobytes().decode().splitlines()
+    return [pairs[:first], pairs[first:]], notes
 
 
-def _warn_of(told: Iterable[str]) -> None:
-    for line in told:
+def _warn_of(notes: Iterable[str]) -> None:
+    for line in notes:
         warnings.warn(line, MoERuntimeWarning, stacklevel=3)
 
 
 def _fitting(
-    paths: Sequence[Path], renderer: Renderer, context: int, told: list[str]
+    paths: Sequence[Path], renderer: Renderer, context: int, notes: list[str]
 ) -> list[Encoded]:
-    """Documents with targets, cut to the length of a row; appends warnings to `told`."""
+    """Documents with targets, cut to the length of a row; appends warnings to `notes`."""
     found: list[Encoded] = []
     num_cut = num_empty = 0
     chat = ""
@@ -465,7 +467,7 @@ def _fitting(
         else:
             num_empty += 1
     if chat:
-        told.append(chat_warning(chat))
+        notes.append(chat_warning(chat))
     files = f"{paths[0]}" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
     if not found and not num_empty:
         raise ValueError(f"{files}: no record there, expected at least one")
@@ -475,5 +477,5 @@ def _fitting(
     cut = f"{num_cut:,} {number} are longer than the context of {context:,} tokens and were cut"
     empty = f"{num_empty:,} {number} have nothing to train on and were left out"
     if lines := [line for line, count in ((cut, num_cut), (empty, num_empty)) if count]:
-        told.append("; ".join(lines))
+        notes.append("; ".join(lines))
     return found

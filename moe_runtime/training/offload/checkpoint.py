@@ -188,7 +188,7 @@ class ExpertCheckpoints:
         self.saves = BackgroundSave()
         self._begun: dict[ExpertKey, Version] = {}
         self._kept: dict[ExpertKey, Version] = {}
-        self._lent: list[tuple[RecordFile, int]] = []
+        self._kept_for_others: list[tuple[RecordFile, int]] = []
         self._is_first = True
         self._mark = object()
 
@@ -299,7 +299,7 @@ class ExpertCheckpoints:
             where, version = experts.rows[name]
             if key not in self._records.experts:
                 if where == own:
-                    self._lend(key, version)
+                    self._keep_for_others(key, version)
             elif where == own:
                 here[key] = version
             else:
@@ -340,22 +340,22 @@ class ExpertCheckpoints:
         """Frees slots that only the last checkpoint named, as the new one is durable."""
         assert self._records.disk is not None
         self._records.drop_versions(self._kept)
-        self._records.drop_lent(self._lent)
-        self._kept, self._lent = versions, []
+        self._records.drop_slots(self._kept_for_others)
+        self._kept, self._kept_for_others = versions, []
         if self._is_first and self._processes.rank == 0:
             folder = self._records.disk.folder
             storage = folder.parent if self._processes.folder_name else folder
             remove_left_behind(storage, self._processes.size)
         self._is_first = False
 
-    def _lend(self, key: ExpertKey, version: Version) -> None:
+    def _keep_for_others(self, key: ExpertKey, version: Version) -> None:
         """Keeps a record that another process takes over, until the next checkpoint."""
         assert self._records.disk is not None
         layout = self._layouts[key.layer]
         # a file that is not open here is not written to either
         if (file := self._records.disk.files.get(layout.state_bytes)) is not None:
             file.hold(version.slot)
-            self._lent.append((file, version.slot))
+            self._kept_for_others.append((file, version.slot))
 
     def _require_same_model(self, saved: Mapping[str, Any]) -> None:
         shapes, state = self._shapes(), self._state_format

@@ -222,7 +222,7 @@ class RecordStore:
         self.wait_for_transfers()
         with self._changed:
             for key, expert in self.experts.items():
-                if self._take_back(expert) and key in self._entries:
+                if self._restore_previous(expert) and key in self._entries:
                     self._drop(key)
 
     def abandon(self) -> None:
@@ -308,7 +308,7 @@ class RecordStore:
         self.write_state(key)
         self.release(key)
 
-    def drop_lent(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
+    def drop_slots(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
         with self._changed:
             for file, slot in slots:
                 file.drop(slot)
@@ -353,7 +353,7 @@ class RecordStore:
             entry = self._entries.get(key)
             if expert.version is None or expert.version.is_written or (entry and entry.writes):
                 continue
-            if self._take_back(expert) and entry is not None:
+            if self._restore_previous(expert) and entry is not None:
                 entry.forget(Sections.STATE)
                 entry.step = expert.step
         self.traffic.recount(self._fresh_bytes())
@@ -477,7 +477,7 @@ class RecordStore:
             self._failure = self._failure or error
         self._changed.notify_all()
 
-    def _take_back(self, expert: RecordStatus) -> bool:
+    def _restore_previous(self, expert: RecordStatus) -> bool:
         """Replaces an expert's version by the one from before the step, if there is one."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
