@@ -79,7 +79,7 @@ class _Prefixes:
         if not (self.whole.startswith(begin) and end is not None and len(begin) <= end):
             raise ValueError(
                 f"{self.place}: the chat template writes message {number + 1} otherwise when more "
-                "follow, so its tokens cannot be notes apart; end the conversation with that "
+                "follow, so its tokens cannot be separated; end the conversation with that "
                 "answer, or mark answers in the template with {% generation %}"
             )
         return len(begin), end
