@@ -220,6 +220,8 @@ class OneRank:
             data-parallel rank add up.
         pipeline: takes micro-batches through stages; None if each process has all layers.
         exchange: the choice of "auto" in `[parallel]`; empty without one.
+        layout_groups: groups of the layout; None for one process.
+        group: all processes, for torch; None for one process.
     """
 
     rank = 0
@@ -228,14 +230,9 @@ class OneRank:
     num_data_ranks = 1
     loss_share = 1.0
     pipeline: "Pipeline | None" = None
-
-    @property
-    def exchange(self) -> str:
-        return ""
-
-    @property
-    def layout_groups(self) -> "LayoutGroups | None":
-        return None
+    exchange = ""
+    layout_groups: "LayoutGroups | None" = None
+    group: "ProcessGroup | None" = None
 
     def spread(self, model: LanguageModel) -> None: ...
 
@@ -301,10 +298,6 @@ class OneRank:
         """The block runs in the first process, and then in the others."""
         yield
 
-    @property
-    def group(self) -> "ProcessGroup | None":
-        return None
-
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """A block with exchanges by torch; names a process that is missing."""
         del what
@@ -343,17 +336,14 @@ class Processes(OneRank):
         self._stage = places["pp"]
         self.groups = LayoutGroups(layout, timeout_s=timeout_s)
         self.groups.make_ends()
+        self.layout_groups = self.groups
         group = self.groups.make("dense", "tp", "cp", "dp", "pp")
         assert group is not None, "several processes are more than one"
-        self._group = group
+        self._group = self.group = group
         self._watch = CollectiveMonitor(group, timeout_s)
         transport = FlatTransport(group, timeout_s=timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
         self.here = processes_here(transport)
-
-    @property
-    def layout_groups(self) -> "LayoutGroups":
-        return self.groups
 
     def draw_apart(self, seed: int, step: int) -> None:
         number = self.data_rank + self.num_data_ranks * self._stage
@@ -381,10 +371,6 @@ class Processes(OneRank):
             dist.all_gather_object(texts, text, group=self._group)
         return texts
 
-    @property
-    def group(self) -> "ProcessGroup":
-        return self._group
-
     def for_background(self) -> "Processes":
         import torch.distributed as dist
 
@@ -394,7 +380,8 @@ class Processes(OneRank):
         group = dist.new_group(everybody, timeout=backend_limit(timeout_s), backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         found = copy.copy(self)
-        found._group, found._watch = group, CollectiveMonitor(group, timeout_s)
+        found._group = found.group = group
+        found._watch = CollectiveMonitor(group, timeout_s)
         return found
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -524,10 +511,7 @@ class SeveralRanks(Processes):
             self._auto = AutoExchange(self._config, model, self.groups, self, can_gather=can_gather)
             self.groups.ranks_per_node = self._auto.ranks_per_node
             self._config = replace(self._config, parallel=self._auto.resolved)
-
-    @property
-    def exchange(self) -> str:
-        return "" if self._auto is None else str(self._auto)
+            self.exchange = str(self._auto)
 
     def _slots(self, model: LanguageModel, layers: Sequence[int]) -> "list[ExpertSlots] | None":
         """The first slots of some layers' experts; None for equal runs of experts."""
