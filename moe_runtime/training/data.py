@@ -477,6 +477,7 @@ class Batches:
         shares = [weights[name] if weighted else len(ids) for name, ids in streams.items()]
         self._shares = [share / sum(shares) for share in shares]
         self._taken = [0] * len(self._windows)
+        self.windows_per_epoch = sum(stream.windows_per_epoch for stream in self._windows)
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -488,10 +489,6 @@ class Batches:
                 f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
         self._taken = list(taken)
-
-    @property
-    def windows_per_epoch(self) -> int:
-        return sum(stream.windows_per_epoch for stream in self._windows)
 
     def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
         """The next windows, `[N, C + 1]` ids, or `[N, C + 1, 3]` with positions and roles."""

@@ -145,12 +145,9 @@ class ExampleStream:
     def __init__(self, examples: Examples, *, context: int, seed: Sequence[int]) -> None:
         self._examples, self._context, self._seed = examples, context, tuple(seed)
         self._rows = packed(examples, context, [*seed, 0])
+        self.windows_per_epoch = len(self._rows)
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-
-    @property
-    def windows_per_epoch(self) -> int:
-        return len(self._rows)
 
     def window(self, number: int) -> npt.NDArray[np.int64]:
         """The row of this number, counted over all epochs: `[C + 1, 3]`."""

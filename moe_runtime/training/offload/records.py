@@ -253,6 +253,7 @@ class RecordLayout:
         decaying: elements at the beginning of a section that decay, with padding.
         used: elements of trained tensors, with padding.
         num_moments: elements of each moment, with padding.
+        state_bytes: of parameters and moments, which lie on the disk.
     """
 
     def __init__(
@@ -280,6 +281,8 @@ class RecordLayout:
             self.spans.append(MomentSpan(shape, start, self.num_moments))
         self.section_bytes = _whole_blocks(end * dtype.itemsize)
         self._sizes = self._measure()
+        self.state_bytes = self.bytes_of(Sections.STATE)
+        self.record_bytes = self.bytes_of(Sections.ALL)
 
     def _measure(self) -> dict[Sections, int]:
         if not self.state.trains:
@@ -297,15 +300,6 @@ class RecordLayout:
 
     def bytes_of(self, sections: Sections) -> int:
         return sum(size for section, size in self._sizes.items() if section in sections)
-
-    @property
-    def state_bytes(self) -> int:
-        """Of parameters and moments, which lie on the disk."""
-        return self.bytes_of(Sections.STATE)
-
-    @property
-    def record_bytes(self) -> int:
-        return self.bytes_of(Sections.ALL)
 
     def place_of(self, section: Sections) -> tuple[int, int]:
         """First byte of a section in a record, and one past its last."""
