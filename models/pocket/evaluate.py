@@ -31,12 +31,6 @@ from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, Kind, gat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SHORT_RUN = (
-    "A likely reason: in so short a run each expert is trained on an eighth of the tokens, a dense "
-    "layer on all of them."
-)
-_PURPOSE = "This model is for exercising a runtime, not evidence for what experts gain."
-
 
 def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
     parameters = evaluation["parameters"]
@@ -69,9 +63,9 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
                 "| held-out text | tokens | unigram | dense | pocket model |",
                 "|---|--:|--:|--:|--:|",
                 *loss_rows(evaluation, ("unigram", "dense", "moe")),
+                *_equal_rows(evaluation),
             ]
         ),
-        comparison=_comparison(evaluation),
         usage=_usage_table(evaluation["expert_usage"]),
         samples="\n\n".join(_sample(sample) for sample in evaluation["samples"]),
     )
@@ -87,39 +81,23 @@ def loss_rows(evaluation: dict[str, Any], models: Sequence[str]) -> list[str]:
     kinds = [(kind, f"{one['tokens']:,} ", one) for kind, one in evaluation["held_out"].items()]
     rows = []
     for name, tokens, scores in [*kinds, (MIXTURE, "", evaluation["held_out_mixture"])]:
-        found = [scores[model] for model in models]
-        cells = [f"{one['nats_per_token']:.3f} ({one['bits_per_byte']:.3f})" for one in found]
+        cells = [_loss(scores[model]) for model in models]
         rows.append(f"| {name} | {tokens}| {' | '.join(cells)} |")
     return rows
 
 
-def _comparison(evaluation: dict[str, Any]) -> str:
-    """A sentence or two on the mixture of experts against the dense baseline."""
-    run, dense_run = evaluation["training"]["moe"], evaluation["training"]["dense"]
-    scores = evaluation["held_out_mixture"]
-    gap = scores["moe"]["nats_per_token"] - scores["dense"]["nats_per_token"]
-    if run["tokens"] == dense_run["tokens"] and gap < 0:
-        return f"The experts lower the loss by {-gap:.3f} nats per token."
-    if run["tokens"] == dense_run["tokens"]:
-        return textwrap.fill(
-            f"The dense baseline is ahead by {gap:.3f} nats per token. {_SHORT_RUN} {_PURPOSE}",
-            width=100,
-        )
-    more = (
-        f"The two differ by {abs(gap):.3f} nats per token here, but the pocket model has seen "
-        f"{run['tokens'] / dense_run['tokens']:.2f} times as many tokens: this compares no "
-        "architectures."
-    )
+def _equal_rows(evaluation: dict[str, Any]) -> list[str]:
+    """A row with the losses on the mixture from when both models had seen as many tokens."""
     equal = evaluation.get("at_equal_tokens")
-    if equal is not None:
-        more += (
-            f" When both had seen {equal['tokens'] / 1e6:.1f} million, dense stood at "
-            f"{equal['dense']['nats_per_token']:.3f} and the pocket model at "
-            f"{equal['moe']['nats_per_token']:.3f}."
-        )
-        if equal["moe"]["nats_per_token"] > equal["dense"]["nats_per_token"]:
-            more += f" {_SHORT_RUN}"
-    return textwrap.fill(f"{more} {_PURPOSE}", width=100)
+    if equal is None:
+        return []
+    cells = [_loss(equal[model]) for model in ("dense", "moe")]
+    millions = f"{equal['tokens'] / 1e6:.1f}"
+    return [f"| mixture, after {millions} million tokens each | | | {' | '.join(cells)} |"]
+
+
+def _loss(scores: dict[str, float]) -> str:
+    return f"{scores['nats_per_token']:.3f} ({scores['bits_per_byte']:.3f})"
 
 
 def _usage_table(layers: list[dict[str, Any]]) -> str:
@@ -303,52 +281,29 @@ def generate_samples(
     return samples
 
 
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """The dense model that the mixture is compared with."""
-
-    spent: dict[str, float]
-    parameters: int
-    scores: Callable[[Kind, HeldOut], dict[str, float]]  # its loss on a held-out text
-
-
-def measured_baseline(run: Path) -> Baseline:
-    from transformers import AutoModelForCausalLM
-
-    dense: Any = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32).eval()
-    return Baseline(
-        spent=spent_by(run),
-        parameters=dense.num_parameters(),
-        scores=lambda kind, text: text.scores(model_nats(dense, text.ids)),
-    )
-
-
-def kept_baseline(earlier: dict[str, Any]) -> Baseline:
-    """The dense model as an earlier evaluation measured it, for the same text only."""
-
-    def scores(kind: Kind, text: HeldOut) -> dict[str, float]:
-        known = earlier["held_out"][kind]
-        if (known["tokens"], known["bytes"]) != (len(text.ids), text.num_bytes):
-            raise ValueError(
-                f"the held-out text of kind {kind!r} is another than the earlier evaluation's; "
-                "train and give the dense baseline (--dense)"
-            )
-        return known["dense"]
-
-    return Baseline(
-        spent=earlier["training"]["dense"], parameters=earlier["parameters"]["dense"], scores=scores
-    )
-
-
 def measure(
-    moe_folder: Path, baseline: Baseline | None = None, prompts: Sequence[str] = PROMPTS
+    moe_folder: Path,
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    dense_folder: Path | None = None,
+    earlier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All numbers of a card: of the exported checkpoint, its baseline if any, and the corpus."""
+    """All numbers of a card: of the exported checkpoint, its dense baseline if any, and the corpus.
+
+    The baseline is measured from its folder, or taken from an earlier evaluation of the same text.
+    """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
     moe: Any = AutoModelForCausalLM.from_pretrained(moe_folder, dtype=torch.float32).eval()
+    dense: Any = None
+    parameters = {"total": moe.num_parameters(), "active": active_parameters(moe)}
+    if dense_folder is not None:
+        dense = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32).eval()
+        parameters["dense"] = dense.num_parameters()
+    elif earlier is not None:
+        parameters["dense"] = earlier["parameters"]["dense"]
     documents = gather()
     training = tokenize([document for document in documents if not document.held_out], tokenizer)
     shape = (moe.config.num_hidden_layers, moe.config.num_experts)
@@ -361,12 +316,12 @@ def measure(
             "tokens": len(text.ids),
             "bytes": text.num_bytes,
             "unigram": text.scores(unigram),
-            **({} if baseline is None else {"dense": baseline.scores(kind, text)}),
             "moe": text.scores(model_nats(moe, text.ids, usage=usage)),
         }
-    parameters = {"total": moe.num_parameters(), "active": active_parameters(moe)}
-    if baseline is not None:
-        parameters["dense"] = baseline.parameters
+        if dense is not None:
+            held_out[kind]["dense"] = text.scores(model_nats(dense, text.ids))
+        elif earlier is not None:
+            held_out[kind]["dense"] = kept_scores(earlier["held_out"][kind], kind, text)
     return {
         "versions": {
             "python": platform.python_version(),
@@ -380,6 +335,16 @@ def measure(
         "expert_usage": summarise_usage(usage),
         "samples": generate_samples(moe, tokenizer, prompts),
     }
+
+
+def kept_scores(known: dict[str, Any], kind: Kind, text: HeldOut) -> dict[str, float]:
+    """The dense baseline's scores from an earlier evaluation, for the same text only."""
+    if (known["tokens"], known["bytes"]) != (len(text.ids), text.num_bytes):
+        raise ValueError(
+            f"the held-out text of kind {kind!r} differs from the earlier evaluation's; train and "
+            "give the dense baseline (--dense)"
+        )
+    return known["dense"]
 
 
 def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
@@ -440,16 +405,17 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     if options.dense is None and not options.continues:
         parser.error("--dense is needed, unless --continues takes the baseline's numbers over")
-    before = {}
+    before: dict[str, Any] = {}
     if options.continues:
         before = json.loads((options.output / EVALUATION_FILE).read_text(encoding="utf-8"))
-    baseline = measured_baseline(options.dense) if options.dense else kept_baseline(before)
     spent = copy_model(options.moe, options.output)
     if options.continues:
         spent = {name: before["training"]["moe"][name] + spent[name] for name in spent}
+    dense_folder = None if options.dense is None else options.dense / "model"
+    dense = spent_by(options.dense) if options.dense else before["training"]["dense"]
     evaluation = {
-        "training": {"moe": spent, "dense": baseline.spent, "note": options.note},
-        **measure(options.output, baseline),
+        "training": {"moe": spent, "dense": dense, "note": options.note},
+        **measure(options.output, dense_folder=dense_folder, earlier=before),
     }
     if options.continues and not options.dense:
         evaluation["at_equal_tokens"] = at_equal_tokens(before)

@@ -139,10 +139,6 @@ def refuse_content() -> NoReturn:
     )
 
 
-def absent_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(AbsentTensor(shape, dtype, device), requires_grad=False)
-
-
 def refuse_copy() -> NoReturn:
     """Says that a loaded model, or a part of it that has experts, cannot be copied."""
     raise UnsupportedUseError(
@@ -163,27 +159,25 @@ def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None
         )
 
 
-class WholeConversion:
-    """The ``_apply`` of a module over absent parameters: refuses before any is converted."""
+def convert_as_a_whole(model: nn.Module) -> None:
+    """Makes all modules with absent parameters refuse a conversion before it changes anything."""
+    for module in model.modules():
+        if any(isinstance(part, AbsentParameters) for part in module.modules()):
+            vars(module)["_apply"] = _whole_conversion(weakref.ref(module))
 
-    def __init__(self, module: nn.Module) -> None:
-        """Becomes an attribute of the module, which it therefore must not keep alive."""
-        self._module = weakref.ref(module)
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        module = self._module()
+def _whole_conversion(reference: weakref.ref[nn.Module]) -> Callable[..., Any]:
+    """The ``_apply`` of a module, which as its attribute must not keep it alive."""
+
+    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        module = reference()
         assert module is not None
         for parameter in module.parameters() if recurse else ():
             if isinstance(parameter, AbsentTensor):
                 require_unchanged(parameter, fn)
         return type(module)._apply(module, fn, recurse)
 
-
-def convert_as_a_whole(model: nn.Module) -> None:
-    """Has every part of a model that has absent parameters refuse conversions before they begin."""
-    for module in model.modules():
-        if any(isinstance(part, AbsentParameters) for part in module.modules()):
-            vars(module)["_apply"] = WholeConversion(module)
+    return apply
 
 
 class AbsentParameters(nn.Module):
@@ -197,7 +191,8 @@ class AbsentParameters(nn.Module):
     ) -> None:
         """Lists parameters that are not here, frozen, by their names."""
         for name, shape in shapes.items():
-            self.register_parameter(name, absent_parameter(shape, dtype, device))
+            absent = nn.Parameter(AbsentTensor(shape, dtype, device), requires_grad=False)
+            self.register_parameter(name, absent)
         self._absent_names = tuple(shapes)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
-from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
-from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
-from moe_runtime.checkpoints.packed_experts import Part
+from moe_runtime.checkpoints.formats import PackedWeight, Weight, shape_in_words
+from moe_runtime.checkpoints.formats.packed_weight import Packing
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
+from moe_runtime.checkpoints.strict_json import FETCH_OR_CORRECT
 from moe_runtime.errors import (
     CapacityError,
     CheckpointError,
@@ -50,6 +50,8 @@ from moe_runtime.memory.source import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from moe_runtime.checkpoints.expert_map import ExpertMap
 
     AnyMatrix = QuantizedMatrix | PlanesMatrix
 
@@ -83,7 +85,7 @@ class DenseReader:
         self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None
     ) -> None:
         entries = list(entries)
-        self._dtype = dtype
+        self.dtype = dtype
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
             parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
@@ -97,7 +99,7 @@ class DenseReader:
     def read(self, entry: Weight) -> Tensor:
         """The values of a weight, in memory of their own."""
         if not isinstance(entry, TensorEntry):
-            values = read_values(self, entry, self._dtype)
+            values = read_values(self, entry, self.dtype)
         else:
             dtype = TORCH_DTYPES.get(entry.dtype)
             if dtype is None:
@@ -113,6 +115,7 @@ class DenseReader:
         return values
 
     def report(self, entry: Weight) -> None:
+        """Counts a weight as read."""
         self._done += entry.num_bytes
         if self._progress is not None:
             self._progress("loading dense weights", self._done, self._total)
@@ -168,17 +171,16 @@ def load_dense(
         if name not in packed and name not in stored
     }
     try:
-        if packed:
-            keep_packed(model, experts, reader, checkpoint.dtype, device)
-        if stored:
-            from moe_runtime.checkpoints.embedding_rows import keep_rows
-
-            keep_rows(model, experts, stored)
+        _keep(model, experts, reader, device, stored)
         info, _ = private.convert_and_load_state_dict_in_model(model, lazy, config)
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
-        refuse_dense(name, expected, found, experts.dense_entries, checkpoint.entries)
+        weight = experts.dense_entries.get(name)
+        shape = f"{[*found]}" if weight is None else shape_in_words(weight)
+        raise CheckpointError(
+            f"{name}: expected {[*expected]}, the checkpoint has {shape}; {FETCH_OR_CORRECT}"
+        )
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
     _forget_expert_parameters(model, experts)
@@ -424,44 +426,70 @@ def _address(matrix: AnyMatrix) -> int:
 
 
 def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
-    """Whether a weight of a model is only multiplied by, as that of a linear layer."""
+    """Whether a model only multiplies by a weight, as by that of a linear layer."""
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
     if type(module) is not nn.Linear or own_name != "weight":
         return False
     if isinstance(weight, TensorEntry):
-        if path.rpartition(".")[2] in _READ_AS_VALUES:
-            return False
         is_bf16 = weight.dtype == "BF16" and module.weight.dtype == torch.bfloat16
-        form = Part(name, torch.bfloat16, tuple(weight.shape))
-        if not is_bf16 or weight.convert is not None or not form.is_coded("planes"):
+        if not is_bf16 or weight.convert or len(weight.shape) != 2:
+            return False
+        is_shorter = coded_row_bytes(weight.shape[1]) < 2 * weight.shape[1]
+        if path.rpartition(".")[2] in _READ_AS_VALUES or not is_shorter:
             return False
     elif weight.lead or weight.is_transposed or (weight.convert and not weight.moves_codes):
         return False
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    wide = private.dtype_plan(model, module.weight.dtype)
+    return _is_own_weight(model, name, weight, module.weight)
+
+
+def may_stay_in_file(model: PreTrainedModel, name: str, entry: Weight) -> bool:
+    """Whether a model only looks up rows of a weight, which the file has as they are."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not isinstance(module, nn.Embedding) or own_name != "weight" or module.max_norm is not None:
+        return False
+    is_plain = isinstance(entry, TensorEntry) and not entry.convert
     return (
-        weight.shape == module.weight.shape
+        is_plain
+        and TORCH_DTYPES.get(entry.dtype) == module.weight.dtype
+        and _is_own_weight(model, name, entry, module.weight)
+    )
+
+
+def _is_own_weight(
+    model: PreTrainedModel, name: str, weight: Weight, parameter: nn.Parameter
+) -> bool:
+    """Whether a weight has its parameter's shape, is not tied, and keeps the model's dtype."""
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    wide = private.dtype_plan(model, parameter.dtype)
+    return (
+        weight.shape == parameter.shape
         and name not in {*tied, *tied.values()}
         and not any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
     )
 
 
-def keep_packed(
+def _keep(
     model: PreTrainedModel,
     experts: ExpertMap,
     reader: DenseReader,
-    dtype: torch.dtype,
     device: torch.device,
+    stored: Mapping[str, str],
 ) -> None:
-    """Reads the weights that stay packed to a device, and gives the model's linear layers these."""
+    """Gives linear layers their codes and embeddings the rows that stay in their files."""
+    parameters: dict[str, nn.Parameter] = {}
     for entry_name, name in experts.packed_dense.items():
         weight = experts.dense_entries[entry_name]
         read: Any = read_coded if isinstance(weight, TensorEntry) else read_matrix
         matrix = read(reader, weight)
         if device.type != "cpu":
             matrix = matrix.to(device)
-        parameter = packed_parameter(matrix, dtype)
+        parameters[name] = packed_parameter(matrix, reader.dtype)
+    for entry_name, name in stored.items():
+        rows = StoredRows(cast(TensorEntry, experts.dense_entries[entry_name]))
+        parameters[name] = nn.Parameter(RowsTensor(rows), requires_grad=False)
+    for name, parameter in parameters.items():
         private.mark_as_initialized(parameter)
         path, _, own_name = name.rpartition(".")
         model.get_submodule(path).register_parameter(own_name, parameter)
@@ -542,6 +570,79 @@ def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
         return (
             type(result)(map(marked, result)) if type(result) in (list, tuple) else marked(result)
         )
+
+
+class StoredRows:
+    """The rows ``[N, D]`` of a weight in its file. Raises CheckpointError: it cannot be opened."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.shape, self.dtype = entry.shape, TORCH_DTYPES[entry.dtype]
+        self.device = torch.device("cpu")
+        self._entry, self._file = entry, CheckpointFile(entry.file, direct=False)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of tokens, ``[..., D]``, each token's read once.
+
+        Raises:
+            IndexError: a token is not one of the N.
+            CheckpointError: the file has changed, or the disk reports an error.
+        """
+        tokens = ids.flatten().tolist()
+        places = {token: place for place, token in enumerate(dict.fromkeys(tokens))}
+        rows = torch.empty(len(places), self.shape[1], dtype=self.dtype)
+        for token, row in zip(places, rows, strict=True):
+            if not 0 <= token < self.shape[0]:
+                raise IndexError("index out of range in self")  # as torch has it
+            self._read(token, row)
+        self._file.require_unchanged()
+        return rows[[places[token] for token in tokens]].view(*ids.shape, self.shape[1])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """All rows."""
+        rows = torch.empty(*self.shape, dtype=self.dtype)
+        self._read(0, rows)
+        self._file.require_unchanged()
+        return rows.to(dtype)
+
+    def _read(self, first: int, into: Tensor) -> None:
+        entry, buffer = self._entry, host_view(into.flatten().view(torch.uint8))
+        offset = entry.offset + first * self.shape[1] * self.dtype.itemsize
+        try:
+            self._file.read(offset, buffer, len(buffer))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
+
+
+class RowsTensor(PackedTensor):
+    """The weight of an embedding whose rows are `StoredRows`; what else reads it gets values."""
+
+    matrix: Any
+
+    @staticmethod
+    def __new__(cls, rows: StoredRows) -> RowsTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made: Any = AbsentTensor.__new__(cls, torch.Size(rows.shape), rows.dtype, rows.device)
+        made.matrix = rows
+        return made
+
+    def values(self) -> Tensor:
+        return self.matrix.dequantize(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding and isinstance(args[1], RowsTensor):
+            return _look_up_uncompiled(args[1].matrix.look_up, args[0])
+        if func is nn.functional.linear:
+            return with_values(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def alike(self) -> RowsTensor:
+        return RowsTensor(self.matrix)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"RowsTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+_look_up_uncompiled: Any = torch.compiler.disable(lambda look_up, ids: look_up(ids))
 
 
 def round_activations(experts: ExpertMap, device: torch.device) -> None:

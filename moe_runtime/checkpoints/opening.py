@@ -41,8 +41,6 @@ from moe_runtime.checkpoints.strict_json import (
     check_generation_settings,
     check_layers,
     clipped,
-    in_our_words,
-    named_lookup,
     one_line,
     parse_object,
 )
@@ -136,16 +134,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if (name := values["model_type"]) not in {*transformers.CONFIG_MAPPING, *_SAME_LAYOUT}:
         why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
         raise UnsupportedModelError(f"{file}: {why}; install one that does, if there is one")
-    try:
-        with blamed_on(f"{file} cannot be read"):
-            if name not in transformers.CONFIG_MAPPING:
-                other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
-                return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
-            return transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-    except CheckpointError as error:
-        raise in_our_words(error, file) from error.__cause__
+    with blamed_on(f"{file} cannot be read"):
+        if name not in transformers.CONFIG_MAPPING:
+            other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
+            return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
 
 
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
@@ -302,8 +297,7 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     with ExitStack() as stack:
         for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
             stack.enter_context(context)
-        what = f"{file} does not describe a {model_class.__name__}"
-        with blamed_on(what), named_lookup(checkpoint.config):
+        with blamed_on(f"{file} does not describe a {model_class.__name__}"):
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model

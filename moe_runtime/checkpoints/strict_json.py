@@ -1,11 +1,10 @@
-"""JSON from an untrusted file: parsed strictly, bounded in time and memory, and its values judged.
+"""JSON from untrusted files: parsed strictly, within bounds of time and memory.
 
-The values are those of ``config.json`` and ``generation_config.json`` that the runtime relies on.
+Also checks the values of ``config.json`` and ``generation_config.json`` that the runtime uses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -14,12 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from moe_runtime.config import type_in_words
 from moe_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+
+FETCH_OR_CORRECT = "fetch the checkpoint again, or correct the configuration"
+"""Advice where a checkpoint's tensors and its configuration disagree."""
 
 MAX_UINT64 = 2**64 - 1
 
@@ -130,59 +131,15 @@ def _parse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which JSON does not have")
 
 
-_NO_DTYPE = re.compile(r"module 'torch' has no attribute ('.*')")
-_FIELD = re.compile(r"Validation error for field '(\w+)'")
-_ONE_TYPE = re.compile(r"expected (\w+), got \w+ \(value: (.*)\)")
-_SOME_TYPES = re.compile(r"with value (.*) doesn't match any type in \((.*?)\)\.(?: |$)")
-_LIST = re.compile(r"(list|tuple)\[(\w+)((?:, \w+)*)\]")
-_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
-_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
-
-
-def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
-    """The same error by key, expectation and value, where a value's type is at fault."""
-    reason = " ".join(str(error.__cause__).split())
-    if unknown := _NO_DTYPE.fullmatch(reason):
-        expected = "a floating-point type of torch, such as 'bfloat16'"
-        return CheckpointError(f"{file}: expected dtype to be {expected}, found {unknown[1]:.80}")
-    field = _FIELD.match(reason)
-    if some := _SOME_TYPES.search(reason):  # says what is wrong with each of them, too
-        names, found = re.split(r", (?![^\[]*\])", some[2]), some[1]
-    elif one := _ONE_TYPE.search(reason):
-        names, found = [one[1]], one[2]
-    else:
-        return error
-    names = [re.sub(r"<class '(.*)'>", r"\1", name) for name in names]
-    words = [_in_words(name) for name in names if not (name == "int" and "float" in names)]
-    expected = " or ".join(dict.fromkeys(filter(None, words)))
-    if field is None or not expected:
-        return error
-    found = _JSON_WORDS.get(found, f"{found:.80}")
-    return CheckpointError(f"{file}: expected {field[1]} to be {expected}, found {found}")
-
-
-def _in_words(name: str) -> str:
-    """A type as transformers names it; empty for one that JSON has no words for."""
-    if found := _LIST.fullmatch(name):
-        count = f"{found[3].count(',') + 1} " if found[3] or found[1] == "tuple" else ""
-        kind = type_in_words(_TYPES[found[2]]).removeprefix("a ") if found[2] in _TYPES else "value"
-        return f"a list of {count}{kind}s"
-    if name == "dict" or name.startswith("transformers."):
-        return "an object"
-    if name == "NoneType":
-        return "null"
-    return type_in_words(_TYPES[name]) if name in _TYPES else ""
-
-
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 50_000
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_TOP_KS = (
+TOP_KS = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
     "top_k_experts",
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SMALLEST = {
-    **dict.fromkeys((*_LAYERS, *_TOP_KS), 1),
+    **dict.fromkeys((*_LAYERS, *TOP_KS), 1),
     **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), 1),
     # A family's dense members have none of these.
     **dict.fromkeys((*_EXPERTS, "intermediate_size", "moe_intermediate_size"), 0),
@@ -193,12 +150,6 @@ _SMALLEST = {
 """Sizes of a model and the least that each can be; one for each layer is a list of them."""
 
 QUANTIZATION_NAMES = ("compression_config", "quantization_config")
-_TEXTS = ("hidden_act", "rope_type")
-_NUMBERS = (
-    *("rope_theta", "rms_norm_eps", "layer_norm_eps"),
-    *("factor", "attention_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
-)
-_LISTS = ("mrope_section", "short_factor", "long_factor")
 
 _WHOLE = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
@@ -232,20 +183,9 @@ def check_config(values: dict[str, Any], file: Path) -> None:
     if not isinstance(kind := values.get("model_type"), str):
         _refuse(file, "model_type", "the name of an architecture, such as 'olmoe'", kind)
     for part in _parts(values):
-        for name in _TEXTS:
-            if not isinstance(part.get(name), str | None):
-                _refuse(file, name, "a name", part[name])
         for name in QUANTIZATION_NAMES:
             if not isinstance(part.get(name), dict | None):
                 _refuse(file, name, "an object, or left out of plain weights", part[name])
-        for name in _NUMBERS:
-            value = part.get(name)
-            if not all(one is None or _is_real(one) for one in _each(value)):
-                _refuse(file, name, "a number", value)
-        for name in _LISTS:
-            value = part.get(name)
-            if value is not None and not (isinstance(value, list) and all(map(_is_real, value))):
-                _refuse(file, name, "a list of numbers", value)
         if part.get("return_dict") is False:
             _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():
@@ -260,7 +200,7 @@ def check_config(values: dict[str, Any], file: Path) -> None:
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             _refuse(file, "architectures", "a list of class names", classes)
         num_experts = max(_counts(part, _EXPERTS), default=None)
-        for name in _TOP_KS:
+        for name in TOP_KS:
             top_k = max(_counts(part, (name,)), default=0)
             if num_experts is not None and top_k > num_experts:
                 _refuse(file, name, f"at most the {num_experts} experts", part[name])
@@ -268,31 +208,12 @@ def check_config(values: dict[str, Any], file: Path) -> None:
 
 def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> None:
     """Refuses more layers than the numbers in the names of a checkpoint's tensors can count."""
-    highest = max((int(number) for name in names for number in _numbers_in(name)), default=0)
+    numbers = (re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", name) for name in names)
+    highest = max((int(number) for found in numbers for number in found), default=0)
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if isinstance(num_layers, int) and num_layers > highest + 1:
         expected = f"at most {highest + 1}, the highest number in a tensor's name and one"
         _refuse(file, "num_hidden_layers", expected, num_layers)
-
-
-@contextlib.contextmanager
-def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
-    """Names the key of a value that transformers does not know, or of a number that is null."""
-    try:
-        yield
-    except KeyError as error:
-        for part in _parts(config.to_dict()):
-            for key, value in part.items():
-                if isinstance(value, str) and (value,) == error.args:
-                    reason = f"transformers knows no {key} {clipped(value)}"
-                    raise ValueError(reason) from error
-        raise
-    except TypeError as error:
-        for part in _parts(config.to_dict()):
-            for name in _EXPERTS:
-                if part.get(name, 0) is None:
-                    raise ValueError(f"expected {name} to be a whole number, found null") from error
-        raise
 
 
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:
@@ -335,10 +256,6 @@ def _counts(part: dict[str, Any], names: Iterable[str]) -> Iterator[int]:
 
 def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _numbers_in(name: str) -> list[str]:
-    return re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", name)
 
 
 def _is_real(value: Any) -> bool:

@@ -135,9 +135,6 @@ def _packed_integers(module: _Module) -> PackedWeight:
     stored_rows, cols = map(int, module.contents.numbers(shape, 2))
     scales, words = module.part("_scale"), -(-cols * bits // _WORD_BITS)
     if stored_rows != rows or cols < 1 or words != width:
-        by_codes = kind.scales_shape(rows, width * _WORD_BITS // bits)
-        if cols > 0 and kind.scales_shape(stored_rows, cols) == scales.shape != by_codes:
-            require_beside(codes, scales, (stored_rows, words), ["I32"])
         raise CheckpointError(
             f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
             f"bits a code, found {[stored_rows, cols]}"

@@ -385,7 +385,7 @@ def part_of(
             return entries[found]
     raise CheckpointError(
         f"expected {what} in {' or '.join(names)}, found no such tensor; fetch the checkpoint "
-        "again, or correct its settings of quantised weights"
+        "again, or correct how its configuration quantises weights"
     )
 
 
@@ -406,43 +406,19 @@ def require_beside(
     of: TensorEntry,
     shape: Sequence[int],
     dtypes: Sequence[str],
-    hint: Callable[[], str] = str,
+    place: str = CONFIG,
 ) -> None:
-    """Checks the type and the sizes of a part beside the codes; sizes of one may be missing."""
-    is_shaped = _without_ones(entry.shape) == _without_ones(shape)
-    if entry.dtype not in dtypes or not is_shaped:
+    """Checks type and sizes of a part that belongs to codes; dimensions of size 1 do not count."""
+    if entry.dtype not in dtypes or _without_ones(entry.shape) != _without_ones(shape):
         raise CheckpointError(
             f"{entry.name}: expected {' or '.join(dtypes)} {list(shape)} beside {of.name} "
-            f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
-            f"{(not is_shaped and hint()) or '; fetch the checkpoint again, or save it so'}"
+            f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}; fetch the "
+            f"checkpoint again, or correct the {place}"
         )
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
-
-
-def other_groups(
-    kind: WeightFormat, sizes: Sequence[int], found: Sequence[int], place: str = CONFIG
-) -> str:
-    """The end of a message about scales that are those of other groups; empty where of none."""
-    if len(found) != len(sizes) or [*found[:-2]] != [*sizes[:-2]]:
-        return ""
-    fitting = []
-    asked_for = kind.group_rows, kind.group_cols
-    axes = zip(sizes[-2:], found[-2:], asked_for, strict=True)
-    for axis, (size, count, asked) in enumerate(axes):
-        likely = [asked or size]
-        if count and (axis or asked != 1):  # most formats have groups of one row
-            likely += [2**power for power in range(12)]
-        fitting += [group for group in likely if -(-size // group) == count][:1]
-    if len(fitting) < 2:
-        return ""
-    asked = " x ".join(str(size or "all") for size in asked_for)
-    return (
-        f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
-        f"groups in the {place}, or fetch the checkpoint again"
-    )
 
 
 def codes_shape(
@@ -481,9 +457,7 @@ def with_scales(
     """A weight of `(*lead, N, K)` whose scales are checked, and their type put into its format."""
     *lead, rows, cols = sizes
     shape = (*lead, *kind.scales_shape(rows, cols))
-    require_beside(
-        scales, codes, shape, dtypes, lambda: other_groups(kind, sizes, scales.shape, place)
-    )
+    require_beside(scales, codes, shape, dtypes, place)
     return PackedWeight(
         *(name, tuple(lead), rows, cols, replace(kind, scales=SCALE_NAMES[scales.dtype])),
         *(codes, scales, None, global_scale, is_transposed),
