@@ -1,4 +1,4 @@
-"""Everything of a model but its routed experts: loaded by transformers, tensor by tensor.
+"""Dense weights: everything of a model but its routed experts, loaded tensor by tensor.
 
 Each tensor is read straight into memory of its own, so that loading needs no more than the weights.
 """
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     AnyMatrix = QuantizedMatrix | PlanesMatrix
 
 ALIGNED_BYTES = 64
-"""What divides the address of a dense weight. Where MKL has no AVX2, it sums a product of one fp32
-row in another order unless 16 does; so the layout of a checkpoint would change bits."""
+"""Alignment of dense weights. Without AVX2, MKL sums the product of one fp32 row in another order
+unless 16 divides the address; the layout of a checkpoint must not change bits."""
 
 
 class _LazyTensor:
-    """A tensor of the checkpoint that is read when transformers asks for it."""
+    """A tensor that is read when transformers asks for it."""
 
     def __init__(self, entry: Weight, reader: DenseReader) -> None:
         self._entry = entry
@@ -79,7 +79,7 @@ class _LazyTensor:
 
 
 class DenseReader:
-    """Reads dense weights, quantised ones as values of `dtype`, and reports how far it is."""
+    """Reads dense weights, quantised ones as values of `dtype`, and reports progress."""
 
     def __init__(
         self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None
@@ -97,7 +97,7 @@ class DenseReader:
         self._total = sum(entry.num_bytes for entry in entries)
 
     def read(self, entry: Weight) -> Tensor:
-        """The values of a weight, in memory of their own."""
+        """The values of a weight, in new memory."""
         if not isinstance(entry, TensorEntry):
             values = read_values(self, entry, self.dtype)
         else:
@@ -133,7 +133,7 @@ class DenseReader:
                 part = buffer[begin : begin + READ_BYTES]
                 wanted = min(len(part), needed - begin)
                 self._files[file].read(start + begin, part, wanted)
-                if excess:  # moved while the processor's cache has it
+                if excess:  # moved while it is still in the processor's cache
                     first, end = max(begin, lead), begin + wanted
                     buffer[first - excess : end - excess] = buffer[first:end]
         except (OSError, EOFError) as error:
@@ -154,8 +154,8 @@ def load_dense(
     progress: Progress | None,
     stored: Mapping[str, str] | None = None,
 ) -> None:
-    """Loads all weights that are not routed experts into a model on the meta device; rows of those
-    ``stored``, by their entries and parameters, stay in the files."""
+    """Loads all weights but the routed experts into a model on the meta device. ``stored`` maps
+    entries to parameters of embeddings whose rows stay in the files."""
     reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
@@ -195,7 +195,7 @@ def load_dense(
 
 
 def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
-    """Keeps transformers from initialising or tying expert parameters, which the model has not."""
+    """Keeps transformers from initialising or tying expert parameters."""
     for module in experts.modules:
         # some families initialise their experts from the block around them
         block = model.get_submodule(module.name.rpartition(".")[0])
@@ -206,13 +206,13 @@ def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> Non
 
 
 _ELEMENTS_AT_ONCE = 2**16
-"""Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
+"""Elements of a quantised weight dequantised at once: a few megabytes."""
 _ROOM_SHARE = 8
-"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
+"""One of this many weights of a linear layer may be an escape; trained layers need a quarter."""
 
 
 def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
-    """The codes of one matrix, put in order, in memory of their own."""
+    """The codes of one matrix, in order, in new memory."""
     parts = weight.ranges(0, 1, weight.num_rows)
     matrix = weight.packing.matrix(_parts(reader, weight, parts))
     if weight.convert is not None:
@@ -240,7 +240,7 @@ def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
 
 
 def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The values of a weight as the model holds it, computed a few rows after the others."""
+    """The values of a weight as the model holds it, dequantised a few rows at a time."""
     memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
     values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
     for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
@@ -262,11 +262,10 @@ _CONVERSIONS = frozenset(
     getattr(Tensor, name)
     for name in ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "contiguous")
 )
-"""What gives a tensor back as it is where there is nothing to convert."""
+"""Methods that return a tensor itself where there is nothing to convert."""
 
 _READ_AS_VALUES = ("kv_b_proj",)
-"""Linear layers whose weights are more than multiplied by: steps of latent attention divide them
-into keys and values."""
+"""Linear layers whose weights latent attention splits into keys and values."""
 
 _DATA: Any = Tensor.data
 _READING_CODES = (Tensor.detach, _DATA.__get__)
@@ -275,19 +274,19 @@ _REFUSED = frozenset(
     getattr(Tensor, name)
     for name in ("data_ptr", "storage", "untyped_storage", "share_memory_", "requires_grad_")
 )
-"""What would tell the address of values, which have none of their own, or train them."""
+"""Methods that would expose the address of values, which have no memory, or train them."""
 
 
 class PackedTensor(AbsentTensor):
-    """A frozen weight `[N, K]` of which codes are in memory, and values when they are asked for.
+    """A frozen weight `[N, K]` held as codes; values are written out when asked for.
 
     Products with it read the codes. Whatever else reads it gets values, written out for every call;
     what would change them raises an ``UnsupportedUseError``.
     """
 
     matrix: AnyMatrix
-    product: PreparedQuantizedLinear  # few rows times the weight
-    whole: PackedTensor | None = None  # one that has the rows of this and others, see `join_packed`
+    product: PreparedQuantizedLinear  # the product with few rows
+    whole: PackedTensor | None = None  # the `join_packed` result that contains these rows
 
     @staticmethod
     def __new__(cls, matrix: AnyMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -298,11 +297,11 @@ class PackedTensor(AbsentTensor):
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """`(N, K)`; asked for in every step, and so past torch's own way."""
+        """`(N, K)`; a fast path, since every step asks for it."""
         return torch.Size(self.matrix.shape)
 
     def alike(self) -> PackedTensor:
-        """Another tensor of the same codes."""
+        """Another tensor with the same codes."""
         return PackedTensor(self.matrix, self.dtype)
 
     def values(self) -> Tensor:
@@ -349,7 +348,7 @@ class PackedTensor(AbsentTensor):
 
 
 def refuse_change() -> Any:
-    """Says that a weight is in memory as codes only."""
+    """Raises: a weight is in memory only as codes."""
     raise UnsupportedUseError(
         "this weight is quantised in the checkpoint, or in the code of cache_code, or an embedding "
         "in its file, and stays so: its values can be read and copied, but not changed, trained, "
@@ -359,12 +358,12 @@ def refuse_change() -> Any:
 
 
 def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
-    """A frozen parameter of a linear layer, of which the codes are in memory."""
+    """A frozen parameter of a linear layer, held as codes."""
     return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
 
 
 def join_packed(parts: Sequence[nn.Linear]) -> None:
-    """Moves the codes of linear layers into one matrix, whose rows theirs are from then on."""
+    """Joins the codes of linear layers into one matrix; each layer keeps its rows of it."""
     matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
     if all(isinstance(matrix, PlanesMatrix) for matrix in matrices):
         joined: Any = _join_coded(cast("list[PlanesMatrix]", matrices))
@@ -412,7 +411,7 @@ def _join_coded(matrices: list[PlanesMatrix]) -> PlanesMatrix | None:
 
 
 def whole_of(weights: Sequence[Tensor | None]) -> PackedTensor | None:
-    """What `join_packed` made of some weights; None where these are not all of it, in order."""
+    """The `join_packed` result of these weights; None unless they are all of it, in order."""
     whole = getattr(weights[0], "whole", None)
     if whole is None or any(getattr(weight, "whole", None) is not whole for weight in weights):
         return None
@@ -512,7 +511,7 @@ def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> T
     return y_RN.view(*input.shape[:-1], len(weight))
 
 
-# graphs end here, and the product is that of other calls
+# graphs break here; the product is the same as in other calls
 _between_graphs: Any = torch.compiler.disable(_multiply_any)
 
 
@@ -525,12 +524,12 @@ def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function with values in the place of codes."""
+    """Calls a function with values instead of codes."""
     written: list[Tensor] = []
 
     def widened(part: Any) -> Any:
         if isinstance(part, PackedTensor):
-            with torch.inference_mode(False):  # inference tensors do not count their changes
+            with torch.inference_mode(False):  # inference tensors have no version counter
                 written.append(part.values())
             return written[-1]
         if isinstance(part, list | tuple) and any(isinstance(p, PackedTensor) for p in part):
@@ -543,7 +542,7 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Part(Tensor):
-    """A view of values that were written out: what was written to it would be lost."""
+    """A view of values that were written out. Writing to it is refused, since it would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -553,7 +552,7 @@ class _Part(Tensor):
 
 
 def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
-    """Calls a function that may look at values; views of them are a `_Part`."""
+    """Calls a function that may read values; marks views of them as `_Part`."""
     plainly = torch._C.DisableTorchFunctionSubclass
     with plainly():
         before = [part._version for part in values]
@@ -581,7 +580,7 @@ class StoredRows:
         self._entry, self._file = entry, CheckpointFile(entry.file, direct=False)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows of tokens, ``[..., D]``, each token's read once.
+        """Rows of tokens ``[..., D]``; each token's row is read once.
 
         Raises:
             IndexError: a token is not one of the N.
@@ -598,7 +597,6 @@ class StoredRows:
         return rows[[places[token] for token in tokens]].view(*ids.shape, self.shape[1])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All rows."""
         rows = torch.empty(*self.shape, dtype=self.dtype)
         self._read(0, rows)
         self._file.require_unchanged()
@@ -614,7 +612,7 @@ class StoredRows:
 
 
 class RowsTensor(PackedTensor):
-    """The weight of an embedding whose rows are `StoredRows`; what else reads it gets values."""
+    """The weight of an embedding whose rows are `StoredRows`; other uses get all values."""
 
     matrix: Any
 
@@ -646,7 +644,7 @@ _look_up_uncompiled: Any = torch.compiler.disable(lambda look_up, ids: look_up(i
 
 
 def round_activations(experts: ExpertMap, device: torch.device) -> None:
-    """Lets all products with weights that stay quantised in memory round their rows to int8."""
+    """Makes all products with weights that stay quantised round their rows to int8."""
     if device.type != "cpu":
         raise UnsupportedModelError(
             f"activations='int8' is for models on the CPU, got the device {device}"

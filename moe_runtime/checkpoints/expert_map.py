@@ -1,4 +1,4 @@
-"""Where every expert of a model lies in the files of its checkpoint.
+"""The place of every expert in the files of a checkpoint.
 
 Derived from the model's conversion table and the flags of its experts modules, not from its family.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-"""Names of an expert's tensors, in the order in which layouts list those that exist.
+"""Names of an expert's tensors, in the order of layouts.
 
 A quantised matrix is several tensors: `gate.codes`, `gate.scales` and so on."""
 
@@ -47,13 +47,13 @@ _aten = torch.ops.aten
 _REARRANGEMENTS = (_aten.cat, _aten.stack, _aten.clone)
 
 LEAST_EMBEDDING_BYTES = 256 * 2**20
-"""Of an embedding whose rows stay in the file where experts want its memory: a row takes some
-0.1 ms from a disk, and smaller ones make room for few experts."""
+"""Smallest embedding whose rows may stay in the file. A row takes about 0.1 ms from a disk, and
+smaller embeddings free memory for few experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor whose elements were copied from others, laid along ``dim`` in turn."""
+    """A tensor whose elements are copies of others, concatenated along ``dim``."""
 
     shape: tuple[int, ...]
     dim: int
@@ -61,17 +61,17 @@ class _Copy:
 
 
 class Provenance(TorchDispatchMode):
-    """Records, while active, how tensors on the meta device are made of those of ``source``."""
+    """Records, while active, how meta tensors are made from those of ``source``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, int] = {}
         self._copies: dict[int, _Copy] = {}
-        # a storage's identity is its address, so none may be freed and its address used again
+        # a storage is identified by its address, so none may be freed and its address reused
         self._alive: list[torch.Tensor] = []
 
     def source(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous meta tensor that stands for source ``index``."""
+        """A contiguous meta tensor that represents source ``index``."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._sources[_storage_of(tensor)] = index
         self._alive.append(tensor)
@@ -85,9 +85,8 @@ class Provenance(TorchDispatchMode):
         return out
 
     def locate(self, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds elements by ``int64`` offsets in a tensor's storage: source indices, and places
-        there.
-        """
+        """Source indices and places there of elements, given as ``int64`` offsets in a tensor's
+        storage."""
         storage = _storage_of(tensor)
         if storage in self._sources:
             return np.full_like(offsets, self._sources[storage]), offsets
@@ -137,10 +136,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacedMatrix:
-    """Where one matrix of one expert lies."""
+    """The place of one matrix of one expert."""
 
     name: str
-    ranges: Mapping[str | None, TensorRange]  # its parts by name, or itself under None
+    ranges: Mapping[str | None, TensorRange]  # by part; None for the matrix itself
     packing: Packing | None = None
 
     @property
@@ -164,7 +163,7 @@ class MatrixRows:
 def expert_rows(
     module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, MatrixRows]]:
-    """Says which rows of which parameter are an expert's gate, up and down, from the flags."""
+    """The rows of parameters that are an expert's gate, up and down, from the module's flags."""
     for parameter, tensor in parameters.items():
         is_bias = parameter.endswith("_bias")
         suffix = "_bias" if is_bias else ""
@@ -188,7 +187,7 @@ def place_matrix(
     provenance: Provenance,
     entries: Sequence[Weight],
 ) -> list[PlacedMatrix]:
-    """Where one matrix of each expert lies, as rows of one weight of the checkpoint."""
+    """The place of one matrix of each expert, as rows of one weight of the checkpoint."""
     tensor = parameters[rows.parameter]
     stride = tensor.stride()
     first = int(tensor.storage_offset()) + np.arange(tensor.shape[0])[:, None] * stride[0]
@@ -239,7 +238,7 @@ def _range(
 def _packed_rows(
     weight: PackedWeight, position: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> PlacedMatrix:
-    """The parts of a matrix of quantised rows, which must be whole."""
+    """The parts of a matrix made of whole quantised rows."""
     first, column = divmod(position, weight.num_cols)
     step, odd = divmod(stride[0], weight.num_cols)
     if len(shape) != 2 or column or odd or shape[1] != weight.num_cols or stride[1] != 1:
@@ -262,24 +261,25 @@ class ExpertsModule:
 
 @dataclass(slots=True)
 class ExpertMap:
-    """Every expert's place in the checkpoint, and what is left for the dense part."""
+    """The place of every expert in the checkpoint, and the dense weights."""
 
     modules: list[ExpertsModule]  # in model order: the layers of an ``ExpertKey``
     top_k: int  # experts that a token visits in a layer
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
-    # for each layer, the names of the tensors that its layouts list
+    # tensor names in the layouts of each layer
     matrices: list[tuple[str, ...]] = field(default_factory=list)
-    # for each layer, how those of its matrices are written that are quantised or coded
+    # formats of quantised or coded matrices in each layer
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
-    dense_entries: dict[str, Weight] = field(default_factory=dict)  # no experts'
-    dense_names: set[str] = field(default_factory=set)  # of these, by the model's names
-    buffers: set[str] = field(default_factory=set)  # of these, no parameters; may be infinite
-    packed_dense: dict[str, str] = field(default_factory=dict)  # codes in memory, their parameters
-    # of the dense entries, embeddings whose rows may stay in their files, and their parameters
+    dense_entries: dict[str, Weight] = field(default_factory=dict)  # no expert's
+    dense_names: set[str] = field(default_factory=set)  # their names in the model
+    buffers: set[str] = field(default_factory=set)  # those that are buffers; may be infinite
+    # entries and parameters of weights that stay codes
+    packed_dense: dict[str, str] = field(default_factory=dict)
+    # entries and parameters of embeddings whose rows may stay in their files
     embeddings: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[private.WeightTransform] = field(default_factory=list)
-    type_names: list[str] = field(default_factory=list)  # of experts in the files, each once
-    unused: dict[str, str] = field(default_factory=dict)  # weights, by the model's names
+    type_names: list[str] = field(default_factory=list)  # types of experts in the files, each once
+    unused: dict[str, str] = field(default_factory=dict)  # by model name
 
     @property
     def slot_bytes(self) -> int:
@@ -287,19 +287,19 @@ class ExpertMap:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that are copied to scratch memory while an expert is put in order that was read."""
+        """Scratch bytes needed to reorder an expert after reading it."""
         steps = (step for layout in self.layouts.values() for step in layout.reorderings)
         return max((order.scratch_bytes for order, *_ in steps), default=0)
 
     @property
     def largest_quantised(self) -> int:
-        """Values of the largest matrix that stays quantised or coded; 0 where none does."""
+        """Values of the largest matrix kept quantised or coded; 0 if none is."""
         dense = (math.prod(self.dense_entries[name].shape) for name in self.packed_dense)
         return max(self.largest_in_experts, *dense, 0)
 
     @property
     def largest_in_experts(self) -> int:
-        """As ``largest_quantised``, of the experts alone."""
+        """As ``largest_quantised``, for experts only."""
         sizes = []
         for key, layout in self.layouts.items():
             for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
@@ -314,7 +314,7 @@ class ExpertMap:
         return sum(self.dense_entries[name].num_bytes for name in self.embeddings)
 
     def matrices_in(self, key: ExpertKey, slot: Tensor) -> dict[str, Any]:
-        """Views of an expert's matrices and biases; the parts of quantised ones become one."""
+        """Views of an expert's matrices and biases; parts of a quantised matrix become one."""
         views = self.layouts[key].views(slot)
         named = dict(zip(self.matrices[key.layer], views, strict=True))
         matrices: dict[str, Any] = {name: view for name, view in named.items() if "." not in name}
@@ -325,13 +325,13 @@ class ExpertMap:
         return matrices
 
     def tie(self, model: PreTrainedModel) -> None:
-        """Ties the parameters of a model on the meta device as loading the checkpoint will."""
+        """Ties the parameters of a meta model as loading the checkpoint will."""
         found = {f"{m.name}.{name}" for m in self.modules for name in m.parameters}
         missing = model.state_dict().keys() - self.dense_names - found
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the dense weights in memory where they are computed with in ``dtype``."""
+        """Bytes of the dense weights in memory, computed with in ``dtype``."""
         return sum(
             math.prod(entry.shape) * dtype.itemsize
             if name not in self.packed_dense
@@ -349,7 +349,7 @@ def map_experts(
     codes_dense: bool = False,
     may_be_dense: bool = False,
 ) -> ExpertMap:
-    """Finds every routed expert of a model on the meta device in the checkpoint's files."""
+    """Finds every routed expert of a meta model in the checkpoint's files."""
     modules = find_experts(model, may_be_dense=may_be_dense)
     experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
@@ -401,7 +401,7 @@ def map_experts(
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     experts.type_names = _type_names(experts)
     unused = private.unexpected_names(model, experts.unused)
-    # some tensors beside quantised weights only say how activations may be rounded, or a shape
+    # these tensors only describe activations or shapes
     ignored = BESIDE_WEIGHTS if checkpoint.packed else ()
     if names := sorted(experts.unused[name] for name in unused if not name.endswith(ignored)):
         _name_unused(model, checkpoint, names)
@@ -409,7 +409,7 @@ def map_experts(
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Names weights that no part of the model takes, which `transformers` ignores, too."""
+    """Names weights that no part of the model takes; `transformers` ignores them, too."""
     origins, where = checkpoint.origins, one_line(str(checkpoint.folder))
     shown = ", ".join(origins.get(name, name) for name in names[:3])
     what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
@@ -466,8 +466,8 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
 
 
 def find_experts(model: torch.nn.Module, *, may_be_dense: bool = False) -> list[ExpertsModule]:
-    """Finds the modules that transformers marks as routed experts, in model order. Raises
-    UnsupportedModelError: there are none, unless the model ``may_be_dense``."""
+    """The routed experts modules of a model, in model order. Raises UnsupportedModelError if there
+    are none, unless the model ``may_be_dense``."""
     found = []
     for name, module in model.named_modules():
         if private.is_experts_module(module):
@@ -505,7 +505,7 @@ def _convert(
     dtype: torch.dtype,
     codes_dense: bool,
 ) -> dict[str, tuple[Tensor | str, set[str]]]:
-    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map."""
+    """Runs the conversion of all expert tensors on placeholders; adds dense weights to the map."""
     mapping = experts.weight_mapping
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
@@ -565,7 +565,7 @@ def _convert(
 
 
 def _placeholder(index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype) -> Tensor:
-    """A tensor of the weight's sizes whose elements are its own."""
+    """A tensor that represents the weight's elements."""
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
     sizes = (*entry.lead, entry.num_rows, entry.num_cols)
@@ -573,7 +573,7 @@ def _placeholder(index: int, entry: Weight, provenance: Provenance, dtype: torch
 
 
 def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
-    """The type of a weight's values: its own, or the one computed in where it is quantised."""
+    """The dtype of a weight's values: its own, or the compute dtype if it is quantised."""
     if not isinstance(entry, TensorEntry):
         return dtype
     stored = TORCH_DTYPES.get(entry.dtype)
@@ -605,7 +605,7 @@ _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
 def require_all_experts(
     sources: Iterable[str], num_experts: int, entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Refuses weights of a layer's experts whose numbers are not those that the layer has."""
+    """Refuses experts of a layer whose numbers do not match the configuration."""
     by_stem: dict[tuple[str, str], set[int]] = defaultdict(set)
     for source in sources:
         if match := _NUMBERED.fullmatch(source):
@@ -633,7 +633,7 @@ def _refuse_parameter(
     shape: Sequence[int],
     found: Tensor | str | None,
 ) -> NoReturn:
-    """Raises: a parameter of all experts of a layer cannot be made of its sources."""
+    """Raises: a stacked parameter of experts cannot be made from its sources."""
     weights = [named[source] for source in sorted(sources)]
     if not weights:
         match = _NUMBERED.fullmatch(name)

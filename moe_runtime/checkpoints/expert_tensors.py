@@ -90,7 +90,7 @@ class TensorFinder:
                 self._sorted.setdefault(entry.file, []).append(entry)
 
     def entry_of(self, found: TensorRange) -> TensorEntry:
-        """The tensor that holds the first element of a range."""
+        """The tensor containing the first element of a range."""
         entries = self._sorted[found.file]
         place = bisect.bisect_right(entries, found.offset, key=lambda entry: entry.offset)
         return entries[place - 1]
@@ -106,7 +106,7 @@ _AGAIN = "fetch the checkpoint again"
 def verify_weights(
     checkpoint: Checkpoint, experts: ExpertMap, progress: Progress | None = None
 ) -> None:
-    """Reads all experts, one after another, and then all other weights."""
+    """Reads all experts and then all other weights; refuses NaN and infinite values."""
     finder = TensorFinder(checkpoint.entries.values())
     source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)
     done, total = 0, sum(layout.tensor_bytes for layout in experts.layouts.values())
@@ -132,7 +132,7 @@ def verify_weights(
     try:
         for name, entry in experts.dense_entries.items():
             values = reader.read(entry)
-            may_be_infinite = name in experts.buffers  # a bound, of clipping for example
+            may_be_infinite = name in experts.buffers  # for example bounds of clipping
             if values.isnan().any() or not (may_be_infinite or values.isfinite().all()):
                 parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
                 _refuse_values(" with ".join(part.name for part in parts), values)
@@ -141,7 +141,7 @@ def verify_weights(
 
 
 def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
-    """Which part of a matrix spoils its values, these or its own, and what to do; None if none."""
+    """The part of a matrix with bad numbers, the numbers, and advice; None if there are none."""
     values = found if isinstance(found, Tensor) else values_of(found, torch.float32)
     if values.isfinite().all():
         return None

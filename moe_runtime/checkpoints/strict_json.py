@@ -26,8 +26,8 @@ MAX_UINT64 = 2**64 - 1
 
 _MAX_NUMBER_CHARS = 1000
 _MAX_PATH_CHARS = 4096
-# The densest sound input, tensors with the shortest names, has three brackets in 49 bytes. Input of
-# nothing but `[],[],` would take more than twenty times its size as Python lists.
+# The densest sound input, tensors with the shortest names, has three brackets in 49 bytes. `[],[],`
+# repeated would take over twenty times its size as Python lists.
 _BYTES_PER_BRACKET = 12
 _FREE_BRACKETS = 1000
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -36,7 +36,7 @@ _CLIPPED.maxstring = 200
 
 
 def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
-    """Parses a JSON object; raises `ValueError` for all else, and what `parse_value` refuses."""
+    """Parses a JSON object; raises `ValueError` for other values and as `parse_value` does."""
     value = parse_value(raw, has_infinity=has_infinity)
     if not isinstance(value, dict):
         raise ValueError(clipped(value))
@@ -44,7 +44,7 @@ def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
 
 
 def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
-    """Parses JSON as strictly as the safetensors package parses a header, and more so."""
+    """Parses JSON more strictly than the safetensors package parses a header."""
     if raw.count(b"[") + raw.count(b"{") > len(raw) // _BYTES_PER_BRACKET + _FREE_BRACKETS:
         raise ValueError(f"{len(raw)} bytes of mostly brackets")
     try:
@@ -57,7 +57,7 @@ def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
             parse_constant=_parse_infinity if has_infinity else _parse_constant,
         )
         if _SURROGATE_ESCAPE.search(text):
-            # Half a surrogate pair is no text: encoding it fails, while a whole pair passes.
+            # Half a surrogate pair cannot be encoded.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise ValueError("brackets nested too deeply") from error
@@ -67,7 +67,7 @@ def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
 
 
 def nests_deeper(values: Iterable[object], depth: int) -> bool:
-    """Says whether lists and objects among the values hold others to more than ``depth`` levels."""
+    """Whether lists and objects nest to more than ``depth`` levels."""
     level = list(values)
     for _ in range(depth):
         children: list[object] = []
@@ -83,17 +83,18 @@ def nests_deeper(values: Iterable[object], depth: int) -> bool:
 
 
 def clipped(value: object) -> str:
-    """Writes a value as Python would, on one line and cut where it is long, for a message."""
+    """A value as Python writes it, on one line and shortened, for a message."""
     return _CLIPPED.repr(value)
 
 
 def one_line(text: str) -> str:
-    """Escapes text that would break a message's line or a terminal, and cuts what is no path."""
+    """Escapes text that would break a message's line or a terminal; shortens it unless it is a
+    path."""
     return text if text.isprintable() and len(text) <= _MAX_PATH_CHARS else clipped(text)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; for `json.loads`, which takes the last of two values otherwise."""
+    """For `json.loads`: refuses a key that occurs twice."""
     unique = dict(pairs)
     if len(unique) == len(pairs):
         return unique
@@ -106,7 +107,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_integer(text: str) -> int | float:
-    # Beyond 64 bits, and for -0, JSON readers in other languages see a real number: never a size.
+    # JSON readers in other languages read -0 and integers beyond 64 bits as real numbers.
     if len(text) <= len(str(MAX_UINT64)) and text != "-0":
         value = int(text)
         if value <= MAX_UINT64:
@@ -141,13 +142,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _SMALLEST = {
     **dict.fromkeys((*_LAYERS, *TOP_KS), 1),
     **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), 1),
-    # A family's dense members have none of these.
+    # Dense members of a family have none of these.
     **dict.fromkeys((*_EXPERTS, "intermediate_size", "moe_intermediate_size"), 0),
     "num_key_value_heads": 1,
-    # Latent attention without rotated dimensions has none, and neither has attention to all.
+    # 0 is sound: latent attention without rotated dimensions, and attention to all tokens.
     **dict.fromkeys(("head_dim", "sliding_window"), 0),
 }
-"""Sizes of a model and the least that each can be; one for each layer is a list of them."""
+"""Sizes of a model and their smallest values; some are lists with one size for each layer."""
 
 QUANTIZATION_NAMES = ("compression_config", "quantization_config")
 
@@ -160,7 +161,7 @@ _REAL = frozenset(
     | {"repetition_penalty", "length_penalty", "diversity_penalty", "penalty_alpha"}
     | {"guidance_scale", "encoder_repetition_penalty"}
 )
-# of these, what a request may ask for; the first three only where tokens are sampled
+# Ranges of what a request may ask for; the first three apply only to sampling.
 _RANGES = {
     "temperature": (1e-20, math.inf, "0, or at least 1e-20"),
     "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1"),
@@ -179,7 +180,7 @@ _TOKENS = frozenset(
 
 
 def check_config(values: dict[str, Any], file: Path) -> None:
-    """Refuses a configuration with sizes that no model has, at whatever depth."""
+    """Refuses a configuration with impossible sizes, at any depth."""
     if not isinstance(kind := values.get("model_type"), str):
         _refuse(file, "model_type", "the name of an architecture, such as 'olmoe'", kind)
     for part in _parts(values):
@@ -207,7 +208,7 @@ def check_config(values: dict[str, Any], file: Path) -> None:
 
 
 def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> None:
-    """Refuses more layers than the numbers in the names of a checkpoint's tensors can count."""
+    """Refuses more layers than the numbers in the tensors' names allow."""
     numbers = (re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", name) for name in names)
     highest = max((int(number) for found in numbers for number in found), default=0)
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
@@ -217,7 +218,7 @@ def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> 
 
 
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:
-    """Refuses settings of generation of another kind than they must be, or out of range."""
+    """Refuses generation settings with wrong types or out of range."""
     greedy = values.get("do_sample") is not True or values.get("temperature") == 0
     for name, value in values.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""A quantised weight of a checkpoint: its logical shape, and where its parts lie in the files.
+"""A quantised weight of a checkpoint: its shape, and the place of its parts in the files.
 
 Shape suffixes: N rows (outputs), K columns (inputs) of a matrix, G groups of columns.
 """
@@ -24,12 +24,12 @@ from moe_runtime.kernels.quantized.storage_order import StorageOrder
 from moe_runtime.memory.source import TensorRange
 
 CONFIG = "quantization_config of config.json"
-"""Where a checkpoint says how its weights are quantised, unless another file does."""
+"""The usual place of quantisation settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A part of the configuration; values of another kind are refused, missing ones are None."""
+    """A part of the configuration; refuses values of wrong types; missing values are None."""
 
     values: Mapping[str, Any]
     place: str = CONFIG
@@ -44,14 +44,14 @@ class Settings:
         return self._checked(name, _is_size, "a positive whole number")
 
     def choice(self, name: str, known: Iterable[object]) -> Any:
-        """A value that must be among what can be read; 4.0 is not 4, and 1 is not true."""
+        """A value that must be one of the known ones; types must match, too."""
         value, known = self.get(name), tuple(known)
         if not any(type(value) is type(item) and value == item for item in known):
             self.unsupported(f"{name} {clipped(value)}", " or ".join(map(repr, known)))
         return value
 
     def group(self, name: str) -> int:
-        """Columns of a group; 0 where it is written as -1, all columns of a row."""
+        """Columns of a group; 0 for all columns of a row, written as -1."""
         if self.get(name) == -1:
             return 0
         return self.size(name) or self.refuse(name, "-1 or a positive whole number")
@@ -62,14 +62,14 @@ class Settings:
         return value and (value[0], value[1])
 
     def names(self, name: str) -> list[str]:
-        """Texts; an empty list where there are none."""
+        """A list of texts; empty if missing."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self.refuse(name, "a list of names")
         return value
 
     def part(self, name: str) -> Settings:
-        """An object, which must be there."""
+        """A required object."""
         value = self.get(name)
         if not isinstance(value, Mapping):
             self.refuse(name, "an object")
@@ -82,19 +82,19 @@ class Settings:
         return value
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        """Raises: a value is not what it must be."""
+        """Raises: a value is not sound."""
         found = clipped(self.get(name))
         raise CheckpointError(f"{self.place}: expected {name} to be {expected}, found {found}")
 
     def unsupported(self, found: str, expected: str) -> NoReturn:
-        """Raises: what it says is sound, but nothing that can be read yet."""
+        """Raises: the setting is sound, but not supported."""
         raise UnsupportedModelError(
             f"{self.place}: {found} cannot be read yet; expected {expected}"
         )
 
 
 def matches(module: str, targets: Iterable[str]) -> bool:
-    """Whether a module's name is among names and patterns, which begin with `re:`."""
+    """Whether a module's name matches one of these names and patterns (`re:...`)."""
     for target in targets:
         if target == module:
             return True
@@ -120,14 +120,14 @@ def _is_size(value: object) -> bool:
 
 
 class Contents(ExitStack):
-    """Reads the few tensors whose content decides how a weight is read; files stay open."""
+    """Reads the few tensors whose content decides how a weight is read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._files: dict[Path, BinaryIO] = {}
 
     def numbers(self, entry: TensorEntry, count: int) -> torch.Tensor:
-        """The numbers of a tensor of one dimension."""
+        """The numbers of a one-dimensional tensor."""
         if entry.dtype not in ("I32", "I64") or entry.shape != (count,):
             raise CheckpointError(
                 f"{entry.name}: expected I32 or I64 [{count}], found {entry.dtype} "
@@ -157,18 +157,18 @@ SCALE_NAMES: Mapping[str, ScaleName] = {
 """Kinds of scales by the safetensors name of their element type."""
 _NAMES = {"e2m1": "fp4", "e4m3": "fp8", "uint4": "int4", "uint8": "int8", "int8": "int8"}
 _FIRST_CUT = 8
-"""Rows or columns in whose multiples a weight is cut: those of a word of 4 bits a number."""
+"""Weights are cut at multiples of this many rows or columns, a word of 4-bit numbers."""
 
 
 class Packing(NamedTuple):
-    """How a matrix is written: what makes a `QuantizedMatrix` of its parts."""
+    """The format of a matrix; makes a `QuantizedMatrix` from its parts."""
 
     format: WeightFormat
     num_cols: int
 
     @property
     def described(self) -> str:
-        """The format in a few words, such as `int4 with zero points and f16 scales for 1 x 128`."""
+        """The format in words, such as `int4 with zero points and f16 scales for 1 x 128`."""
         kind = self.format
         if kind.scales == "none":
             name = kind.codes.removesuffix("_block")
@@ -178,20 +178,20 @@ class Packing(NamedTuple):
         return f"{_NAMES[kind.codes]} with {zeros}{kind.scales} scales for {' x '.join(sizes)}"
 
     def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
-        """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
+        """The matrix made of parts with the names of `PackedWeight.ranges`."""
         others = (parts.get(name) for name in ("scales", "zero_points", "global_scale"))
         return QuantizedMatrix(self.format, self.num_cols, parts["codes"], *others)
 
 
 Piece = tuple[slice, slice, Packing, dict[str, TensorRange]]
-"""Rows and columns of a weight, how they are written, and where their parts lie."""
+"""Rows and columns of a weight, their format, and the places of their parts."""
 
 
 class PartOrder(NamedTuple):
-    """How one tensor of a weight lies."""
+    """The order of one tensor of a weight."""
 
-    kind: str | None  # of its `StorageOrder`; None where it is in order
-    per: int = 1  # rows or columns of the weight for a row of the tensor; 0 where one is for all
+    kind: str | None  # kind of `StorageOrder`; None if it is in order
+    per: int = 1  # rows or columns of the weight for each row of the tensor; 0 for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,21 +202,21 @@ class PackedWeight:
     its slot or a dense weight is loaded, never on the disk.
     """
 
-    name: str  # of the weight, as the conversion table of transformers knows it
-    lead: tuple[int, ...]  # sizes of the stack: `()` for one matrix, `(E,)` for those of E experts
+    name: str  # the weight's name in the conversion table of transformers
+    lead: tuple[int, ...]  # sizes of the stack: `()` for one matrix, `(E,)` for E experts
     num_rows: int  # N
     num_cols: int  # K
     format: WeightFormat
-    codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with bytes that are not used
+    codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with padding
     scales: TensorEntry | None = None  # `[*lead, groups of rows, of columns]`, or in blocks
     zero_points: TensorEntry | None = None
     global_scale: TensorEntry | None = None  # one number, or one for each matrix, or None
     is_transposed: bool = False  # whether the model holds `[*lead, K, N]`
-    convert: Callable[[Tensor], Tensor] | None = None  # values of the file to the model's
-    moves_codes: bool = False  # whether it only moves values, and codes as well
-    orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of the parts; empty: in order
-    along: Literal["rows", "columns"] = "rows"  # where in such orders, what tensors' rows are
-    adds_one: bool = False  # whether zero points are stored less one, as `StorageOrder` has it
+    convert: Callable[[Tensor], Tensor] | None = None  # converts values of the file to the model's
+    moves_codes: bool = False  # whether it only moves values, so that it applies to codes, too
+    orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of parts out of order
+    along: Literal["rows", "columns"] = "rows"  # the rows of tensors in such orders
+    adds_one: bool = False  # whether zero points are stored less one, see `StorageOrder`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -242,7 +242,7 @@ class PackedWeight:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of one matrix in memory, its numbers in order."""
+        """Bytes of one matrix in memory, in order."""
         return sum(
             part.order.result_bytes
             if part.order is not None and part.order.moves
@@ -255,11 +255,11 @@ class PackedWeight:
         return math.prod(self.lead) * self.num_rows
 
     def as_model_has(self, values: Tensor) -> Tensor:
-        """A tensor of `[*lead, N, K]` as the model holds it."""
+        """Converts `[*lead, N, K]` to the model's layout."""
         return values.transpose(-1, -2) if self.is_transposed else values
 
     def pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts all matrices, one below the other, into pieces of about so many elements."""
+        """Cuts all matrices into pieces of about this many elements."""
         if self.orders:
             yield from self._reordered_pieces(most_elements)
             return
@@ -275,7 +275,7 @@ class PackedWeight:
                     yield slice(first, first + count), slice(None), self.packing, ranges
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where parts of `count` rows lie: `Packing.matrix` makes `[count, K]` of them."""
+        """The places of the parts of `count` rows; `Packing.matrix` makes `[count, K]` of them."""
         if self.orders:
             if (first, step, count) != (0, 1, self.num_rows):
                 raise UnsupportedModelError(
@@ -316,7 +316,7 @@ class PackedWeight:
         return found
 
     def _reordered_pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts the weight along the first dimension of its tensors, each piece within a group."""
+        """Cuts the weight along the first dimension of its tensors, within groups."""
         is_by_rows = self.along == "rows"
         size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
         group = size if is_by_rows else self.format.group_cols or size
@@ -365,7 +365,7 @@ class PackedWeight:
 
 
 def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:
-    """The elements of a tensor that belong to some of `size` rows or columns of a weight."""
+    """The elements of a tensor for some of `size` rows or columns of a weight."""
     num_rows = -(-size // per) if per else 1
     begin, end = (first // per, -(-last // per)) if per else (0, 1)
     dtype = TORCH_DTYPES[entry.dtype]
@@ -378,7 +378,7 @@ def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int)
 def part_of(
     entries: Mapping[str, TensorEntry], name: str, suffixes: Iterable[str], what: str
 ) -> TensorEntry:
-    """The tensor of a weight whose name is `name` and one of these ends."""
+    """The tensor called `name` with one of these suffixes."""
     names = [name + suffix for suffix in suffixes]
     for found in names:
         if found in entries:
@@ -392,7 +392,7 @@ def part_of(
 def codes_of_modules(
     entries: Mapping[str, TensorEntry], suffix: str, *others: str
 ) -> Iterator[tuple[str, TensorEntry]]:
-    """Names that end with `suffix`, without it, and their tensors, which are codes."""
+    """Names without `suffix` of tensors that have it, and the tensors, which are codes."""
     for name, entry in entries.items():
         for other in others:
             if name.endswith(other):
@@ -424,7 +424,7 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 def codes_shape(
     entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3), place: str = CONFIG
 ) -> tuple[int, ...]:
-    """The sizes of codes, which must have one of some types and numbers of dimensions."""
+    """The sizes of codes; checks their type and number of dimensions."""
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:
         expected = f"{' or '.join(dtypes)} of {' or '.join(map(str, dims))} dimensions"
         raise CheckpointError(
@@ -435,7 +435,7 @@ def codes_shape(
 
 
 def one_number(entry: TensorEntry, num_matrices: int = 1) -> TensorEntry:
-    """A global scale: one fp32 number for all, or one for each matrix."""
+    """A global scale: one fp32 number, or one for each matrix."""
     if entry.dtype != "F32" or math.prod(entry.shape) not in (1, num_matrices):
         found = f"{entry.dtype} {list(entry.shape)}"
         raise CheckpointError(f"{entry.name}: expected one F32 number, found {found}")
@@ -454,7 +454,7 @@ def with_scales(
     is_transposed: bool = False,
     place: str = CONFIG,
 ) -> PackedWeight:
-    """A weight of `(*lead, N, K)` whose scales are checked, and their type put into its format."""
+    """A weight `(*lead, N, K)` with checked scales, their type in its format."""
     *lead, rows, cols = sizes
     shape = (*lead, *kind.scales_shape(rows, cols))
     require_beside(scales, codes, shape, dtypes, place)
