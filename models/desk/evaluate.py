@@ -67,7 +67,7 @@ def _sample(sample: dict[str, str]) -> str:
 
 
 def evaluate(run: Path, note: str) -> dict[str, Any]:
-    """All numbers of the card of a complete run."""
+    """All numbers for the card of a complete run."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(run / "model")

@@ -72,12 +72,12 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
 
 
 def filled_card(module: Path, **values: Any) -> str:
-    """The text of `card.txt` beside a module, with its fields filled in."""
+    """`card.txt` beside a module with its fields filled in."""
     return module.with_name("card.txt").read_text("utf-8").format(**values)
 
 
 def loss_rows(evaluation: dict[str, Any], models: Sequence[str]) -> list[str]:
-    """Losses of models on each kind of held-out text and on the mixture, as rows of a table."""
+    """Table rows with losses of models on each kind of held-out text and on the mixture."""
     kinds = [(kind, f"{one['tokens']:,} ", one) for kind, one in evaluation["held_out"].items()]
     rows = []
     for name, tokens, scores in [*kinds, (MIXTURE, "", evaluation["held_out_mixture"])]:
@@ -87,7 +87,7 @@ def loss_rows(evaluation: dict[str, Any], models: Sequence[str]) -> list[str]:
 
 
 def _equal_rows(evaluation: dict[str, Any]) -> list[str]:
-    """A row with the losses on the mixture from when both models had seen as many tokens."""
+    """A table row with the losses on the mixture when both models had seen as many tokens."""
     equal = evaluation.get("at_equal_tokens")
     if equal is None:
         return []
@@ -112,7 +112,7 @@ def _usage_table(layers: list[dict[str, Any]]) -> str:
 
 
 def _sample(sample: dict[str, str]) -> str:
-    """One prompt with its continuations, as indented code so that any text stays literal."""
+    """A prompt with its continuations, as indented code."""
     parts = [f"**`{sample['prompt'].strip().splitlines()[0]}`**"]
     for name in ("greedy", "sampled"):
         text = sample["prompt"] + sample[name]
@@ -134,7 +134,7 @@ def active_parameters(model: "PreTrainedModel") -> int:
     return total - routed + routed * config.num_experts_per_tok // config.num_experts
 
 
-# Share of the training windows by kind, as train.toml has it.
+# shares of the training windows, as in train.toml
 SHARES: dict[Kind, float] = {"topic": 0.15, "docstring": 0.50, "source": 0.35}
 MIXTURE = "mixture, 15 : 50 : 35"
 
@@ -174,7 +174,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """One kind of held-out text: its token stream and its length in bytes."""
+    """A kind of held-out text: its token stream and its length in bytes."""
 
     ids: npt.NDArray[np.uint16]
     num_bytes: int
@@ -186,7 +186,7 @@ class HeldOut:
 
 
 def copy_model(run: Path, folder: Path) -> dict[str, float]:
-    """Copies the checkpoint that a run exported; gives what the run spent."""
+    """Copies the checkpoint of a run; returns the run's costs."""
     with replace_folder(folder, keeps=lambda path: True) as new:
         for name in CHECKPOINT_FILES:
             shutil.copyfile(run / "model" / name, new / name)
@@ -203,7 +203,7 @@ def spent_by(run: Path) -> dict[str, float]:
 def held_out_texts(
     documents: list[Document], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[Kind, HeldOut]:
-    """The held-out documents of each kind as one stream, cut where it is long."""
+    """The held-out documents of each kind as one stream of limited length."""
     streams = tokenize([document for document in documents if document.held_out], tokenizer)
     texts: dict[Kind, HeldOut] = {}
     for kind, stream in streams.items():
@@ -214,7 +214,7 @@ def held_out_texts(
 
 
 def unigram_nats(training: Streams, text: HeldOut, *, vocab_size: int) -> float:
-    """Log loss of a unigram model: token frequencies of the training mixture, add-one smoothed."""
+    """Log loss of a unigram model of the training mixture, add-one smoothed."""
     frequencies = np.zeros(vocab_size)
     for kind, stream in training.items():
         counts = np.bincount(stream, minlength=vocab_size) + 1.0
@@ -243,7 +243,7 @@ def model_nats(
 
 
 def summarise_usage(usage: torch.Tensor) -> list[dict[str, Any]]:
-    """Per layer: each expert's share of the routed rows, extremes, and normalised entropy."""
+    """Shares, extremes and normalised entropy of each layer's experts."""
     layers: list[dict[str, Any]] = []
     for counts in usage:
         shares = counts / counts.sum()
@@ -357,7 +357,7 @@ def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Scores averaged over the kinds with the weights that training gives them."""
+    """Scores averaged over the kinds with the weights of training."""
     return {
         model: {
             unit: sum(SHARES[kind] * held_out[kind][model][unit] for kind in KINDS)
@@ -369,21 +369,21 @@ def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers of an evaluation, with four decimals."""
+    """Rounds numbers to four decimals."""
     return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def write_evaluation(
     folder: Path, evaluation: dict[str, Any], card_of: Callable[[Path], str]
 ) -> None:
-    """Writes the numbers, and the card of the folder that then has them."""
+    """Writes the numbers, and the card."""
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
     write_text(folder / EVALUATION_FILE, text)
     write_text(folder / "README.md", card_of(folder))
 
 
 def card_of(folder: Path) -> str:
-    """The model card of an exported folder, from its `evaluation.json` and its files' sizes."""
+    """The model card of a folder, from its `evaluation.json` and file sizes."""
     evaluation = json.loads((folder / EVALUATION_FILE).read_text(encoding="utf-8"))
     checkpoint_bytes = sum((folder / name).stat().st_size for name in CHECKPOINT_FILES)
     return render_card(evaluation, checkpoint_bytes=checkpoint_bytes)
@@ -401,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
-    # A second thread gains little at this size and loses much on a busy machine.
+    # a second thread gains little at this size
     torch.set_num_threads(1)
     if options.dense is None and not options.continues:
         parser.error("--dense is needed, unless --continues takes the baseline's numbers over")

@@ -100,9 +100,7 @@ class Architecture:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)  # settings to key endings
     rope: Mapping[str, Any] = field(default_factory=dict)  # constants of extended positions
     conversions: Callable[[], list[private.WeightTransform]] = list
-    adapt: Callable[[PreTrainedModel], None] = (
-        give_experts_interface  # adapts the model to such weights
-    )
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface  # changes the model
     rotated: float | None = None  # rotated share of a head; None: the family's default
     changes: Mapping[str, ValueChange] = field(default_factory=dict)  # by part; also the last norm
 
