@@ -243,9 +243,9 @@ def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -
     """The values of a weight as the model holds it, dequantised a few rows at a time."""
     memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
     values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
-    for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
-        matrix = packing.matrix(_parts(reader, weight, ranges))
-        values_RK[rows, cols] = matrix.dequantize(dtype)
+    for rows, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
+        matrix = weight.packing.matrix(_parts(reader, weight, ranges))
+        values_RK[rows] = matrix.dequantize(dtype)
     return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
 
 

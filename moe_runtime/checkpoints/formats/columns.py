@@ -11,7 +11,6 @@ from moe_runtime.checkpoints.formats.packed_weight import (
     SCALE_NAMES,
     Contents,
     PackedWeight,
-    PartOrder,
     Settings,
     codes_of_modules,
     codes_shape,
@@ -48,9 +47,9 @@ def gptq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iter
             sizes = () if index is None else index.shape
             if len(sizes) == 1 and -(-sizes[0] * bits // WORD_BITS) == num_words:
                 cols = sizes[0]  # the last word may have more
-            order = PartOrder("transposed", WORD_BITS // bits)
+            orders = ("transposed", "zeros_across")
             weight = _by_columns(
-                *(module, entries, (codes, order), (rows, cols), group, "zeros_across", bits),
+                *(module, entries, codes, (rows, cols), group, orders, bits),
                 adds_one=layout == "gptq",
             )
             if index is None:
@@ -112,41 +111,36 @@ def awq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Itera
                 f"{codes.name}: expected I32 [K, {num_words}] with K, the columns, a multiple of "
                 f"{_IN_WORD}, found I32 {[*codes.shape]}; {FETCH_OR_CORRECT}"
             )
-        order, sizes = PartOrder("awq_codes"), (num_words * _IN_WORD, cols)
-        yield _by_columns(module, entries, (codes, order), sizes, group, "awq_zeros", _AWQ_BITS)
+        sizes, orders = (num_words * _IN_WORD, cols), ("awq_codes", "awq_zeros")
+        yield _by_columns(module, entries, codes, sizes, group, orders, _AWQ_BITS)
 
 
 def _by_columns(
     module: str,
     entries: Mapping[str, TensorEntry],
-    codes: tuple[TensorEntry, PartOrder],
+    codes: TensorEntry,
     sizes: tuple[int, int],
     group: int,
-    zeros_kind: str,
+    orders: tuple[str, str],
     bits: int,
     *,
     adds_one: bool = False,
 ) -> PackedWeight:
-    """A weight in the tensors `.qweight`, `.qzeros` and `.scales`; sizes are `(N, K)`."""
-    (entry, order), (rows, cols) = codes, sizes
+    """A weight `(N, K)` in `.qweight`, `.qzeros` and `.scales`; orders of codes and zero points."""
+    rows, cols = sizes
     scales, zeros = (
-        part_of(entries, module, [suffix], f"a part of {entry.name}")
+        part_of(entries, module, [suffix], f"a part of {codes.name}")
         for suffix in (".scales", ".qzeros")
     )
     kind = WeightFormat(
         "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
     )
     groups, num_words = kind.scales_shape(rows, cols)[1], -(-rows * bits // WORD_BITS)
-    require_beside(scales, entry, (groups, rows), ("F16", "BF16", "F32"))
-    require_beside(zeros, entry, (groups, num_words), ["I32"])
+    require_beside(scales, codes, (groups, rows), ("F16", "BF16", "F32"))
+    require_beside(zeros, codes, (groups, num_words), ["I32"])
     kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
     return PackedWeight(
-        *(f"{module}.weight", (), rows, cols, kind, entry, scales, zeros),
-        along="columns",
-        orders={
-            "codes": order,
-            "scales": PartOrder("transposed", group),
-            "zero_points": PartOrder(zeros_kind, group),
-        },
+        *(f"{module}.weight", (), rows, cols, kind, codes, scales, zeros),
+        orders={"codes": orders[0], "scales": "transposed", "zero_points": orders[1]},
         adds_one=adds_one,
     )

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from moe_runtime.checkpoints.formats.packed_weight import (
     Contents,
     PackedWeight,
-    PartOrder,
     Settings,
     codes_shape,
     matches,
@@ -144,7 +143,7 @@ def _packed_integers(module: _Module) -> PackedWeight:
         return weight
     groups = weight.format.scales_shape(rows, cols)[1]
     require_beside(zeros, codes, (-(-rows * bits // _WORD_BITS), groups), ["I32"])
-    return _with_zero_points(weight, zeros, None, PartOrder("zeros_down", _WORD_BITS // bits))
+    return _with_zero_points(weight, zeros, None, "zeros_down")
 
 
 def _integers(module: _Module) -> PackedWeight:
@@ -159,11 +158,11 @@ def _integers(module: _Module) -> PackedWeight:
         return weight
     sizes = weight.format.scales_shape(weight.num_rows, weight.num_cols)
     require_beside(zeros, weight.codes, sizes, ["I8"])
-    return _with_zero_points(weight, zeros, "int8", PartOrder("int8"))
+    return _with_zero_points(weight, zeros, "int8", "int8")
 
 
 def _with_zero_points(
-    weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: PartOrder
+    weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: str
 ) -> PackedWeight:
     kind = replace(
         weight.format,
@@ -174,7 +173,7 @@ def _with_zero_points(
     return PackedWeight(
         *(weight.name, (), weight.num_rows, weight.num_cols, kind, weight.codes, weight.scales),
         zero_points=zeros,
-        orders={"codes": PartOrder(codes), "scales": PartOrder(None), "zero_points": order},
+        orders={"codes": codes, "scales": None, "zero_points": order},
     )
 
 

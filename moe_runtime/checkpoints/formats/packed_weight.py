@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -156,8 +156,6 @@ SCALE_NAMES: Mapping[str, ScaleName] = {
 }
 """Kinds of scales by the safetensors name of their element type."""
 _NAMES = {"e2m1": "fp4", "e4m3": "fp8", "uint4": "int4", "uint8": "int8", "int8": "int8"}
-_FIRST_CUT = 8
-"""Weights are cut at multiples of this many rows or columns, a word of 4-bit numbers."""
 
 
 class Packing(NamedTuple):
@@ -183,17 +181,6 @@ class Packing(NamedTuple):
         return QuantizedMatrix(self.format, self.num_cols, parts["codes"], *others)
 
 
-Piece = tuple[slice, slice, Packing, dict[str, TensorRange]]
-"""Rows and columns of a weight, their format, and the places of their parts."""
-
-
-class PartOrder(NamedTuple):
-    """The order of one tensor of a weight."""
-
-    kind: str | None  # kind of `StorageOrder`; None if it is in order
-    per: int = 1  # rows or columns of the weight for each row of the tensor; 0 for all
-
-
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """One weight as a model has it, one matrix or a stack of them, in several tensors of a file.
@@ -214,8 +201,8 @@ class PackedWeight:
     is_transposed: bool = False  # whether the model holds `[*lead, K, N]`
     convert: Callable[[Tensor], Tensor] | None = None  # converts values of the file to the model's
     moves_codes: bool = False  # whether it only moves values, so that it applies to codes, too
-    orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of parts out of order
-    along: Literal["rows", "columns"] = "rows"  # the rows of tensors in such orders
+    # the kind of `StorageOrder` of each part, None for a part in order; empty if all are in order
+    orders: Mapping[str, str | None] = field(default_factory=dict)
     adds_one: bool = False  # whether zero points are stored less one, see `StorageOrder`
 
     @property
@@ -258,10 +245,13 @@ class PackedWeight:
         """Converts `[*lead, N, K]` to the model's layout."""
         return values.transpose(-1, -2) if self.is_transposed else values
 
-    def pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts all matrices into pieces of about this many elements."""
+    def pieces(self, most_elements: int) -> Iterator[tuple[slice, dict[str, TensorRange]]]:
+        """Cuts all matrices into rows of about this many elements, with the places of their parts.
+
+        A matrix in another order is one piece.
+        """
         if self.orders:
-            yield from self._reordered_pieces(most_elements)
+            yield slice(0, self.num_rows), self.ranges(0, 1, self.num_rows)
             return
         group = max(1, self.format.group_rows)
         most = max(1, most_elements // self.num_cols)
@@ -271,8 +261,7 @@ class PackedWeight:
                 end = min(begin + max(group, most), self.num_rows)
                 for row in range(begin, end, most):
                     first, count = start + row, min(most, end - row)
-                    ranges = self.ranges(first, 1, count)
-                    yield slice(first, first + count), slice(None), self.packing, ranges
+                    yield slice(first, first + count), self.ranges(first, 1, count)
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
         """The places of the parts of `count` rows; `Packing.matrix` makes `[count, K]` of them."""
@@ -283,7 +272,7 @@ class PackedWeight:
                     f"rows {first} to {first + (count - 1) * step} of {self.num_rows} to be one; "
                     f"such checkpoints are not supported yet"
                 )
-            return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
+            return self._reordered()
         kind = self.format
         number, row = divmod(first, self.num_rows)
         last = row + (count - 1) * step
@@ -315,39 +304,21 @@ class PackedWeight:
             found[name] = TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
         return found
 
-    def _reordered_pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts the weight along the first dimension of its tensors, within groups."""
-        is_by_rows = self.along == "rows"
-        size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
-        group = size if is_by_rows else self.format.group_cols or size
-        step = max(1, most_elements // other // _FIRST_CUT) * _FIRST_CUT
-        if group % _FIRST_CUT and group != size:
-            group = step = size
-        for begin in range(0, size, group):
-            for first in range(begin, min(begin + group, size), step):
-                last = min(first + step, begin + group, size)
-                piece = slice(first, last), slice(None)
-                rows, cols = piece if is_by_rows else piece[::-1]
-                packing = Packing(self.format, self.num_cols if is_by_rows else last - first)
-                yield rows, cols, packing, self._cut(first, last)
-
-    def _cut(self, first: int, last: int) -> dict[str, TensorRange]:
-        is_by_rows, kind = self.along == "rows", self.format
-        size = self.num_rows if is_by_rows else self.num_cols
-        rows = last - first if is_by_rows else self.num_rows
-        cols = self.num_cols if is_by_rows else last - first
-        groups = kind.scales_shape(rows, cols)
-        found = {}
+    def _reordered(self) -> dict[str, TensorRange]:
+        kind, found = self.format, dict[str, TensorRange]()
+        groups = kind.scales_shape(self.num_rows, self.num_cols)
         for name, entry in self.parts.items():
-            order, per = self.orders[name]
-            stored = _stored_rows(entry, size, per, first, last)
+            stored_dtype = TORCH_DTYPES[entry.dtype]
+            sizes = (entry.num_bytes // stored_dtype.itemsize,)
+            stored = TensorRange.of(entry.file, entry.name, entry.offset, stored_dtype, sizes, (1,))
             dtype, shape, stride = torch.uint8, groups, groups[1]
             if name == "codes":
-                shape, stride = (rows, kind.row_bytes(cols)), stored.span_bytes // rows
+                shape = (self.num_rows, kind.row_bytes(self.num_cols))
+                stride = stored.span_bytes // self.num_rows
             elif name == "scales":
                 dtype = SCALES[kind.scales]
             described = replace(stored, dtype=dtype, shape=shape, stride=(stride, 1))
-            if order is not None:
+            if (order := self.orders[name]) is not None:
                 put = self._order(order, name, stored, shape)
                 described = replace(described, order=put)
             found[name] = described
@@ -362,17 +333,6 @@ class PackedWeight:
         elif name == "codes":
             cols = stored.span_bytes * 8 // bits // rows
         return StorageOrder(kind, rows, cols, bits, self.adds_one and name == "zero_points")
-
-
-def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:
-    """The elements of a tensor for some of `size` rows or columns of a weight."""
-    num_rows = -(-size // per) if per else 1
-    begin, end = (first // per, -(-last // per)) if per else (0, 1)
-    dtype = TORCH_DTYPES[entry.dtype]
-    elements = entry.num_bytes // dtype.itemsize // num_rows
-    offset = entry.offset + begin * elements * dtype.itemsize
-    shape = ((end - begin) * elements,)
-    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, (1,))
 
 
 def part_of(
