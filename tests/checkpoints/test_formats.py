@@ -147,7 +147,7 @@ TENSORS = [
     (GPTQ, without(EXPERT), "EXPERT.weight: expected experts 0 to 5"),
     (GPTQ, without(LAYER), "has no tensors for LAYER.gate_up_proj; fetch the checkpoint"),
     (GPTQ, seventh, "LAYER.6.gate_proj.weight: expected experts 0 to 5"),
-    (AWQ, part(".qweight", torch.t), "EXPERT.scales: expected F16 or BF16 or F32 [1, 384] beside"),
+    (AWQ, part(".qweight", torch.t), "expected I32 [K, 48] with K, the columns, a multiple of 8"),
     (AWQ, part(".qweight", lambda t: t[:-1]), "EXPERT.qweight: expected I32 [K, 5] with K, the"),
     (
         AWQ,
@@ -156,7 +156,7 @@ TENSORS = [
     ),
     (FP8, as_gptq, "found EXPERT.qweight, a part of gptq or awq: correct the"),
     ("olmoe-mxfp8", rows_twice, "EXPERT.weight: expected [64, 64] as other experts have, found"),
-    ("glm4_moe-int8-zeros", without(f"{EXPERT}.weight_scale"), "the scales of EXPERT.weight in EX"),
+    ("glm4_moe-int8-zeros", without(f"{EXPERT}.weight_scale"), "the scales of EXPERT.weight in"),
     (NVFP4, without(f"{EXPERT}.weight"), "LAYER.3.up_proj.weight: expected experts 0 to 5"),
     (INT4, part(".weight_shape", lambda t: t - 8), "EXPERT.weight_shape: expected the sizes of"),
     (INT4, added(f"{EXPERT}.weight_zero_point", torch.zeros(8, 2, dtype=torch.int32)), "_point"),
@@ -218,7 +218,7 @@ SETTINGS = [
     (FP8, {"quant_method": 3}, "expected quant_method to be a name"),
     (FP8, {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8 or mxfp8: correct quant_method"),
     (FP8, {"weight_block_size": [128]}, "two positive whole numbers"),
-    (FP8, {"weight_block_size": [64, 64]}, "found BF16 [1, 2]; fetch the checkpoint again, or"),
+    (FP8, {"weight_block_size": [64, 64]}, "[1, 2]; fetch the checkpoint again, or"),
     (FP8, {"fmt": "e5m2"}, "fmt 'e5m2' cannot be read yet; expected e4m3"),
     (NVFP4, {"quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
     (NVFP4, {"quant_algo": "FP8"}, "expected F8_E4M3, as it has scales"),
@@ -236,10 +236,10 @@ SETTINGS = [
     (INT4, int4(group_size=64), "expected BF16 or F32 or F16"),
     (INT4, int4(group_size=None), "expected group_size to be there"),
     (INT4, int4(strategy="token"), "strategy 'token' cannot be read yet"),
-    (GPTQ, {"group_size": 64}, "EXPERT.scales: expected F16 or BF16 or F32 [1, 36] beside"),
-    (GPTQ, {"quant_method": "awq"}, "or correct the quantization_config of config.json"),
+    (GPTQ, {"group_size": 64}, "scales: expected F16 or BF16 or F32 [1, 48] beside"),
+    (GPTQ, {"quant_method": "awq"}, "fetch the checkpoint again, or correct the"),
     (GPTQ, {"bits": 3}, "bits 3 cannot be read yet; expected 4 or 8"),
-    (GPTQ, {"bits": 8}, "fetch the checkpoint again, or correct the configuration"),
+    (GPTQ, {"bits": 8}, "fetch the checkpoint again, or correct the"),
     (GPTQ, {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' cannot"),
     (GPTQ, {"dynamic": {"+:.*up.*": {"bits": 8}}}, "dynamic with settings"),
     (AWQ, {"quant_method": "gptq"}, "or correct the quantization_config of config.json"),
@@ -250,8 +250,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("sample", "config", "words"), SETTINGS)
 def test_the_configuration_at_fault_is_named(originals, tmp_path, sample, config, words):
-    found = refusal(changed(originals(sample), tmp_path, **config), MoERuntimeError)
-    assert words.removeprefix("EXPERT") in found
+    assert words in refusal(changed(originals(sample), tmp_path, **config), MoERuntimeError)
 
 
 @pytest.mark.parametrize("value", ["gptq", [], 0], ids=str)
@@ -290,8 +289,8 @@ def test_a_plain_checkpoint_that_is_called_quantised(plain, tmp_path):
         (part(".weight", lambda t: t[:, 1:]), f"{EXPERT}.weight: expected [36, 48] as other"),
         (seventh, f"{LAYER}.6.gate_proj.weight: expected experts 0 to 5"),
         (braces, f"{EXPERT}.weight: expected experts 0 to 5"),
-        (renumbered, f"{LAYER}.3.down_proj.weight: expected experts 0 to 5"),
-        (from_one_on, f"{LAYER}.0.down_proj.weight: expected experts 0 to 5"),
+        (renumbered, f"{LAYER}.3.gate_proj.weight: expected experts 0 to 5"),
+        (from_one_on, f"{LAYER}.0.gate_proj.weight: expected experts 0 to 5"),
         (
             part("*.0.input_layernorm.weight", lambda t: t.to(torch.int8)),
             "model.layers.0.input_layernorm.weight is I8, and no part of a weight",
