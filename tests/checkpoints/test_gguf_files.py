@@ -70,7 +70,7 @@ def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(wri
     """Nothing is taken for something else: neither a place nor a number of the metadata."""
     content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(3)
     end, num_read, refusals = data_begin(written.folder), 0, []
-    for _ in range(120):
+    for _ in range(60):
         changed = bytearray(content)
         for _ in range(chance.choice((1, 1, 2, 8))):
             changed[chance.randrange(end)] = chance.choice((0, 1, 9, 127, 255))
@@ -95,7 +95,7 @@ def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(wri
             read(file)
         except (CheckpointError, UnsupportedModelError) as error:
             refusals.append(str(error))
-    assert num_read > 20
+    assert num_read > 10
     assert all(refusal.isprintable() for refusal in refusals)
 
 
