@@ -1,7 +1,7 @@
-"""transformers' dynamic cache of keys and values, with room to grow in place, and its masks.
+"""transformers' dynamic cache with keys and values that grow in place, and masks of prompts.
 
-``DynamicCache`` concatenates, which copies the whole context for every token. Masks of prompts
-take no memory: they say which keys are seen.
+``DynamicCache`` concatenates, which copies the whole context for every token. Masks of prompts take
+no memory: they store only the offset and the window.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 ROOM_TOKENS = 64
 ROOM_SHARE = 16
-"""A full tensor grows by 64 tokens, of all its sequences, and a sixteenth of its length."""
+"""A full tensor grows by 64 tokens, over all its sequences, and a sixteenth of its length."""
 
 
 def room_for(num_tokens: int, num_sequences: int = 1) -> int:
-    """Tokens of a sequence that memory is set aside for when a cache has to grow. Sequences
-    together never take more room than a single one with the tokens of all."""
+    """Tokens of room per sequence when a cache grows. Several sequences together never take more
+    room than one with all their tokens."""
     return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
@@ -49,11 +49,10 @@ def cache_of(named: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Keys and values are kept in int8, see `rounded_rows`.
+    """Keys and values in int8, see `rounded_rows`.
 
     Attributes:
-        attention: the model's attention that takes rounded rows as they are; None where none does,
-            and they are widened for every step.
+        attention: the attention that takes rounded rows directly; None to widen them in each step.
     """
 
     attention: str | None
@@ -63,8 +62,8 @@ class Rounding:
 
 
 def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
-    """Refuses ``kv_cache="int8"`` for a model that keeps no keys and values, or others. Raises
-    UnsupportedModelError: says what it keeps."""
+    """Raises UnsupportedModelError: ``kv_cache`` is int8, and the cache of the model is not plain
+    keys and values."""
     if kv_cache == "exact":
         return
     from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -92,11 +91,11 @@ def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
 
 
 def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None) -> None:
-    """Makes the dynamic caches that a model is called with grow in place, and keep int8 where there
-    is a ``rounding``; other kinds stay, or are refused (UnsupportedUseError)."""
+    """Makes dynamic caches in calls of a model grow in place, in int8 if there is a ``rounding``.
+    Other caches stay as they are; with a rounding they raise UnsupportedUseError."""
     cast(Any, model)._kv_rounding = rounding
 
-    # no cell holds the model: it is freed once it is let go
+    # takes the model as an argument: a closure would keep it alive
     def prepare(model: Any, args: Any, options: dict[str, Any]) -> Any:
         cache = cache_of(options)
         for layer in getattr(cache, "layers", ()):
@@ -126,7 +125,7 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
 
 
 def _is_foreign(cache: Any) -> bool:
-    """Whether it is a cache of transformers that keeps what it gets."""
+    """Whether it is a cache of transformers that would keep unrounded values."""
     from transformers.cache_utils import DynamicCache
 
     is_theirs = type(cache).__module__.startswith("transformers.")
@@ -136,10 +135,10 @@ def _is_foreign(cache: Any) -> bool:
 def take_place(
     cache: Any, layer_index: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Makes a layer's keys and values one token longer, without writing the token.
+    """Appends one unwritten token to a layer's keys and values.
 
-    Returns keys ``[B, G, S, D]`` and values ``[B, G, S, V]``, or None where the cache is of another
-    kind or dtype, or has no room.
+    Returns keys ``[B, G, S, D]`` and values ``[B, G, S, V]``; None if the cache has another kind or
+    dtype, or no room.
     """
     layers = getattr(cache, "layers", ())
     if not layer_index < len(layers) or getattr(cache, "offloading", False):
@@ -149,7 +148,7 @@ def take_place(
 
 
 def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
-    """Whether a layer's keys and values can be attended to and written as they lie."""
+    """Whether kernels can read and write a layer's keys and values in place."""
     if not isinstance(layer, tuple(_growing_layers().values())) or not layer.is_initialized:
         return False
     kept = layer.keys.dtype
@@ -157,7 +156,7 @@ def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def can_give_back(cache: Any) -> bool:
-    """Whether tokens that are added to a cache can be taken out and brought back."""
+    """Whether tokens can be removed from a cache and restored."""
     from transformers.cache_utils import LinearAttentionLayer
 
     layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
@@ -171,8 +170,8 @@ def can_give_back(cache: Any) -> bool:
 
 
 def give_room(cache: Any, model: Any = None) -> None:
-    """Makes a dynamic cache grow in place, and keep int8 where the ``model`` has a rounding; other
-    kinds, and None, stay as they are."""
+    """Makes a dynamic cache grow in place, in int8 if the ``model`` has a rounding. Leaves other
+    caches, and None, as they are."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     if type(cache) is not DynamicCache:
@@ -194,14 +193,14 @@ def give_room(cache: Any, model: Any = None) -> None:
 
 @functools.cache
 def _growing_layers() -> dict[type, type]:
-    """The classes of layers that grow, made once transformers is imported."""
+    """Our classes for transformers' layers. Made at first use, after transformers is imported."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     class GrowingLayer(DynamicLayer):
-        """Keys and values as views of tensors with room after them. Replaced views (cropped,
-        reordered, copied) move into tensors of their own with the next token."""
+        """Keys and values are views of tensors with room after them. Cropped, reordered or copied
+        views move into new tensors with the next token."""
 
-        record_past = False  # of windows, where tokens are kept for what may be taken back
+        record_past = False  # transformers sets it to keep tokens that leave a window
 
         def __init__(self) -> None:
             super().__init__()
@@ -211,7 +210,7 @@ def _growing_layers() -> dict[type, type]:
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values; returns all that the token attends to."""
+            """Appends ``[B, G, Q, D]`` keys and values; returns all that the tokens attend to."""
             if key_states.requires_grad or value_states.requires_grad or self.record_past:
                 return super().update(key_states, value_states, *args, **kwargs)
             if not self.is_initialized:
@@ -224,29 +223,33 @@ def _growing_layers() -> dict[type, type]:
             return keys, values
 
         def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-            """Appends a token that is not written yet, if there is room for it."""
+            """Appends an unwritten token if there is room."""
             keys = None if self.record_past else self.growing_keys.take_place(self.keys)
             values = None if keys is None else self.growing_values.take_place(self.values)
             if keys is None or values is None:
                 return None
             self.keys, self.values = keys, values
-            if self.is_sliding:  # not a call in every step
+            if self.is_sliding:
                 self.slide(1)
             return keys, values
 
         def slide(self, num_new: int) -> None:
-            """Drops the tokens that have left a window."""
+            """Drops tokens that left the window."""
 
         @property
         def is_as_left(self) -> bool:
-            """Whether keys and values are still those that this layer left."""
+            """Whether nothing replaced the keys and values since the last update."""
             views = self.growing_keys.view, self.growing_values.view
             return self.keys is views[0] and self.values is views[1]
 
         def give_back(self, num_tokens: int) -> None:
-            """Takes the last tokens out; `take_place` brings them back until others come."""
-            self.keys = self.growing_keys.give_back(num_tokens)
-            self.values = self.growing_values.give_back(num_tokens)
+            """Removes the last tokens; `take_place` restores them until others are appended."""
+            kept, layer = sys.maxsize, cast(Any, self)
+            if self.is_sliding:
+                layer.cumulative_length -= num_tokens
+                kept = layer.sliding_window - 1
+            self.keys = self.growing_keys.give_back(num_tokens, kept)
+            self.values = self.growing_values.give_back(num_tokens, kept)
 
     class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
         """The last tokens of tensors with room after them."""
@@ -256,35 +259,27 @@ def _growing_layers() -> dict[type, type]:
             self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
             self.values = self.growing_values.keep_last(self.sliding_window - 1)
 
-        def give_back(self, num_tokens: int) -> None:
-            self.cumulative_length -= num_tokens
-            kept = self.sliding_window - 1
-            self.keys = self.growing_keys.give_back(num_tokens, kept)
-            self.values = self.growing_values.give_back(num_tokens, kept)
-
     return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
 
 
 @functools.cache
 def _rounded_layers() -> dict[type, type]:
-    """Those whose keys and values are kept in int8."""
+    """As `_growing_layers`, with keys and values in int8."""
     return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
 
 
 def _rounding(growing: Any) -> type:
-    """A class of layers that grow, whose keys and values are rows of `rounded_rows`."""
-
     class RoundedLayer(growing):
-        """Keys and values in int8. What comes is rounded first, so that a token is seen alike by
-        those of its own pass and by later ones."""
+        """Keys and values in int8. They are rounded before attention, so tokens of the same pass
+        see the same values as later ones."""
 
-        gives_rows = False  # whether they go to attention as they are
+        gives_rows = False  # attention takes rounded rows
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values, or rows of others; gives all of them, as
-            rows or in the type that came."""
+            """Appends ``[B, G, Q, D]`` keys and values, or rounded rows; returns all of them, as
+            rows or in the given type."""
             if key_states.dtype is torch.uint8:
                 return super().update(key_states, value_states, *args, **kwargs)
             if key_states.requires_grad or value_states.requires_grad:
@@ -302,8 +297,8 @@ def _rounding(growing: Any) -> type:
 
 
 class _Growing:
-    """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
-    Only ``view``, returned last, can grow in place: no tensor that a caller holds is written to."""
+    """A tensor ``[..., tokens, D]`` that grows along its tokens and can drop the first ones. Only
+    ``view``, the last returned view, grows in place: tensors that callers hold never change."""
 
     def __init__(self) -> None:
         self.room: torch.Tensor | None = None
@@ -315,7 +310,7 @@ class _Growing:
         num_cached = cached.shape[-2] if cached.numel() else 0
         num_tokens = num_cached + new.shape[-2]
         dtype = new.dtype
-        if num_cached and cached.dtype is not dtype:  # steps under autocast and steps without
+        if num_cached and cached.dtype is not dtype:  # autocast in some steps only
             dtype = torch.promote_types(cached.dtype, dtype)
         room = self.room
         if (
@@ -331,13 +326,13 @@ class _Growing:
             room = self.room = new.new_empty(shape, dtype=dtype)
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)
-        # past autograd, which takes this for a change of the views that it kept for a backward pass
+        # .data: autograd would see a change of views that it saved for a backward pass
         room.data.narrow(-2, self.start + num_cached, new.shape[-2]).copy_(new)
         self.view = room.narrow(-2, self.start, num_tokens)
         return self.view
 
     def take_place(self, cached: torch.Tensor | None) -> torch.Tensor | None:
-        """``cached`` with one more token of any content, or None where it cannot grow in place."""
+        """``cached`` with one unwritten token more; None if it cannot grow in place."""
         room = self.room
         if room is None or cached is None or cached is not self.view:
             return None
@@ -350,7 +345,7 @@ class _Growing:
         return self.view
 
     def keep_last(self, num_tokens: int) -> torch.Tensor:
-        """The last tokens, which alone grow from now on."""
+        """Drops all but the last tokens."""
         view = cast(torch.Tensor, self.view)
         dropped = max(view.shape[-2] - num_tokens, 0)
         if dropped:
@@ -359,7 +354,7 @@ class _Growing:
         return view
 
     def give_back(self, num_tokens: int, num_kept: int = sys.maxsize) -> torch.Tensor:
-        """The view without its last tokens, and with those before it that are to be kept."""
+        """Removes the last tokens. A window gets earlier ones back, up to ``num_kept``."""
         room, view = cast(torch.Tensor, self.room), cast(torch.Tensor, self.view)
         end = self.start + view.shape[-2] - num_tokens
         self.start = max(end - num_kept, 0)
@@ -368,10 +363,10 @@ class _Growing:
 
 
 class SeenKeys(torch.Tensor):
-    """A mask ``[B, 1, Q, S]`` that allows (bool) or is added to scores.
+    """A mask ``[B, 1, Q, S]``, bool or added to scores.
 
-    Attention that knows it takes ``sight``. Where anything else computes with it, it becomes a mask
-    like others, which may then be changed, and ``sight`` is None.
+    Our attention takes ``sight``. Any other operation materialises the mask, which may then be
+    changed, and ``sight`` becomes None.
     """
 
     sight: Sight | None
@@ -403,8 +398,8 @@ class SeenKeys(torch.Tensor):
 
 
 def as_seen_keys(make_mask: Callable[..., Any], *, adds: bool) -> Callable[..., Any]:
-    """A function that makes masks for transformers as ``make_mask`` does, of prompts without
-    padding as `SeenKeys`. ``adds`` says that they are added to scores."""
+    """Wraps transformers' ``make_mask``: prompts without padding get `SeenKeys`. ``adds`` means
+    masks that are added to scores."""
 
     def mask(*given: Any, **asked: Any) -> Any:
         seen = None if given else _seen_keys(asked, adds=adds)
