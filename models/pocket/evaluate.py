@@ -66,8 +66,7 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
                 *_equal_rows(evaluation),
             ]
         ),
-        usage=_usage_table(evaluation["expert_usage"]),
-        samples="\n\n".join(_sample(sample) for sample in evaluation["samples"]),
+        **usage_and_samples(evaluation),
     )
 
 
@@ -100,25 +99,18 @@ def _loss(scores: dict[str, float]) -> str:
     return f"{scores['nats_per_token']:.3f} ({scores['bits_per_byte']:.3f})"
 
 
-def _usage_table(layers: list[dict[str, Any]]) -> str:
-    lines = ["| layer | least used | most used | entropy | all 16 (%) |", "|--:|--:|--:|--:|---|"]
-    for number, layer in enumerate(layers):
-        shares = " ".join(f"{100 * share:.1f}" for share in layer["shares"])
-        lines.append(
-            f"| {number} | {100 * layer['min']:.1f} % | {100 * layer['max']:.1f} % "
-            f"| {layer['entropy']:.3f} | {shares} |"
-        )
-    return "\n".join(lines)
-
-
-def _sample(sample: dict[str, str]) -> str:
-    """A prompt with its continuations, as indented code."""
-    parts = [f"**`{sample['prompt'].strip().splitlines()[0]}`**"]
-    for name in ("greedy", "sampled"):
-        text = sample["prompt"] + sample[name]
-        body = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-        parts.append(f"{name}:\n\n{body}")
-    return "\n\n".join(parts)
+def usage_and_samples(evaluation: dict[str, Any]) -> dict[str, str]:
+    """The fields of a card with the experts' usage, and prompts with sampled continuations."""
+    usage = ["| layer | least used | most used | entropy |", "|--:|--:|--:|--:|"]
+    for number, layer in enumerate(evaluation["expert_usage"]):
+        least, most = 100 * layer["min"], 100 * layer["max"]
+        usage.append(f"| {number} | {least:.1f} % | {most:.1f} % | {layer['entropy']:.3f} |")
+    samples = []
+    for sample in evaluation["samples"]:
+        text = (sample["prompt"] + sample["sampled"]).splitlines()
+        body = "\n".join(f"    {line}".rstrip() for line in text)
+        samples.append(f"**`{sample['prompt'].strip().splitlines()[0]}`**\n\n{body}")
+    return {"usage": "\n".join(usage), "samples": "\n\n".join(samples)}
 
 
 _log = logging.getLogger(__name__)

@@ -333,7 +333,11 @@ class PackedTensor(AbsentTensor):
                 if isinstance(given, PackedTensor) and given.matrix is own.matrix:
                     return own
                 refuse_change()
-            if func in _CONVERSIONS and not kwargs.get("copy") and _stays(own, func, args, kwargs):
+            if (
+                func in _CONVERSIONS
+                and not kwargs.get("copy")
+                and _is_unchanged_by(own, func, args, kwargs)
+            ):
                 return own
         if func in _REFUSED or getattr(func, "__name__", "") == "__set__":
             refuse_change()
@@ -515,7 +519,7 @@ def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> T
 _between_graphs: Any = torch.compiler.disable(_multiply_any)
 
 
-def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
+def _is_unchanged_by(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
     probe = torch.empty(0, dtype=own.dtype, device=own.device)
     converted = func(probe, *args[1:], **kwargs)
     return isinstance(converted, Tensor) and (
@@ -538,21 +542,21 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     args = [widened(part) for part in args]
     kwargs = {name: widened(part) for name, part in kwargs.items()}
-    return _read(func, args, kwargs, written)
+    return _call_reading(func, args, kwargs, written)
 
 
-class _Part(Tensor):
+class _ValuesView(Tensor):
     """A view of values that were written out. Writing to it is refused, since it would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = torch._C._disabled_torch_function_impl
-        parts = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Part)]
-        return _read(lambda *a, **k: call(func, types, a, k), args, kwargs or {}, parts)
+        parts = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _ValuesView)]
+        return _call_reading(lambda *a, **k: call(func, types, a, k), args, kwargs or {}, parts)
 
 
-def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
-    """Calls a function that may read values; marks views of them as `_Part`."""
+def _call_reading(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
+    """Calls a function that may read values; marks views of them as `_ValuesView`."""
     plainly = torch._C.DisableTorchFunctionSubclass
     with plainly():
         before = [part._version for part in values]
@@ -564,7 +568,7 @@ def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
 
         def marked(one: Any) -> Any:
             is_view = isinstance(one, Tensor) and id(one._base) in bases
-            return one.as_subclass(cast(Any, _Part)) if is_view else one
+            return one.as_subclass(cast(Any, _ValuesView)) if is_view else one
 
         return (
             type(result)(map(marked, result)) if type(result) in (list, tuple) else marked(result)

@@ -391,7 +391,7 @@ class _Repository:
             )
         return small
 
-    def tell_choice(self, files: Sequence[str], progress: Progress | None) -> None:
+    def report_choice(self, files: Sequence[str], progress: Progress | None) -> None:
         """Reports which of several GGUF models was chosen by default."""
         models = gguf_models(self.files)
         is_open = not self.name.file and not self.name.quantisation
@@ -426,14 +426,14 @@ class _Repository:
 
 def download(name: HubName, *, weights: bool, progress: Progress | None = None) -> Path:
     """Downloads missing files into the hub's cache; returns the folder or first GGUF file."""
-    found = _ask(name)
+    found = _list_repository(name)
     chosen = found.chosen()
-    found.tell_choice(chosen, progress)
+    found.report_choice(chosen, progress)
     _fetch(found, chosen, progress)
     is_gguf = chosen[0].endswith(".gguf")
     if weights and not is_gguf:
         _fetch(found, found.shards(), progress)
-    _note(found)
+    _record_revision(found)
     return found.folder / chosen[0] if is_gguf else found.folder
 
 
@@ -442,7 +442,7 @@ def download_files(
 ) -> list[Path]:
     """Downloads a data set's files of some kinds, the training part only. Raises CheckpointError if
     it has none, or several folders have some and none is named."""
-    found = _ask(name)
+    found = _list_repository(name)
     below = name.file.rstrip("/")
     own = [
         file
@@ -464,11 +464,11 @@ def download_files(
             f"to train on; found {clipped(sorted(found.files))}"
         )
     _fetch(found, chosen, progress)
-    _note(found)
+    _record_revision(found)
     return [found.folder / file for file in chosen]
 
 
-def _note(found: _Repository) -> None:
+def _record_revision(found: _Repository) -> None:
     """Records the commit of a revision after the download, so that offline use finds a complete
     one."""
     name = found.name
@@ -481,7 +481,7 @@ def _note(found: _Repository) -> None:
 
 def quantisations(name: HubName) -> dict[str, int]:
     """The GGUF models of a repository and their bytes; empty if there is no choice."""
-    files = {file: about.num_bytes for file, about in _ask(name).files.items()}
+    files = {file: about.num_bytes for file, about in _list_repository(name).files.items()}
     models = gguf_models(files)
     if name.file or len(models) < 2:
         return {}
@@ -494,9 +494,9 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
 
     Yields a folder or GGUF file whose weights have their sizes, and holes for the values.
     """
-    found = _ask(name)
+    found = _list_repository(name)
     chosen = found.chosen()
-    found.tell_choice(chosen, progress)
+    found.report_choice(chosen, progress)
     is_gguf = chosen[0].endswith(".gguf")
     if not is_gguf:
         _fetch(found, chosen, progress)
@@ -524,7 +524,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     length = int.from_bytes(beginning.read(8), "little")
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
-        with _explained(name, f"{name.repository}: "), _shown(progress) as show:
+        with _hub_errors(name, f"{name.repository}: "), _progress_or_bar(progress) as show:
             transfer = Download(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
@@ -549,7 +549,10 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             "make room, or name another folder in HF_HOME"
         )
 
-    with _explained(name := found.name, f"{name.repository}: "), _shown(progress) as show:
+    with (
+        _hub_errors(name := found.name, f"{name.repository}: "),
+        _progress_or_bar(progress) as show,
+    ):
         transfer = Download(num_bytes, show)
 
         def fetch(file: str) -> None:
@@ -562,7 +565,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
 
 
 @contextmanager
-def _shown(progress: Progress | None) -> Iterator[Progress]:
+def _progress_or_bar(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
         return
@@ -578,7 +581,7 @@ def _shown(progress: Progress | None) -> Iterator[Progress]:
         yield show
 
 
-def _ask(name: HubName) -> _Repository:
+def _list_repository(name: HubName) -> _Repository:
     """Lists a repository; without a connection, the part that was downloaded before."""
     from huggingface_hub import HfApi, constants, hf_hub_url
     from huggingface_hub.file_download import repo_folder_name
@@ -586,7 +589,7 @@ def _ask(name: HubName) -> _Repository:
     cache = Path(constants.HF_HUB_CACHE)
     place = cache / repo_folder_name(repo_id=name.repository, repo_type=name.kind)
     try:
-        with _explained(name, ""):
+        with _hub_errors(name, ""):
             info: Any = HfApi().repo_info(
                 name.repository,
                 repo_type=name.kind,
@@ -628,7 +631,7 @@ def _ask(name: HubName) -> _Repository:
 
 
 @contextmanager
-def _explained(name: HubName, lead: str) -> Iterator[None]:
+def _hub_errors(name: HubName, lead: str) -> Iterator[None]:
     """Explains an error of the hub in our words, after ``lead``."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (

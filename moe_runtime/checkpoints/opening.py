@@ -270,7 +270,7 @@ def open_checkpoint(
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
-        packed = packed_weights(quantization, _judged(config, entries), place)
+        packed = packed_weights(quantization, _used_by_transformers(config, entries), place)
     compute_dtype = _compute_dtype(dtype, config, plain_entries(entries, packed), bool(packed))
     own = _of_used(stamps, entries)
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=own)
@@ -311,7 +311,9 @@ def _of_used(
     return {file: stamp for file, stamp in stamps.items() if file in used}
 
 
-def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _used_by_transformers(
+    config: PreTrainedConfig, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
     """Tensors that `transformers` does not ignore as it does prediction layers."""
     patterns = _model_class(config)._keys_to_ignore_on_load_unexpected or ()
     ignored = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")

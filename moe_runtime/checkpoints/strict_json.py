@@ -151,6 +151,7 @@ _SMALLEST = {
 """Sizes of a model and their smallest values; some are lists with one size for each layer."""
 
 QUANTIZATION_NAMES = ("compression_config", "quantization_config")
+_NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps", "factor", "attention_factor")
 
 _WHOLE = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
@@ -187,6 +188,9 @@ def check_config(values: dict[str, Any], file: Path) -> None:
         for name in QUANTIZATION_NAMES:
             if not isinstance(part.get(name), dict | None):
                 _refuse(file, name, "an object, or left out of plain weights", part[name])
+        for name in _NUMBERS:
+            if not all(one is None or _is_real(one) for one in _each(part.get(name))):
+                _refuse(file, name, "a number", part[name])
         if part.get("return_dict") is False:
             _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():

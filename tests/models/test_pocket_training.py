@@ -108,6 +108,7 @@ def trained(folder: Path, name: str) -> Path:
     return folder / "runs"
 
 
+@pytest.mark.long  # test_desk.py trains a recipe of the same kind
 def test_the_pocket_model_is_what_its_configuration_trains(tmp_path, capsys):
     runs = trained(tmp_path, "train.toml")
     shipped = json.loads((pocket_path() / "config.json").read_text())
@@ -131,7 +132,7 @@ def test_the_pocket_model_is_what_its_configuration_trains(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["new_tokens"] == 4
 
 
-@pytest.mark.long  # the pocket model below is trained by the same code
+@pytest.mark.long  # trained by the same code
 def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path):
     from transformers import AutoModelForCausalLM
 

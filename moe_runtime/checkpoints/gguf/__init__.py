@@ -49,7 +49,7 @@ _UNREAD = {
 """Types that are not supported."""
 _PLAIN_BLOCKS: dict[int, BlockName] = {0: "f32_block", 1: "f16_block"}
 """Plain types other than bf16, for experts in a layer of mixed types."""
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_\w+_exps\.")
 _LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")  # the text around the name of a part
 _ONE_ROW = "moe_statics.e_score_correction_bias"
 _SAMPLING = {
@@ -74,19 +74,22 @@ def read_model(file: Path) -> Checkpoint:
     packed: dict[str, PackedWeight] = {}
     origins: dict[str, str] = {}
     elements: Counter[str] = Counter()
-    mixed_kinds = _BLOCKS | _PLAIN_BLOCKS
+    stacks: dict[str, list[GgufTensor]] = defaultdict(list)
+    for tensor in header.tensors:
+        if found := _EXPERTS.match(tensor.name):
+            stacks[found[1]].append(tensor)
     mixed = {  # experts' matrices in layers of mixed types
         tensor.name
-        for stacks in _stacks_of(header).values()
-        if len({tensor.type_id for tensor in stacks.values()}) > 1
-        for (_, end), tensor in stacks.items()
-        if end == "weight"
+        for of_layer in stacks.values()
+        if len({tensor.type_id for tensor in of_layer}) > 1
+        for tensor in of_layer
+        if tensor.name.endswith(".weight")
     }
     for name, tensor, expert in named_weights(header, architecture):
         if name in entries:
             header.refuse(f"{name} once", f"it twice: in {tensor.name} too")
         origins[name] = tensor.name
-        kinds = mixed_kinds if tensor.name in mixed else _BLOCKS
+        kinds = _BLOCKS | _PLAIN_BLOCKS if tensor.name in mixed else _BLOCKS
         if tensor.type_id in _PLAIN and tensor.type_id not in kinds:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
         else:
@@ -126,26 +129,6 @@ def _change(
     else:
         entry = entries[name]
         entries[name] = replace(entry, shape=change.shape(entry.shape), convert=change.convert)
-
-
-def _stacks_of(header: GgufHeader) -> dict[str, dict[tuple[str, str], GgufTensor]]:
-    """Experts' matrices and biases of each layer, by part and suffix of their names."""
-    by_layer: dict[str, dict[tuple[str, str], GgufTensor]] = defaultdict(dict)
-    for tensor in header.tensors:
-        if found := _EXPERTS.fullmatch(tensor.name):
-            by_layer[found[1]][found[2], found[3]] = tensor
-    for layer, stacks in by_layer.items():
-        some = next(iter(stacks.values()))
-        for end in sorted({end for _, end in stacks}, reverse=True):
-            gate_up = ("gate_up",) if ("gate_up", end) in stacks else ("gate", "up")
-            for part in (*gate_up, "down"):
-                name, stack = f"blk.{layer}.ffn_{part}_exps.{end}", stacks.get((part, end))
-                if stack is None or stack.shape[0] != some.shape[0]:
-                    found_here = "none" if stack is None else str(stack.shape[0])
-                    header.refuse(
-                        f"{name} of {some.shape[0]} experts beside {some.name}", found_here
-                    )
-    return by_layer
 
 
 def load_tokenizer(file: Path) -> Any:

@@ -195,10 +195,10 @@ ARCHITECTURES = {
 
 def architecture_of(header: GgufHeader) -> Architecture:
     name = header.name
-    if isinstance(name, str) and name in _MADE:
-        return _MADE[name](header)
+    if isinstance(name, str) and name in _BY_FILE:
+        return _BY_FILE[name](header)
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(sorted([*ARCHITECTURES, *_MADE]))
+        known = ", ".join(sorted([*ARCHITECTURES, *_BY_FILE]))
         found = f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
         header.unsupported(f"a GGUF file of {known}", found)
     return ARCHITECTURES[name]
@@ -773,7 +773,7 @@ def _split_projections(model: PreTrainedModel) -> None:
             module.in_proj_qkvz = SplitProjection(module)
 
 
-_MADE: Mapping[str, Callable[[GgufHeader], Architecture]] = {
+_BY_FILE: Mapping[str, Callable[[GgufHeader], Architecture]] = {
     "deepseek2": deepseek2,
     "ernie4_5-moe": ernie4_5_moe,
     "glm4moe": glm4moe,

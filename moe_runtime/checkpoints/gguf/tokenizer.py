@@ -225,10 +225,10 @@ def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> T
         is_token = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
         if is_token and type(number) is int and 0 <= number < len(tokens):
             named[key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")] = number
-    return _with_ends(tokens, ids, [*kinds[: len(tokens)]], named)
+    return _with_end_tokens(tokens, ids, [*kinds[: len(tokens)]], named)
 
 
-def _with_ends(
+def _with_end_tokens(
     tokens: list[str], ids: dict[str, int], kinds: list[int], named: dict[str, int]
 ) -> TextVocabulary:
     """Finds the tokens that end a text, and makes them control tokens."""
@@ -283,10 +283,10 @@ def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> An
     for end, is_added in adds.items():
         if is_added and end not in vocabulary.named:
             refuse(file, f"{end}_token_id, as {end.upper()} is added to texts", "none")
-    return _wrapped(made, metadata, vocabulary, adds, file)
+    return _to_transformers(made, metadata, vocabulary, adds, file)
 
 
-def _wrapped(
+def _to_transformers(
     made: Any,
     metadata: Mapping[str, Any],
     vocabulary: TextVocabulary,

@@ -209,7 +209,7 @@ def pack_checkpoint(
     checkpoint = open_checkpoint(path_or_id, "auto", progress=progress)
     require_plain(checkpoint, "packing" if quantize is None else "quantising")
     way = f"--code {code or 'planes'}" if quantize is None else f"--quantize {quantize}"
-    _require_ours(Path(folder), checkpoint.folder, way)
+    _require_own_content(Path(folder), checkpoint.folder, way)
     check_output_folder(folder, "packed checkpoint")
     require_replaceable(Path(os.path.realpath(folder)))
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
@@ -231,7 +231,7 @@ def pack_checkpoint(
     )
 
 
-def _require_ours(folder: Path, source: Path, way: str) -> None:
+def _require_own_content(folder: Path, source: Path, way: str) -> None:
     """Refuses a folder with content that a packed checkpoint must not replace."""
     place, staging = Path(os.path.realpath(folder)), staging_of(folder)
     if Path(os.path.realpath(source)).is_relative_to(place):
@@ -243,7 +243,7 @@ def _require_ours(folder: Path, source: Path, way: str) -> None:
     read_progress(staging)
     if not place.is_dir() or not any(place.iterdir()):
         return
-    was, files = _written_earlier(place)
+    was, files = _earlier_packing(place)
     other = {path.name for path in place.iterdir()} - files
     if other:
         raise ValueError(
@@ -255,14 +255,14 @@ def _require_ours(folder: Path, source: Path, way: str) -> None:
             f"{folder} was written with {was}, and would be replaced by one with {way}; name "
             "another folder, or remove this one"
         )
-    if _model_of(place) != _model_of(source):
+    if _model_settings(place) != _model_settings(source):
         raise ValueError(
             f"{folder} holds a packed checkpoint of another model, as its config.json says; name "
             "another folder, or remove this one"
         )
 
 
-def _written_earlier(folder: Path) -> tuple[str | None, set[str]]:
+def _earlier_packing(folder: Path) -> tuple[str | None, set[str]]:
     """The option that a folder was packed with, and its files; None if it was not packed."""
     if report := read_report(folder):
         return f"--quantize {report.scheme}", set(report.files)
@@ -272,7 +272,7 @@ def _written_earlier(folder: Path) -> tuple[str | None, set[str]]:
     return None, set()
 
 
-def _model_of(folder: Path) -> dict[str, Any]:
+def _model_settings(folder: Path) -> dict[str, Any]:
     """The settings in `config.json` other than the quantisation."""
     try:
         config = parse_object((folder / "config.json").read_bytes(), has_infinity=True)
