@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
 from moe_runtime.models.pocket.evaluate import (
     HeldOut,
-    active_parameters,
     at_equal_tokens,
-    copy_model,
     kept_scores,
     render_card,
 )
@@ -130,21 +127,6 @@ def test_the_pocket_model_is_what_its_configuration_trains(tmp_path, capsys):
     command = ["run", str(runs / "moe" / "model"), "--prompt", "The for", "-n", "4", "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)["new_tokens"] == 4
-
-
-@pytest.mark.long  # trained by the same code
-def test_the_dense_baseline_is_as_large_as_the_active_part(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    runs = trained(tmp_path, "train-dense.toml")
-    dense: Any = AutoModelForCausalLM.from_pretrained(runs / "dense" / "model")
-    moe: Any = AutoModelForCausalLM.from_pretrained(pocket_path())
-    routers = sum(p.numel() for name, p in moe.named_parameters() if name.endswith("gate.weight"))
-    assert active_parameters(moe) - routers == dense.num_parameters()
-    spent = copy_model(runs / "dense", tmp_path / "copied")
-    assert spent["steps"] == 2
-    assert spent["tokens"] == 1024
-    assert (tmp_path / "copied" / "model.safetensors").is_file()
 
 
 def test_the_baseline_of_an_earlier_evaluation_is_kept_for_the_same_text_only():

@@ -88,23 +88,12 @@ def read_progress(staging: Path) -> dict[str, Any] | None:
         raise ValueError(f"{staging} {advice}: it holds something else")
     try:
         values = parse_object(path.read_bytes())
-        origin, shards = values["origin"], [_written_file(shard) for shard in values["shards"]]
+        origin, shards = values["origin"], [WrittenFile(**shard) for shard in values["shards"]]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} cannot be read; {staging} {advice}") from None
     if any(left.is_dir() for left in staging.iterdir()):
         raise ValueError(f"{staging} {advice}: it holds folders, which no run makes")
     return {"origin": origin, "shards": shards}
-
-
-def _written_file(shard: Any) -> WrittenFile:
-    """Raises KeyError, TypeError or ValueError: it is none."""
-    file, pieces, notes = (shard[name] for name in ("file", "pieces", "notes"))
-    if type(file) is not str or type(pieces) is not list or type(notes) is not list:
-        raise ValueError(f"expected a file and its experts, found {shard}")
-    for begin, size, digest in pieces or [(0, 0, 0)]:
-        if {type(begin), type(size), type(digest)} != {int} or begin < 0 or size < 1:
-            raise ValueError(f"expected begin, bytes and digest of pieces, found {pieces}")
-    return WrittenFile(file, pieces, notes)
 
 
 class GrowingFile:
