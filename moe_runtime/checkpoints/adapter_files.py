@@ -55,7 +55,7 @@ def _by_name(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _RANK, _SCALE = "a whole number from 1 on", "a finite number"
-_APPLIED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+APPLIED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "r": (_RANK, _is_rank),
     "lora_alpha": (_SCALE, _is_scale),
     "use_rslora": ("true or false", _is_bool),
@@ -69,7 +69,7 @@ _APPLIED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "use_dora": ("true or false", _is_bool),
 }
 """Settings that are applied, and their values."""
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         # origin and purpose
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -80,7 +80,7 @@ _IGNORED = frozenset(
         *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
     }
 )
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), (False,)),
     **dict.fromkeys(("modules_to_save", "layer_replication"), ([],)),
     **dict.fromkeys(("trainable_token_indices", "alora_invocation_tokens", "megatron_config"), ()),
@@ -164,17 +164,17 @@ class AdapterSettings:
         for name, value in self._values.items():
             if value is None and name not in ("r", "lora_alpha"):
                 continue
-            if name in _APPLIED:
-                expected, is_sound = _APPLIED[name]
+            if name in APPLIED:
+                expected, is_sound = APPLIED[name]
                 if not is_sound(value):
                     raise self._refusal(name, expected)
-            elif name in _NEUTRAL:
-                if value not in _NEUTRAL[name]:
+            elif name in NEUTRAL:
+                if value not in NEUTRAL[name]:
                     raise UnsupportedModelError(
                         f"{self._file}: {name} is {clipped(value)}, so the adapter is more than "
                         "products of low rank; merge the adapter into a checkpoint of its own"
                     )
-            elif name not in _IGNORED:
+            elif name not in IGNORED:
                 raise UnsupportedModelError(
                     f"{self._file}: {clipped(name)} is a setting that is not known here, so the "
                     "adapter may compute something else; remove it if it has no effect, or merge "
