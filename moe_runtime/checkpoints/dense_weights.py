@@ -460,9 +460,7 @@ def may_stay_in_file(model: PreTrainedModel, name: str, entry: Weight) -> bool:
     )
 
 
-def _is_own_weight(
-    model: PreTrainedModel, name: str, weight: Weight, parameter: nn.Parameter
-) -> bool:
+def _is_own_weight(model: PreTrainedModel, name: str, weight: Weight, parameter: Tensor) -> bool:
     """Whether a weight has its parameter's shape, is not tied, and keeps the model's dtype."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     wide = private.dtype_plan(model, parameter.dtype)
