@@ -197,7 +197,6 @@ class AdapterSettings:
 
 
 def _of_pattern(values: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
-    """The value of the first pattern that a name ends with."""
     for pattern, value in (values or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value

@@ -195,7 +195,6 @@ def load_dense(
 
 
 def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
-    """Keeps transformers from initialising or tying expert parameters."""
     for module in experts.modules:
         # some families initialise their experts from the block around them
         block = model.get_submodule(module.name.rpartition(".")[0])
