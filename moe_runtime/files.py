@@ -601,7 +601,6 @@ def new_held_folder(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _carry_over(old: Path, new: Path, keeps: Callable[[Path], bool] | None) -> None:
-    """Links the entries to keep of the old folder into the new one."""
     if keeps is None:
         return
     for entry in sorted(old.iterdir()):
@@ -681,7 +680,6 @@ def _clean_up(place: Path, new: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Flushes every file of a folder, and the folders themselves, to the disk."""
     for where, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(where, name)

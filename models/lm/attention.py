@@ -92,7 +92,6 @@ def fold_order(folds: int) -> list[int]:
 
 
 def _chunks_in(whole: Tensor, order: list[int]) -> Tensor:
-    """Reorders the equal chunks of dimension 1."""
     if len(order) == 1:
         return whole
     chunks = whole.chunk(len(order), 1)
@@ -118,7 +117,6 @@ class RotaryTable(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self, max_positions: int) -> dict[str, Tensor]:
-        """Cosines and sines, shaped to broadcast over `[B, C, heads, W/2]`."""
         exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim
         frequencies = 1.0 / self._theta**exponents
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies

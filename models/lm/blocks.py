@@ -125,7 +125,6 @@ def _feed_forward(config: LanguageModelConfig, layer: int) -> nn.Module:
 
 
 def _layer_settings(moe: ExpertsConfig) -> dict[str, Any]:
-    """The keyword arguments of `MoELayer`."""
     return {
         field.name: getattr(moe, field.name)
         for field in dataclasses.fields(moe)

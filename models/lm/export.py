@@ -86,7 +86,6 @@ def hugging_face_config(
 
 
 def _gate(config: LanguageModelConfig, moe: ExpertsConfig) -> Gate:
-    """A gate of the model's kind, for its settings."""
     return make_gate(moe.gate, config.hidden_size, moe.num_experts, moe.top_k, **moe.gate_options)
 
 
@@ -319,7 +318,6 @@ def import_hugging_face(model: LanguageModel, folder: Path) -> None:
 
 
 def _other_settings(model: LanguageModel, folder: Path) -> Iterator[str]:
-    """Differences between the checkpoint's configuration and the model's."""
     from transformers import AutoConfig
 
     hugging_face_family(model.config)

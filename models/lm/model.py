@@ -179,7 +179,6 @@ class LanguageModel(nn.Module):
 
 
 def _policy_loss(layer: MoELayer, rewards_T: Tensor) -> Tensor:
-    """The loss of a sampling gate from the rewards of its tokens."""
     assert isinstance(layer.gate, Reinforce), "other gates do not sample"
     policy = None if layer.aux is None else layer.aux.routing.policy
     if policy is None:

@@ -117,7 +117,6 @@ def _library(folder: Path) -> Iterator[Document]:
 
 
 def _split(relative: Path, source: str, tree: ast.Module) -> Iterator[Document]:
-    """A document of a file's docstrings and one of its code."""
     parts = relative.with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
     name = f"module:{relative.as_posix()}"

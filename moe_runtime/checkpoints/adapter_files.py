@@ -106,11 +106,10 @@ class AdapterSettings:
         self._values = found
         self._require_sound()
         self._parameters = found.get("target_parameters") or ()
-        self._targets = found.get("target_modules")
-        if self._targets is None:
-            if not self._parameters:
-                raise self._refusal("target_modules", "names or a pattern")
-            self._targets = []
+        self._targets: Any = found.get("target_modules")
+        if self._targets is None and not self._parameters:
+            raise self._refusal("target_modules", "names or a pattern")
+        self._targets = [] if self._targets is None else self._targets
         self._excluded = found.get("exclude_modules") or ()
         self._layers = found.get("layers_to_transform")
         patterns = found.get("layers_pattern") or ()
@@ -198,7 +197,6 @@ class AdapterSettings:
 
 
 def _of_pattern(values: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
-    """The value of the first pattern that a name ends with."""
     for pattern, value in (values or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value

@@ -195,7 +195,6 @@ def load_dense(
 
 
 def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
-    """Keeps transformers from initialising or tying expert parameters."""
     for module in experts.modules:
         # some families initialise their experts from the block around them
         block = model.get_submodule(module.name.rpartition(".")[0])
@@ -460,9 +459,7 @@ def may_stay_in_file(model: PreTrainedModel, name: str, entry: Weight) -> bool:
     )
 
 
-def _is_own_weight(
-    model: PreTrainedModel, name: str, weight: Weight, parameter: nn.Parameter
-) -> bool:
+def _is_own_weight(model: PreTrainedModel, name: str, weight: Weight, parameter: Tensor) -> bool:
     """Whether a weight has its parameter's shape, is not tied, and keeps the model's dtype."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     wide = private.dtype_plan(model, parameter.dtype)

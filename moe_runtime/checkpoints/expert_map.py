@@ -565,7 +565,6 @@ def _convert(
 
 
 def _placeholder(index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype) -> Tensor:
-    """A tensor that represents the weight's elements."""
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
     sizes = (*entry.lead, entry.num_rows, entry.num_cols)

@@ -57,8 +57,6 @@ _NOT_COPIED = (
 
 @dataclass
 class _Output:
-    """A file of the new checkpoint."""
-
     path: Path
     header: bytes = b""  # in the format of safetensors, length included
     offsets: dict[str, int] = field(default_factory=dict)  # first byte of each tensor, by name
@@ -236,7 +234,6 @@ class LikeCheckpoint:
     def _dense_tensors(
         self, state: Mapping[str, Tensor], *, same_shapes: bool = True
     ) -> dict[str, Tensor]:
-        """The dense tensors of the checkpoint by name."""
         targets = {f"{m.name}.{name}" for m in self._experts.modules for name in m.parameters}
         state = {name: tensor for name, tensor in state.items() if name not in targets}
         reverted = private.revert_weight_conversion(self._model, dict(state))

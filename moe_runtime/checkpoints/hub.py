@@ -791,7 +791,6 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
 
 
 def _formats(config: dict[str, Any], files: dict[str, Any]) -> list[str]:
-    """GGUF quantisations, or the format of the weights."""
     labels = [label_of(stem) for stem in gguf_models(files)]
     if labels:
         return labels

@@ -328,7 +328,6 @@ def _used_by_transformers(
 
 
 def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Sets the dtype of a configuration and all nested ones."""
     config.dtype = dtype
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:

@@ -315,7 +315,7 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
     values = json.loads(file.read_text())
     auto_map = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
     file.write_text(json.dumps(values | {"model_type": "kimi_k2", "auto_map": auto_map}))
-    model = moe_runtime.load(folder, device="cpu")
+    model: Any = moe_runtime.load(folder, device="cpu")
     with model.moe:
         assert model.moe.facts.signature.model_type == "deepseek_v3"
         assert type(model).__name__ == "DeepseekV3ForCausalLM"

@@ -239,7 +239,7 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
     (tmp_path / "blocked.packing").symlink_to(tmp_path / "nowhere")
     kept = [home, packed, quantised, within / "original", grown]
     before = [contents(folder) for folder in kept]
-    for checkpoint, folder, options, words in (
+    refusals: list[tuple[Path, Path, dict[str, Any], str]] = [
         (source, home, {}, "holds letter, which is no part"),
         (source, source, {}, "is the checkpoint to be packed"),
         (source, tmp_path / "new", {"code": "zip"}, "code must be planes or none"),
@@ -253,7 +253,8 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
         (grown, tmp_path / "model", {}, "where the checkpoint lies"),
         (source, tmp_path / "model", {}, "is in the way"),
         (source, blocked, {}, "is in the way"),
-    ):
+    ]
+    for checkpoint, folder, options, words in refusals:
         with pytest.raises(ValueError, match=words):
             pack_checkpoint(checkpoint, folder, **options)
     assert [contents(folder) for folder in kept] == before

@@ -87,7 +87,6 @@ def shape_in_words(weight: Weight) -> str:
 
 
 def _refuse_other(settings: Settings, method: str, entries: Mapping[str, TensorEntry]) -> NoReturn:
-    """Raises: no weight is in the format that the configuration names."""
     sign = sign_of(entries, method)
     cause = f"but {sign}: correct quant_method" if sign else "remove the part if none is quantised"
     raise UnsupportedModelError(

@@ -67,7 +67,6 @@ def gptq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iter
 
 
 def _require_order(entry: TensorEntry, weight: PackedWeight, found: torch.Tensor) -> None:
-    """Checks that the groups follow the order of the columns."""
     cols = weight.num_cols
     group = weight.format.group_cols or cols
     expected = torch.arange(cols, dtype=found.dtype) // group

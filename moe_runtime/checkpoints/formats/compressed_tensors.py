@@ -34,8 +34,6 @@ _PACKED, _SCALES = ".weight_packed", ".weight_scale"
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module with a quantised weight."""
-
     name: str
     how: Settings  # its part of the configuration
     entries: Mapping[str, TensorEntry]
@@ -86,7 +84,6 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
 
 
 def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list[str]) -> None:
-    """Refuses byte codes without scales."""
     module = name.removesuffix(".weight")
     is_alone = module != name and f"{module}{_SCALES}" not in entries
     if is_alone and entries[name].dtype in ("I8", "F8_E4M3") and not matches(module, ignored):
@@ -94,7 +91,6 @@ def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
-    """The settings and format of the weights of each target in `config_groups`."""
     groups = settings.part("config_groups")
     found = {}
     for name in groups.values:
@@ -178,8 +174,6 @@ def _with_zero_points(
 
 
 class _Floats(NamedTuple):
-    """A format of floats."""
-
     suffix: str
     dtype: str
     codes: CodeName

@@ -73,7 +73,6 @@ def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | No
 
 
 def _whole(scales: TensorEntry, codes: TensorEntry) -> tuple[int, int]:
-    """Rows and columns that share a scale, from the shape of the scales."""
     *lead, rows, _ = codes.shape
     found = [size for size in scales.shape if size != 1]
     if found == [size for size in lead if size != 1]:

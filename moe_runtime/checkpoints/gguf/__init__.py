@@ -116,7 +116,6 @@ def read_model(file: Path) -> Checkpoint:
 def _change(
     name: str, change: ValueChange, entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]
 ) -> None:
-    """Converts a weight to the model's form when it is read."""
     if name in packed and change.shape is not tuple:
         raise UnsupportedModelError(
             f"{one_line(str(packed[name].codes.file))}: {name} is quantised; expected F32, F16 or "
@@ -161,7 +160,6 @@ def generation_settings(file: Path) -> GenerationConfig | None:
 
 
 def _vocabulary_of(file: Path) -> tuple[dict[str, Any], int]:
-    """The metadata with texts, and the number of token embeddings."""
     header = _read_parts(file, with_texts=True)
     tables = (each.shape[0] for each in header.tensors if each.name == "token_embd.weight")
     return header.metadata, next(tables, 0)
@@ -193,7 +191,6 @@ def _read_parts(file: Path, *, with_texts: bool = False) -> GgufHeader:
 def _entry(
     name: str, tensor: GgufTensor, expert: int, dtype: str, shape: tuple[int, ...]
 ) -> TensorEntry:
-    """A tensor, or one matrix of a stack, with this type and these sizes."""
     if expert < 0:
         # gates with one output, and ERNIE's corrections, are vectors in files
         if len(shape) == 1 and name.endswith(("_gate.weight", _ONE_ROW)):

@@ -351,8 +351,6 @@ def _number(header: GgufHeader, key: str, value: Any = None) -> Any:
 
 
 def _positions(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
-    """The rotation settings; a factor without a type is linear, as in llama.cpp."""
-
     def given(key: str, otherwise: Any = None) -> Any:
         return otherwise if header.value(key) is None else _number(header, key)
 
@@ -585,13 +583,11 @@ def qwen3next(header: GgufHeader) -> Architecture:
 
 
 def _rows_of(header: GgufHeader, name: str) -> int:
-    """Rows of the matrices with this name; 0 if there are none."""
     tensor = header.parts.get(name)
     return 0 if tensor is None or len(tensor.shape) < 2 else tensor.shape[-2]
 
 
 def _head_dim(header: GgufHeader) -> int:
-    """The size of a head, from the query rows and the number of heads."""
     rows, heads = _rows_of(header, "attn_q.weight"), header.value("attention.head_count")
     if type(heads) is not int or heads < 1 or not rows or rows % heads:
         header.refuse("a matrix attn_q with as many rows for each head", clipped(heads))
@@ -670,8 +666,6 @@ def _yarn(value: Any) -> Mapping[str, Any]:
 
 
 def _linear_attention(header: GgufHeader, name: str) -> Architecture:
-    """The common part of `qwen3next` and `qwen35moe`."""
-
     def size(key: str) -> int:
         found = header.value(key)
         if type(found) is not int or found < 1:

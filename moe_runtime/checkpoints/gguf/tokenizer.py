@@ -293,7 +293,6 @@ def _to_transformers(
     adds: Mapping[str, bool],
     file: Path,
 ) -> Any:
-    """A tokenizer of transformers with the special and added tokens."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -331,7 +330,6 @@ def _to_transformers(
 def _byte_pairs(
     metadata: Mapping[str, Any], vocabulary: TextVocabulary, split: WordSplit, file: Path
 ) -> Any:
-    """Merges pairs within words, in the order of the file's list."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     made = Tokenizer(

@@ -273,7 +273,6 @@ def _earlier_packing(folder: Path) -> tuple[str | None, set[str]]:
 
 
 def _model_settings(folder: Path) -> dict[str, Any]:
-    """The settings in `config.json` other than the quantisation."""
     try:
         config = parse_object((folder / "config.json").read_bytes(), has_infinity=True)
     except (OSError, ValueError):

@@ -92,8 +92,6 @@ class _Field(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A weight of the new checkpoint."""
-
     name: str  # of the weight, or of its stack
     matrices: tuple[str, ...]  # of an expert; rows of these matrices alternate
     shape: tuple[int, int]  # N, K
@@ -279,7 +277,6 @@ class QuantizedWriter(CheckpointWriter):
             yield _Target(name, matrices, (len(matrices) * rows, cols), key.expert, num_experts)
 
     def _make_kind(self) -> WeightFormat:
-        """The format of codes and scales, the same for all experts."""
         if self._scheme == "mxfp4":
             self._group((_MX_GROUP,))
             return WeightFormat("e2m1", "e8m0", group_cols=_MX_GROUP)

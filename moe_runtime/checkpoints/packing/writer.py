@@ -195,7 +195,6 @@ class CheckpointWriter(abc.ABC):
         self._write_done()
 
     def _write_experts(self, source: ExpertSource) -> None:
-        """Writes the missing files of experts; each is read back and compared."""
         sizes = [sum(map(self._bytes_of, keys)) for keys in self._plan]
         done, total = sum(sizes[: len(self.done)]), sum(sizes)
         self._require_room()
@@ -242,7 +241,6 @@ class CheckpointWriter(abc.ABC):
         write_text(staging / self.report_name, report)
 
     def _require_experts(self) -> None:
-        """Opens the new checkpoint and finds its experts."""
         new = open_checkpoint(self._staging, self.checkpoint.dtype)
         found = map_experts(build_on_meta(new), new).layouts.keys()
         if found != self.experts.layouts.keys():
