@@ -171,11 +171,7 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str,
 def load_tokenizer(folder: Path) -> Any:
     if not folder.is_file():
         read_config(folder)  # its errors are not the tokenizer's
-    tokenizer = read_tokenizer(folder)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer if there are no files
-        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
-    return tokenizer
+    return read_tokenizer(folder)
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -189,6 +185,8 @@ def read_tokenizer(folder: Path) -> Any:
     files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
     for file in files:
         _read_whole(file)
+    if not _has_vocabulary(folder):  # transformers would make an empty tokenizer
+        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
     try:
         with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
             return AutoTokenizer.from_pretrained(
@@ -197,16 +195,18 @@ def read_tokenizer(folder: Path) -> Any:
     except CheckpointError:
         for file in files:
             _read_object(file)
-        if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
-            raise CheckpointError(f"{folder}: has no tokenizer.json") from None
         raise
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
     """Ids of all tokens of a tokenizer; None if a checkpoint has none."""
-    if not folder.is_file() and not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+    if not folder.is_file() and not _has_vocabulary(folder):
         return None
     return read_tokenizer(folder).get_vocab()
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

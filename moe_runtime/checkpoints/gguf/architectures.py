@@ -530,7 +530,7 @@ def deepseek2(header: GgufHeader) -> Architecture:
 
 def qwen35moe(header: GgufHeader) -> Architecture:
     """Qwen3.5 and 3.6."""
-    row = _linear_attention(header, "qwen35moe")
+    row = _linear_attention(header)
     num_keys, num_values = (header.value(f"ssm.{e}") for e in ("group_count", "time_step_rank"))
     width = row.constants["linear_value_head_dim"]
     heads = functools.partial(_of_one_key, num_keys=num_keys, num_values=num_values)
@@ -556,16 +556,8 @@ def qwen35moe(header: GgufHeader) -> Architecture:
 
 def qwen3next(header: GgufHeader) -> Architecture:
     """Qwen3-Next."""
-    row = _linear_attention(header, "qwen3next")
-    names = {tensor.name.removesuffix(".weight") for tensor in header.tensors}
-    projections = ["attn_qkv", "attn_gate"]
-    is_split = not any(name.endswith(".ssm_in") for name in names)
-    expected = projections if is_split else ["ssm_in"]
-    for layer, kind in enumerate(row.constants["layer_types"]):
-        found = [part for part in (*projections, "ssm_in") if f"blk.{layer}.{part}" in names]
-        if kind == "linear_attention" and found != expected:
-            wanted = f"blk.{layer}.ssm_in as in other layers, or attn_qkv and attn_gate in all"
-            header.refuse(wanted, " and ".join(found) or "none")
+    row = _linear_attention(header)
+    is_split = not any(tensor.name.endswith(".ssm_in.weight") for tensor in header.tensors)
     return replace(
         row,
         model_type="qwen3_next",
@@ -665,13 +657,8 @@ def _yarn(value: Any) -> Mapping[str, Any]:
     return {"attention_factor": 1.0, "mscale": scale, "mscale_all_dim": scale, **found}
 
 
-def _linear_attention(header: GgufHeader, name: str) -> Architecture:
-    def size(key: str) -> int:
-        found = header.value(key)
-        if type(found) is not int or found < 1:
-            header.refuse(f"{name}.{key} of at least 1 among its metadata", clipped(found))
-        return found
-
+def _linear_attention(header: GgufHeader) -> Architecture:
+    size = functools.partial(_number, header)
     num_keys, num_values = size("ssm.group_count"), size("ssm.time_step_rank")
     _, all_widths = size("ssm.state_size"), size("ssm.inner_size")
     if num_values % num_keys or all_widths % num_values:
