@@ -370,12 +370,12 @@ def map_experts(
             name = f"{module.name}.{parameter}"
             stacked, sources = converted.get(name, (None, ()))
             is_padded = getattr(module.module, "may_be_padded", False)
-            if not is_padded:
-                require_all_experts(sources, module.num_experts, plain)
-            elif isinstance(stacked, Tensor):
+            if is_padded and isinstance(stacked, Tensor):
                 stacked = stacked[: module.num_experts]
             expected = module.module.get_parameter(parameter).shape
             if not isinstance(stacked, Tensor) or stacked.shape != expected:
+                if not is_padded:
+                    _require_all_experts(sources, module.num_experts, plain)
                 _refuse_parameter(name, sources, named, plain, expected, stacked)
             slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
@@ -384,6 +384,9 @@ def map_experts(
             for name in MATRICES
             if name in rows
         }
+        for of_experts in placed.values():
+            # conversions stack experts by their order, whatever their numbers
+            _require_all_experts([one.name for one in of_experts], module.num_experts, plain)
         _require_one_type(module.name, placed)
         first = {name: found[0] for name, found in placed.items()}
         experts.matrices.append(
@@ -601,13 +604,13 @@ def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -
 _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
 
 
-def require_all_experts(
-    sources: Iterable[str], num_experts: int, entries: Mapping[str, TensorEntry]
+def _require_all_experts(
+    names: Iterable[str], num_experts: int, entries: Mapping[str, TensorEntry]
 ) -> None:
     """Refuses experts of a layer whose numbers do not match the configuration."""
     by_stem: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for source in sources:
-        if match := _NUMBERED.fullmatch(source):
+    for name in names:
+        if match := _NUMBERED.fullmatch(name):
             by_stem[match[1], match[3]].add(int(match[2]))
     for (head, tail), numbers in sorted(by_stem.items()):
         if len(numbers) < 2:
