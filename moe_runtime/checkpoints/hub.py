@@ -469,8 +469,7 @@ def download_files(
 
 
 def _record_revision(found: _Repository) -> None:
-    """Records the commit of a revision after the download, so that offline use finds a complete
-    one."""
+    """Records the commit of a revision; last, so that offline use finds a complete one."""
     name = found.name
     reference = found.folder.parent.parent / "refs" / name.revision
     is_noted = reference.is_file() and reference.read_text() == found.commit
@@ -524,7 +523,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     length = int.from_bytes(beginning.read(8), "little")
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
-        with _hub_errors(name, f"{name.repository}: "), _progress_or_bar(progress) as show:
+        with _hub_errors(name, f"{name.repository}: "), _bar_or(progress) as show:
             transfer = Download(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
@@ -551,7 +550,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
 
     with (
         _hub_errors(name := found.name, f"{name.repository}: "),
-        _progress_or_bar(progress) as show,
+        _bar_or(progress) as show,
     ):
         transfer = Download(num_bytes, show)
 
@@ -565,7 +564,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
 
 
 @contextmanager
-def _progress_or_bar(progress: Progress | None) -> Iterator[Progress]:
+def _bar_or(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
         return
