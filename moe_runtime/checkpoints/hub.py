@@ -523,7 +523,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     length = int.from_bytes(beginning.read(8), "little")
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
-        with _hub_errors(name, f"{name.repository}: "), _bar_or(progress) as show:
+        with _hub_errors(name, f"{name.repository}: "), _progress_bar(progress) as show:
             transfer = Download(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
@@ -548,10 +548,8 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             "make room, or name another folder in HF_HOME"
         )
 
-    with (
-        _hub_errors(name := found.name, f"{name.repository}: "),
-        _bar_or(progress) as show,
-    ):
+    name = found.name
+    with _hub_errors(name, f"{name.repository}: "), _progress_bar(progress) as show:
         transfer = Download(num_bytes, show)
 
         def fetch(file: str) -> None:
@@ -564,7 +562,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
 
 
 @contextmanager
-def _bar_or(progress: Progress | None) -> Iterator[Progress]:
+def _progress_bar(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
         return
@@ -790,8 +788,7 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
 
 
 def _formats(config: dict[str, Any], files: dict[str, Any]) -> list[str]:
-    labels = [label_of(stem) for stem in gguf_models(files)]
-    if labels:
+    if labels := [label_of(stem) for stem in gguf_models(files)]:
         return labels
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
