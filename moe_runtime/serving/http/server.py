@@ -1,4 +1,4 @@
-"""What all endpoints share: models, limits, metrics, the log, and whether the server is ready."""
+"""The state that all endpoints share: models, limits, metrics, the log, and readiness."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
 from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
-from moe_runtime.serving.http.model_table import ModelTable, Place
-from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.model_table import ModelTable
+from moe_runtime.serving.http.served_model import Place, ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
 
 ValueT = TypeVar("ValueT")
 
 _BODIES_AT_ONCE = 4
-"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
+"""Bodies of the greatest length that may be in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one request may ask for.
+    """Limits of one request.
 
     Attributes:
-        head_seconds: until its head is whole, from the connection's beginning or its own.
-        body_seconds: from its head to the end of its body.
-        sending_seconds: in which its client takes nothing of what is sent.
-        choices: sequences, all prompts and ``n`` of each.
-        seconds: from its arrival to the end of its answer.
+        head_seconds: from the beginning of the connection or the head to the end of the head.
+        body_seconds: from the head to the end of the body.
+        sending_seconds: while the client reads nothing.
+        choices: sequences: ``n`` for each prompt.
+        seconds: from the arrival to the end of the answer.
     """
 
     body_bytes: int = 1 << 20
@@ -55,10 +55,10 @@ class Access:
     """Which requests are accepted.
 
     Attributes:
-        keys: one of them must come with a request; any request is accepted where there is none.
-        origins: pages of other origins that may read answers in a browser; ``*`` for all.
-        hosts: names by which the server may be called; None for any.
-        shares_prefixes: requests find the prefixes that requests with another key left.
+        keys: requests must have one of them; without keys every request is accepted.
+        origins: origins of pages that may read answers in a browser; ``*`` for all.
+        hosts: valid names of the server; None for any.
+        shares_prefixes: requests with different keys share the prefix cache.
     """
 
     keys: Sequence[str] = ()
@@ -67,19 +67,19 @@ class Access:
     shares_prefixes: bool = False
 
     def owner_of(self, key: str) -> str:
-        """The name under which what a key left is kept: nothing of the key can be read."""
-        if not self.keys:
-            return ""
-        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        """The owner of prefixes and responses: a digest that does not reveal the key."""
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if self.keys else ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Asked:
-    """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
+    """A request while it is answered: ``scope["asked"]`` of its connection.
 
-    ``client`` is whose turn it takes: the number of a key, or an address. ``owner`` is whose
-    responses and grammars it finds, and whose prefixes unless those are shared. ``body_bytes``
-    count as long as they are held. ``place`` has the model that it holds.
+    Attributes:
+        client: number of its key, or its address; clients take turns.
+        owner: finds its responses and grammars, and its prefixes unless these are shared.
+        body_bytes: memory of its body and pictures that it holds now.
+        place: of the model that it holds.
     """
 
     request_id: str
@@ -102,9 +102,11 @@ class Asked:
 class Server:
     """The state of one server; the first model answers requests that name none.
 
-    ``is_divided``: among processes, which keep the model. ``has_ended``: what is not answered by
-    now is not answered. ``num_body_bytes`` are of the bodies that are held now, until the engine
-    has the tokens.
+    Attributes:
+        is_divided: several processes hold the model.
+        is_draining: new requests are refused.
+        has_ended: running requests end with an error.
+        num_body_bytes: memory of bodies and pictures, which go when the engine has the tokens.
     """
 
     models: ModelTable
@@ -118,8 +120,8 @@ class Server:
     num_body_bytes: int = 0
     kept: KeptResponses = field(default_factory=KeptResponses)
     metrics: Metrics = field(init=False)
-    # Tokenizers are slow with long texts; one thread keeps them out of the loop. Grammars take
-    # seconds where they are meant to, and have another, which those without a grammar pass by.
+    # Tokenizers are slow with long texts, so they have a thread. Hostile grammars take seconds, so
+    # requests with grammars have another one.
     worker: ThreadPoolExecutor = field(init=False)
     grammar_worker: ThreadPoolExecutor = field(init=False)
     _turns: tuple[ClientTurns, ClientTurns] = field(init=False)
@@ -134,11 +136,10 @@ class Server:
         self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def _engines(self) -> dict[str, Engine]:
-        """Those of loaded models."""
         return {model.name: model.engine for model in self.models.values() if model.parent is None}
 
     def name_of(self, name: str | None) -> str:
-        """The name that a request gives a model, which it may leave out."""
+        """The name of a served model; None for the first one."""
         names = self.models.names
         if name is not None and name not in names:
             raise ApiError(
@@ -150,14 +151,14 @@ class Server:
         return names[0] if name is None else name
 
     async def hold(self, asked: Asked, name: str | None) -> ServedModel:
-        """The model that a request names, once it is loaded; it stays so until the request ends."""
+        """Waits until a model is loaded; it stays loaded until the request ends."""
         if self.is_draining:
             raise shutting_down()
         name = self.name_of(name)
         late = too_slow(self.limits.seconds)
         async with self._until(asked.deadline_s, self._preparing, late):
             asked.place = await self.models.hold(name)
-        if name not in asked.place.served:  # an adapter that was unloaded meanwhile
+        if name not in asked.place.served:  # an adapter was unloaded meanwhile
             self.name_of(name)
         return asked.place.served[name]
 
@@ -168,24 +169,24 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests: it does not drain, and no engine has ended by itself."""
+        """Whether the server accepts requests, and all engines run."""
         return not self.is_draining and all(engine.is_open for engine in self._engines().values())
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the engine of a model that is divided among processes."""
+        """The error that ended the engine of a divided model."""
         return next(filter(None, (engine.failure for engine in self._engines().values())), None)
 
     def drain(self) -> None:
-        """Takes no more requests, and waits for no more bodies."""
+        """Refuses new requests, and those whose body has not arrived."""
         self.is_draining = True
         _expire(self._arriving)
 
     def arrival(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within the block a body arrives; an `ApiError` ends it when its time is over."""
+        """Limits the time in which a body may arrive within the block."""
         limit_s = min(self.limits.body_seconds, self.limits.seconds)
         late = ApiError(
-            f"the body did not arrive within the {limit_s:g} seconds that it may take",
+            f"the body did not arrive within {limit_s:g} seconds",
             status=408,
             code="timeout",
             headers={"connection": "close"},
@@ -196,10 +197,10 @@ class Server:
     async def prepare(
         self, asked: Asked, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
     ) -> ValueT:
-        """Runs what takes a while in the thread for texts, or in that for grammars.
+        """Runs slow work in the thread for texts or for grammars.
 
         Clients take turns: a client with many requests delays others by one piece of work only.
-        Work that has begun continues after the deadline; its result is dropped.
+        Work that has begun continues after the deadline, and its result is dropped.
         """
         worker = self.grammar_worker if has_grammar else self.worker
         if self.has_ended:
@@ -216,7 +217,7 @@ class Server:
     async def _until(
         self, end_s: float, waiting: set[asyncio.Timeout], late: ApiError
     ) -> AsyncGenerator[None, None]:
-        """A block with an end; it is earlier where the server expires those that wait."""
+        """A block with a deadline, which the server may bring forward (`_expire`)."""
         try:
             async with asyncio.timeout_at(end_s) as timeout:
                 waiting.add(timeout)
@@ -231,7 +232,7 @@ class Server:
     def begin(
         self, asked: Asked, model: ServedModel, choices: Sequence[AnswerChoice]
     ) -> Generation:
-        """Hands the answers that a request asks of a model to the engine."""
+        """Submits the sequences of a request to the engine."""
         times = RequestTimes(self.metrics, model.parent or model.name)
         owner = "" if self.access.shares_prefixes else asked.owner
         for choice in choices:
@@ -243,13 +244,13 @@ class Server:
         return generation
 
     def hold_body(self, asked: Asked, num_bytes: int) -> None:
-        """Counts bytes of a body or of its pictures; those of several requests have a limit."""
+        """Counts memory of a body or its pictures; all requests together have a limit."""
         asked.body_bytes += num_bytes
         self.num_body_bytes += num_bytes
         most = _BODIES_AT_ONCE * self.limits.body_bytes
         if self.num_body_bytes > max(most, asked.body_bytes):
             raise ApiError(
-                f"bodies of {most} bytes are being read, as many as may be; try again later",
+                f"bodies of {most} bytes are being read, which is the limit; try again later",
                 status=429,
                 code="queue_full",
                 headers={"retry-after": "1", "connection": "close"},
@@ -260,7 +261,7 @@ class Server:
         asked.body_bytes = 0
 
     def shut_down(self) -> None:
-        """Ends the answers that are being made or prepared with an error."""
+        """Ends all requests with an error."""
         self.has_ended = True
         _expire(self._preparing)
         for generation in list(self._generations):
@@ -268,7 +269,7 @@ class Server:
 
 
 class ClientTurns:
-    """Lets one piece of work at a time run, each client's next one after one of every other."""
+    """Runs one piece of work at a time; waiting clients take turns."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -282,7 +283,7 @@ class ClientTurns:
             try:
                 await ready
             except asyncio.CancelledError:
-                if not ready.cancelled():  # it had just been given
+                if not ready.cancelled():  # the turn was granted at the same moment
                     self._pass_on()
                 raise
         self._is_taken = True
