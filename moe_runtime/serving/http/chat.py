@@ -58,7 +58,7 @@ from moe_runtime.serving.http.schema import (
     named,
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
-from moe_runtime.serving.http.tool_formats import ParsedCall, ToolFormat
+from moe_runtime.serving.http.tool_formats import ParsedCall
 
 _FETCH_S = 10.0
 """For all pictures of a request together: they hold up the texts of other requests."""
@@ -129,22 +129,13 @@ def prepare_parts(
     ``fits`` shortens answers that would not fit into the context.
     """
     check_choices(body, 1, most_choices)
-    template = template_of(model)
     if body.top_logprobs is not None and not body.logprobs:
         raise FieldError("top_logprobs", "needs logprobs: true")
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise FieldError("max_tokens", "is the old name of max_completion_tokens; give one")
-    tools, functions = _tools_of(body)
-    if tools and template.tools is None and not template.is_harmony:
-        raise unsupported("tools", "this model's way of calling them is not known")
-    prompt, pictures = prompt_of(body, body.messages, tools, model, _variables(body, template))
-    ids = encode_text(prompt, model, "messages", add_special_tokens=False)
+    chat = _Chat(body, model)
+    ids = encode_text(chat.prompt, model, "messages", add_special_tokens=False)
     check_tokens(ids, model, "messages")
-    tokens = model.vocabulary.mark_tokens
-    how = _format_of_calls(body, template) if functions else None
-    grammar = _grammar(body, template, functions, tokens)
-    if grammar is not None:
-        grammar = _after_thoughts(grammar, body, template, tokens, how, prompt)
     given = body.max_completion_tokens
     most_new = body.max_tokens if given is None else given
     if fits and most_new is not None:
@@ -153,86 +144,129 @@ def prepare_parts(
         body,
         model,
         [ids],
-        pictures=place(ids, pictures),
+        pictures=place(ids, chat.pictures),
         max_tokens=most_new,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        matcher=grammar and _compiled(*grammar, functions, body, model, owner),
-        shown_tokens=_shown_tokens(template, tokens, how),
+        matcher=chat.matcher(owner),
+        shown_tokens=chat.shown_tokens(),
     )
     if body.continue_final_message:
         for choice in choices:
             choice.text.follow(ids, is_whole=True)
-    begins_with = "reasoning" if template.opens_reasoning(prompt) else "content"
-    sections: list[Sections] = [
-        HarmonySections(functions, prompt)
-        if template.is_harmony
-        else AnswerSections(template.reasoning, how, functions, begins_with)
-        for _ in choices
-    ]
-    return choices, sections
+    return choices, [chat.sections() for _ in choices]
 
 
-def _format_of_calls(body: ChatBody, template: ChatTemplate) -> ToolFormat | None:
-    """How the model writes calls; None where JSON is the answer itself."""
-    kind = (body.response_format or {}).get("type", "text")
-    if template.tools is None or kind in ("json_object", "json_schema"):
-        return None
-    return template.tools if kind == "text" else dataclasses.replace(template.tools, bare=None)
+class _Chat:
+    """A request as the model gets it: its prompt, and the grammar and form of its answers.
 
+    ``how`` is the form of calls; None if the model writes none, or if JSON is the answer itself.
+    """
 
-def template_of(model: ServedModel) -> ChatTemplate:
-    if model.template is None:
-        name = model.parent or model.name
-        raise ApiError(
-            f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
-            "was trained for conversations",
-            param="model",
-            code="unsupported_model",
+    def __init__(self, body: ChatBody, model: ServedModel) -> None:
+        self._body, self._model, self._template = body, model, template_of(model)
+        self._tokens = model.vocabulary.mark_tokens
+        template, choice = self._template, body.tool_choice
+        tools, self._functions = _tools_of(body)
+        if tools and template.tools is None and not template.is_harmony:
+            raise unsupported("tools", "this model's way of calling them is not known")
+        self._is_bounded, self._is_named = (
+            isinstance(choice, kind) for kind in (AllowedTools, NamedTool)
         )
-    return model.template
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        self._needs_call = mode == "required" or self._is_named
+        self.prompt, self.pictures = prompt_of(body, model, tools, self._variables())
+        self._kind = (body.response_format or {}).get("type", "text")
+        self._how = template.tools if self._functions else None
+        if self._how is not None and self._kind != "text":
+            is_json = self._kind in ("json_object", "json_schema")
+            self._how = None if is_json else dataclasses.replace(self._how, bare=None)
 
+    def _variables(self) -> dict[str, Any]:
+        body, knows = self._body, self._template.knows
+        variables = dict(body.chat_template_kwargs or {})
+        if body.verbosity is not None and knows("verbosity"):
+            variables["verbosity"] = body.verbosity
+        if body.reasoning_effort is not None:
+            if not knows("reasoning_effort"):
+                raise unsupported("reasoning_effort", "this model's chat template knows none")
+            variables["reasoning_effort"] = body.reasoning_effort
+        return variables
 
-def prompt_of(
-    body: ChatBody | TokenizeBody,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    model: ServedModel,
-    variables: Mapping[str, Any] | None,
-) -> tuple[str, list[Picture]]:
-    """A conversation as the chat template renders it, and its pictures."""
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
-        raise FieldError("continue_final_message", "excludes add_generation_prompt")
-    if continues and messages[-1].role != "assistant":
-        raise FieldError("continue_final_message", "needs a last message of the assistant")
-    most = model.engine.most_request_tokens
-    if len(messages) > most:  # rendering it would take long
-        raise too_long(f"{len(messages)} messages", most, "messages")
-    pictures = pictures_of(messages, model)
-    prompt = template_of(model).render(
-        messages,
-        tools,
-        add_generation_prompt=not continues and body.add_generation_prompt is not False,
-        continue_final_message=continues,
-        variables=variables,
-    )
-    if model.pictures is None or not pictures:
-        return prompt, []
-    try:
-        return model.pictures.write(prompt, pictures), pictures
-    except PictureError as error:
-        raise FieldError("messages", str(error)) from None
+    def sections(self) -> Sections:
+        if self._template.is_harmony:
+            return HarmonySections(self._functions, self.prompt)
+        begins_with = "reasoning" if self._template.opens_reasoning(self.prompt) else "content"
+        return AnswerSections(self._template.reasoning, self._how, self._functions, begins_with)
 
+    def shown_tokens(self) -> tuple[str, ...]:
+        """Special tokens that the text of answers keeps, to find calls and reasoning."""
+        if self._template.is_harmony:
+            return HARMONY_MARKS
+        marks = (*(self._template.reasoning or ()), *(self._how.shown_tokens if self._how else ()))
+        return tuple(token for token in self._tokens if any(token in mark for mark in marks))
 
-def count_tokens(
-    to_chat: Callable[..., ChatBody], body: TranslatedBody, model: ServedModel, owner: str
-) -> int:
-    """The number of tokens of a conversation's prompt."""
-    with named(body.names):
-        asked = to_chat(body, model, owner)
-        variables = asked.chat_template_kwargs
-        prompt, _ = prompt_of(asked, asked.messages, asked.tools or (), model, variables)
-        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
+    def matcher(self, owner: str) -> Any:
+        """The compiled grammar of answers, or None.
+
+        An error names the function at fault, if it is a single one.
+        """
+        found = self._grammar()
+        if found is None:
+            return None
+        compile_, (text, param) = self._model.grammars.compile, found
+        text = self._after_reasoning(text, param)
+        try:
+            return compile_(text, param, owner)
+        except FieldError:
+            for at, tool in enumerate(self._body.tools or ()):
+                if (one := tool.function).is_strict and one in self._functions:
+                    where = one.place or f"tools.{at}.function.parameters"
+                    compile_(grammars.of_function(one), where, owner)
+            raise
+
+    def _grammar(self) -> tuple[str, str] | None:
+        """The grammar of answers, and the field that asks for it."""
+        asked, how = self._body.response_format, self._template.tools
+        functions, param = self._functions, "response_format"
+        grammar = None if asked is None else grammars.of_response_format(asked)
+        is_strict = any(function.is_strict for function in functions)
+        is_alone = self._body.parallel_tool_calls is False
+        is_forced = self._needs_call or self._is_bounded
+        # gpt-oss ends its answer with a call, so there is at most one.
+        if functions and (is_forced or is_strict or (is_alone and how is not None)):
+            if grammar is not None:
+                raise FieldError(param, "cannot be combined with tools that are enforced")
+            param = "tools" if is_strict else "parallel_tool_calls"
+            param = "tool_choice" if is_forced else param
+            if how is None:
+                grammar = grammars.of_harmony_call(functions, is_needed=self._needs_call)
+            else:
+                may_repeat = not is_alone and not self._is_named
+                needs = {"is_needed": self._needs_call, "may_repeat": may_repeat}
+                grammar = grammars.of_tools(functions, how, self._tokens, **needs)
+        return None if grammar is None else (grammar, param)
+
+    def _after_reasoning(self, text: str, param: str) -> str:
+        """Allows reasoning before a grammar, if the model may reason."""
+        is_own, template = self._kind == "grammar", self._template
+        if template.is_harmony:
+            if HarmonySections(prompt=self.prompt).is_within_message:
+                if param != "response_format" and not self._needs_call:
+                    raise unsupported(param, "cannot be enforced in a message that has begun")
+                return text
+            if is_own:
+                raise FieldError(param, "a grammar in Lark cannot follow this model's analysis")
+            return grammars.after_analysis(text, is_call=param != "response_format")
+        marks, is_open = template.reasoning, template.opens_reasoning(self.prompt)
+        is_over = template.closes_reasoning(self.prompt)
+        if marks is None or is_over or (is_own and not is_open):
+            return text
+        if is_own:
+            raise FieldError(param, "a grammar in Lark cannot follow reasoning; turn it off")
+        opens = self._how.opens if self._how else ()
+        return grammars.after_reasoning(
+            text, marks, self._tokens, is_open=is_open, opens_calls=opens
+        )
 
 
 def _tools_of(body: ChatBody) -> tuple[list[Tool], list[Function]]:
@@ -258,111 +292,59 @@ def _tools_of(body: ChatBody) -> tuple[list[Tool], list[Function]]:
     return shown, [by_name[name].function for name in by_name if name in allowed]
 
 
-def _compiled(
-    grammar: str,
-    param: str,
-    functions: Sequence[Function],
-    body: ChatBody,
+def template_of(model: ServedModel) -> ChatTemplate:
+    if model.template is None:
+        name = model.parent or model.name
+        raise ApiError(
+            f"model: {name} has no chat template; use /v1/completions, or give serve a model that "
+            "was trained for conversations",
+            param="model",
+            code="unsupported_model",
+        )
+    return model.template
+
+
+def prompt_of(
+    body: ChatBody | TokenizeBody,
     model: ServedModel,
-    owner: str,
-) -> Any:
-    """Compiles a grammar; an error names the function at fault, if it is a single one."""
+    tools: Sequence[Tool] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[str, list[Picture]]:
+    """A conversation as the chat template renders it, and its pictures.
+
+    ``tools`` and ``variables`` are those of the body by default.
+    """
+    messages, continues = body.messages or (), bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise FieldError("continue_final_message", "excludes add_generation_prompt")
+    if continues and messages[-1].role != "assistant":
+        raise FieldError("continue_final_message", "needs a last message of the assistant")
+    most = model.engine.most_request_tokens
+    if len(messages) > most:  # rendering it would take long
+        raise too_long(f"{len(messages)} messages", most, "messages")
+    pictures = pictures_of(messages, model)
+    prompt = template_of(model).render(
+        messages,
+        body.tools or () if tools is None else tools,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=body.chat_template_kwargs if variables is None else variables,
+    )
+    if model.pictures is None or not pictures:
+        return prompt, []
     try:
-        return model.grammars.compile(grammar, param, owner)
-    except FieldError:
-        for at, tool in enumerate(body.tools or ()):
-            if (one := tool.function).is_strict and one in functions:
-                place = one.place or f"tools.{at}.function.parameters"
-                model.grammars.compile(grammars.of_function(one), place, owner)
-        raise
+        return model.pictures.write(prompt, pictures), pictures
+    except PictureError as error:
+        raise FieldError("messages", str(error)) from None
 
 
-def _variables(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
-    variables = dict(body.chat_template_kwargs or {})
-    if body.verbosity is not None and template.knows("verbosity"):
-        variables["verbosity"] = body.verbosity
-    if body.reasoning_effort is not None:
-        if not template.knows("reasoning_effort"):
-            raise unsupported("reasoning_effort", "this model's chat template knows none")
-        variables["reasoning_effort"] = body.reasoning_effort
-    return variables
-
-
-def _shown_tokens(
-    template: ChatTemplate, tokens: Mapping[str, int], how: ToolFormat | None
-) -> tuple[str, ...]:
-    """Special tokens that the text of answers keeps, to find calls and reasoning."""
-    if template.is_harmony:
-        return HARMONY_MARKS
-    reasoning = template.reasoning
-    marks = () if reasoning is None else (reasoning.opens, reasoning.closes)
-    marks = (*marks, *(() if how is None else how.shown_tokens))
-    return tuple(token for token in tokens if any(token in mark for mark in marks))
-
-
-def _grammar(
-    body: ChatBody, template: ChatTemplate, functions: list[Function], tokens: Mapping[str, int]
-) -> tuple[str, str] | None:
-    """The grammar of the answer, and the field that asks for it."""
-    needs_call, is_bounded = _needs_call(body), isinstance(body.tool_choice, AllowedTools)
-    asked = body.response_format
-    param = "response_format"
-    grammar = None if asked is None else grammars.of_response_format(asked)
-    is_strict = any(function.is_strict for function in functions)
-    # gpt-oss ends its answer with a call, so there is at most one.
-    is_alone = body.parallel_tool_calls is False and not template.is_harmony
-    if functions and (needs_call or is_bounded or is_strict or is_alone):
-        if grammar is not None:
-            raise FieldError("response_format", "cannot be combined with tools that are enforced")
-        param = "tools" if is_strict else "parallel_tool_calls"
-        param = "tool_choice" if needs_call or is_bounded else param
-        if template.tools is None:
-            grammar = grammars.of_harmony_call(functions, is_needed=needs_call)
-        else:
-            grammar = grammars.of_tools(
-                functions,
-                template.tools,
-                tokens,
-                is_needed=needs_call,
-                may_repeat=body.parallel_tool_calls is not False
-                and not isinstance(body.tool_choice, NamedTool),
-            )
-    return None if grammar is None else (grammar, param)
-
-
-def _needs_call(body: ChatBody) -> bool:
-    choice = body.tool_choice
-    mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
-    return mode == "required" or isinstance(choice, NamedTool)
-
-
-def _after_thoughts(
-    grammar: tuple[str, str],
-    body: ChatBody,
-    template: ChatTemplate,
-    tokens: Mapping[str, int],
-    how: ToolFormat | None,
-    prompt: str,
-) -> tuple[str, str]:
-    """Allows reasoning before the text of the grammar, where the model may reason."""
-    text, param = grammar
-    is_own = (body.response_format or {}).get("type") == "grammar"
-    if template.is_harmony:
-        if HarmonySections(prompt=prompt).is_within_message:
-            if param != "response_format" and not _needs_call(body):
-                raise unsupported(param, "cannot be enforced in a message that has begun")
-            return grammar
-        if is_own:
-            raise FieldError(param, "a grammar in Lark cannot follow this model's analysis")
-        return grammars.after_analysis(text, is_call=param != "response_format"), param
-    marks, is_open = template.reasoning, template.opens_reasoning(prompt)
-    if marks is None or template.closes_reasoning(prompt) or (is_own and not is_open):
-        return grammar
-    if is_own:
-        raise FieldError(param, "a grammar in Lark cannot follow reasoning; turn it off")
-    opens = () if how is None else how.opens
-    text = grammars.after_reasoning(text, marks, tokens, is_open=is_open, opens_calls=opens)
-    return text, param
+def count_tokens(
+    to_chat: Callable[..., ChatBody], body: TranslatedBody, model: ServedModel, owner: str
+) -> int:
+    """The number of tokens of a conversation's prompt."""
+    with named(body.names):
+        prompt, _ = prompt_of(to_chat(body, model, owner), model)
+        return model.vocabulary.count(prompt, model.engine.most_request_tokens)
 
 
 class ChatAnswers(ChoiceAnswers):

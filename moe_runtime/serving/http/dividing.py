@@ -48,7 +48,7 @@ def is_on_cpu(loading: Mapping[str, Any]) -> bool:
 
 def rest_for_model(loading: Mapping[str, Any]) -> Budget:
     """The budget of the only model of a server; at least a byte."""
-    return _part(loading, max(1, _host_budget(loading) - server_bytes(loading["max_tokens"])))
+    return part_for(loading, max(1, budget_of_models(loading, 1)))
 
 
 def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityError:
@@ -70,15 +70,14 @@ def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityErr
 
 
 def _host_budget(loading: Mapping[str, Any]) -> int:
-    return resolve_budget(_asked(loading), available_host_bytes(), "this machine")
+    asked = parse_budget(loading["host_memory"], name="--host-memory")
+    return resolve_budget(asked, available_host_bytes(), "this machine")
 
 
-def _part(loading: Mapping[str, Any], num_bytes: int) -> Budget:
-    return _asked(loading).part(num_bytes, auto_share=AUTO_SHARE)
-
-
-def _asked(loading: Mapping[str, Any]) -> Budget:
-    return parse_budget(loading["host_memory"], name="--host-memory")
+def part_for(loading: Mapping[str, Any], share_bytes: int, adapter_bytes: int = 0) -> Budget:
+    """The budget of a model with a share of all bytes, without its adapters."""
+    asked = parse_budget(loading["host_memory"], name="--host-memory")
+    return asked.part(share_bytes - adapter_bytes, auto_share=AUTO_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +115,8 @@ def needs_of(
             "several models, and adapters, are served from the CPU, got --device "
             f"{loading['device']}; give --device cpu, or one model without adapters"
         )
-    names_of_options = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses", "draft")
-    options = {option: loading[option] for option in names_of_options}
+    known = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses", "draft")
+    options = {option: loading[option] for option in known}
     needs = {}
     for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)
@@ -138,12 +137,8 @@ def divide_host_memory(needs: Mapping[str, Need], loading: Mapping[str, Any]) ->
     """The budget of each model, without its adapters."""
     own = server_bytes(loading["max_tokens"], len(needs))
     shares = divide(_host_budget(loading), needs, own)
-    return [part_for(loading, *each) for each in zip(shares, needs.values(), strict=True)]
-
-
-def part_for(loading: Mapping[str, Any], share_bytes: int, need: Need) -> Budget:
-    """The budget of a model with a share of all bytes, without its adapters."""
-    return _part(loading, share_bytes - need.adapter_bytes)
+    every = zip(shares, needs.values(), strict=True)
+    return [part_for(loading, share, need.adapter_bytes) for share, need in every]
 
 
 def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> list[int]:

@@ -440,8 +440,7 @@ def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
                 raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
-    variables = body.chat_template_kwargs
-    prompt, _ = chat.prompt_of(body, body.messages, body.tools or (), model, variables)
+    prompt, _ = chat.prompt_of(body, model)
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
@@ -549,7 +548,12 @@ class RequestGate:
             message = "this name of the server is not known; use its address"
             return ApiError(message, status=403, code="unknown_host")
         if request.method == "OPTIONS" and origin:
-            return Response(status_code=204, headers=_preflight(request))
+            # Allows all headers: OpenAI's client sends several of its own.
+            plain = "authorization, content-type"
+            allowed = request.headers.get("access-control-request-headers", plain)
+            headers = {"access-control-allow-methods": "GET, POST"}
+            headers |= {"access-control-allow-headers": allowed, "access-control-max-age": "600"}
+            return Response(status_code=204, headers=headers)
         if {"content-length", "transfer-encoding"} <= set(request.headers):
             # Request smuggling: a proxy may see another end of the body.
             problem = "expected content-length or transfer-encoding, got both"
@@ -558,7 +562,9 @@ class RequestGate:
         if length.isdigit() and int(length) > most:
             return _too_long(most)
         asked.client = request.client.host if request.client else ""
-        key = _given_key(request)
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key if scheme.lower() == "bearer" else scheme
+        key = key.strip() or request.headers.get("x-api-key", "").strip()
         path = request.scope["path"]
         if access.keys and path not in _OPEN_PATHS and not path.startswith(_PAGE):
             # Compares all keys, in constant time.
@@ -614,13 +620,6 @@ def log_fields(error: ApiError) -> dict[str, Any]:
     return {**fields, "param": place} if place else fields
 
 
-def _given_key(request: Request) -> str:
-    if "authorization" not in request.headers:
-        return request.headers.get("x-api-key", "").strip()
-    scheme, _, key = request.headers["authorization"].partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else scheme
-
-
 def _too_long(most: int) -> ApiError:
     message = f"the body is longer than {most} bytes (serve --max-body)"
     return ApiError(message, status=413, code="body_too_long", headers=_CLOSING)
@@ -630,13 +629,3 @@ def _request_id(request: Request) -> str:
     """The client's id of the request if it is fit for a log, else a new one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-
-
-def _preflight(request: Request) -> dict[str, str]:
-    """Allows all headers: OpenAI's client sends several of its own."""
-    wanted = request.headers.get("access-control-request-headers", "authorization, content-type")
-    return {
-        "access-control-allow-headers": wanted,
-        "access-control-allow-methods": "GET, POST",
-        "access-control-max-age": "600",
-    }

@@ -217,7 +217,7 @@ class ModelLoader:
             if not self._needs:
                 budget = rest_for_model(loading)
             elif self._room_bytes:
-                budget = part_for(loading, self._room_bytes, self._needs[name])
+                budget = part_for(loading, self._room_bytes, self._needs[name].adapter_bytes)
             else:
                 (budget,) = divide_host_memory({name: self._needs[name]}, loading)
             return self._load(name, budget)

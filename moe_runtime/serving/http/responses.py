@@ -334,12 +334,20 @@ def chat_of(
 
 def _all_messages(body: ResponsesBody, owner: str, kept: KeptResponses) -> list[Message]:
     before: list[Message] = []
-    items: list[Any] = []
+    items: list[_Item] = []
+    found = ChatMessages()
+    if isinstance(body.input, str):
+        found.say("user", body.input)
+    else:
+        items += body.input
+    for item in items:
+        _add_item(found, item)
     if body.previous_response_id is not None:
         response, before = kept.conversation(owner, body.previous_response_id)
-        items += [item for item in response["output"] if item["type"] in _CALLS]
-    _check_results([*items, *([] if isinstance(body.input, str) else body.input)], before)
-    return [*before, *_conversation(body).end()]
+        calls = [item for item in response["output"] if item["type"] in _CALLS]
+        items = [*map(_ITEM.validate_python, calls), *items]
+    _check_results(items, before)
+    return [*before, *found.end()]
 
 
 def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
@@ -347,24 +355,19 @@ def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
     found = {call.id: "" for message in before for call in message.tool_calls or ()}
     pending: dict[str, str] = {}
     for item in items:
-        kind, name = (
-            (item["type"], item["call_id"])
-            if isinstance(item, dict)
-            else (item.type, getattr(item, "call_id", ""))
-        )
-        if kind in _CALLS:
-            found[name] = pending[name] = kind
+        if isinstance(item, FunctionCallItem | CustomCallItem):
+            found[item.call_id] = pending[item.call_id] = item.type
         elif isinstance(item, FunctionOutputItem):
-            if found.get(name, "?") not in ("", kind.removesuffix("_output")):
-                raise _unmatched(f"call found for {kind}", "with call_id ", name)
-            pending.pop(name, None)
+            if found.get(item.call_id, "?") not in ("", item.type.removesuffix("_output")):
+                raise _unmatched("call", item.type, " with call_id", item.call_id)
+            pending.pop(item.call_id, None)
     for name, kind in pending.items():
-        raise _unmatched(f"output found for {kind}", "", name)
+        raise _unmatched("output", kind, "", name)
 
 
-def _unmatched(what: str, which: str, name: str) -> ApiError:
-    message = f"No tool {what.replace('_', ' ')} {which}{clipped(name)[1:-1]}."
-    return ApiError(message, param="input")
+def _unmatched(what: str, kind: str, by: str, name: str) -> ApiError:
+    which = f"{kind.replace('_', ' ')}{by} {clipped(name)[1:-1]}"
+    return ApiError(f"No tool {what} found for {which}.", param="input")
 
 
 def _keep(
@@ -490,16 +493,6 @@ def _parts(content: str | Sequence[InputText | InputImage]) -> str | list[Any]:
         part_of(part.text) if isinstance(part, InputText) else part_of(url=part.image_url)
         for part in content
     ]
-
-
-def _conversation(body: ResponsesBody) -> ChatMessages:
-    found = ChatMessages()
-    if isinstance(body.input, str):
-        found.say("user", body.input)
-    else:
-        for item in body.input:
-            _add_item(found, item)
-    return found
 
 
 def _add_item(found: ChatMessages, item: Any) -> None:
