@@ -55,7 +55,7 @@ from moe_runtime.serving.http.schema import (
     TokenizeBody,
     Tool,
     TranslatedBody,
-    named,
+    client_fields,
 )
 from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
 from moe_runtime.serving.http.tool_formats import ParsedCall
@@ -342,7 +342,7 @@ def count_tokens(
     to_chat: Callable[..., ChatBody], body: TranslatedBody, model: ServedModel, owner: str
 ) -> int:
     """The number of tokens of a conversation's prompt."""
-    with named(body.names):
+    with client_fields(body.names):
         prompt, _ = prompt_of(to_chat(body, model, owner), model)
         return model.vocabulary.count(prompt, model.engine.most_request_tokens)
 
@@ -360,14 +360,14 @@ class ChatAnswers(ChoiceAnswers):
             {"role": "assistant", "content": None} for _ in sections
         ]
 
-    def take(self, index: int, piece: Piece) -> str | None:
+    def collect(self, index: int, piece: Piece) -> str | None:
         message = self._messages[index]
         for delta in self._deltas(index, piece):
             for field, value in delta.items():
                 message[field] = value if message.get(field) is None else message[field] + value
         return self._reason(index, piece)
 
-    def taken(self) -> dict[str, Any]:
+    def collected(self) -> dict[str, Any]:
         choices = []
         for index, message in enumerate(self._messages):
             if message["content"] is None and "tool_calls" not in message:
@@ -378,7 +378,7 @@ class ChatAnswers(ChoiceAnswers):
             choices.append(self._choice(index, *found))
         return {"choices": choices, **self._prompt_ids(0)}
 
-    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunk_fields(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         tokens = piece.tokens
         if index in self._silent:
             # Clients take this chunk for the first token, so it waits for the first piece.
@@ -513,15 +513,15 @@ class CompletionAnswers(ChoiceAnswers):
         self._echoes = [echo for echo in echoes for _ in range(body.n or 1)]
         self._texts = [""] * len(generation.choices)
 
-    def take(self, index: int, piece: Piece) -> str | None:
+    def collect(self, index: int, piece: Piece) -> str | None:
         self._texts[index] += piece.text
         return piece.finish
 
-    def taken(self) -> dict[str, Any]:
+    def collected(self) -> dict[str, Any]:
         every = enumerate(zip(self._texts, self.tokens, self.reasons, strict=True))
         return {"choices": [self._choice(index, *found, is_first=True) for index, found in every]}
 
-    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunk_fields(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         is_first = index in self._silent
         has_tokens = piece.tokens and (self._has_logprobs or self._has_ids)
         has_echo = is_first and self._echoes and self._echoes[index].text

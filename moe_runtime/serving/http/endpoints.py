@@ -57,7 +57,7 @@ from moe_runtime.serving.http.schema import (
     parse_body,
 )
 from moe_runtime.serving.http.served_model import ServedModel
-from moe_runtime.serving.http.server import Asked, Server
+from moe_runtime.serving.http.server import RequestState, Server
 
 _MESSAGES = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
@@ -105,7 +105,7 @@ class EventStream(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        Asked.of(scope).is_stream = True
+        RequestState.of(scope).is_stream = True
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -203,14 +203,14 @@ class Endpoints:
         ]
 
     async def one_response(self, request: Request) -> Response:
-        name, owner = request.path_params["name"], Asked.of(request.scope).owner
+        name, owner = request.path_params["name"], RequestState.of(request.scope).owner
         if request.method == "DELETE":
             await asyncio.to_thread(self._server.kept.delete, owner, name)
             return json_response({"id": name, "object": "response.deleted", "deleted": True})
         return json_response(await asyncio.to_thread(self._server.kept.response, owner, name))
 
     async def cancel_response(self, request: Request) -> Response:
-        name, owner = request.path_params["name"], Asked.of(request.scope).owner
+        name, owner = request.path_params["name"], RequestState.of(request.scope).owner
         await asyncio.to_thread(self._server.kept.response, owner, name)
         message = "Cannot cancel a synchronous response: it has ended, or its stream is closed"
         raise ApiError(message, code="invalid_value")
@@ -226,9 +226,9 @@ class Endpoints:
     async def _count(
         self, request: Request, kind: type[TranslatedBody], to_chat: Callable[..., ChatBody]
     ) -> dict[str, int]:
-        body, asked, model = await self._begin(request, kind)
-        work = chat.count_tokens, to_chat, body, model, asked.owner
-        return {"input_tokens": await self._server.prepare(asked, *work)}
+        body, state, model = await self._begin(request, kind)
+        work = chat.count_tokens, to_chat, body, model, state.owner
+        return {"input_tokens": await self._server.prepare(state, *work)}
 
     async def models(self, request: Request) -> Response:
         found = [self._described(name) for name in self._server.models.names]
@@ -253,7 +253,7 @@ class Endpoints:
 
     async def load_adapter(self, request: Request) -> Response:
         body, models = await self._adapter_body(request), self._server.models
-        name, asked = body.lora_name, Asked.of(request.scope)
+        name, state = body.lora_name, RequestState.of(request.scope)
         is_adapter = name in models.names and name != models.place(name).name
         if not body.lora_path:
             raise ApiError("lora_path: expected the folder of an adapter", param="lora_path")
@@ -261,11 +261,11 @@ class Endpoints:
             said = "; set load_inplace to replace it" if is_adapter else ", a model"
             raise ApiError(f"lora_name: {name!r} is served already{said}", param="lora_name")
         base = body.base_model_name
-        await self._server.hold(asked, models.place(name).name if is_adapter else base)
-        assert asked.place is not None
+        await self._server.hold(state, models.place(name).name if is_adapter else base)
+        assert state.place is not None
         folder = Path(body.lora_path)
         try:
-            await models.add_adapter(asked.place, name, folder)
+            await models.add_adapter(state.place, name, folder)
         except (MoERuntimeError, ValueError, OSError) as error:
             status = 400 if folder.is_dir() else 404
             said = f"lora_path: {error}"
@@ -303,8 +303,8 @@ class Endpoints:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        body, asked, model = await self._begin(request, TokenizeBody)
-        ids = await self._server.prepare(asked, _tokens_of, body, model)
+        body, state, model = await self._begin(request, TokenizeBody)
+        ids = await self._server.prepare(state, _tokens_of, body, model)
         texts = None
         if body.return_token_strs:
             texts = model.vocabulary.tokenizer.convert_ids_to_tokens(ids)
@@ -314,10 +314,10 @@ class Endpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body, asked, model = await self._begin(request, DetokenizeBody)
+        body, state, model = await self._begin(request, DetokenizeBody)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        text = await self._server.prepare(asked, model.vocabulary.decode, body.tokens)
+        text = await self._server.prepare(state, model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -378,28 +378,28 @@ class Endpoints:
         self, request: Request, kind: type[AnswerBody], prepare: Callable[..., Prepared]
     ) -> tuple[Answers, bool]:
         """Hands a request to the engine; returns its answers and whether they are streamed."""
-        body, asked, model = await self._begin(request, kind)
+        body, state, model = await self._begin(request, kind)
         most = self._server.limits.choices
         choices, answers_of = await self._server.prepare(
-            asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
+            state, prepare, body, model, most, state.owner, has_grammar=body.may_have_grammar
         )
         if not (body.stays_large or any(one.request.constraint for one in choices)):
-            self._server.forget_body(asked)
+            self._server.forget_body(state)
         pictures = [one.picture for one in choices[0].request.pictures]
-        self._server.hold_body(asked, sum(picture.num_bytes for picture in pictures))
-        answers = answers_of(self._server.begin(asked, model, choices))
+        self._server.hold_body(state, sum(picture.num_bytes for picture in pictures))
+        answers = answers_of(self._server.begin(state, model, choices))
         return answers, bool(body.stream)
 
     async def _begin(
         self, request: Request, kind: type[ModelledT]
-    ) -> tuple[ModelledT, Asked, ServedModel]:
+    ) -> tuple[ModelledT, RequestState, ServedModel]:
         """Reads a body, and waits for the model that it names."""
         body = await self._body(request, kind)
-        return body, Asked.of(request.scope), await self._hold(request, body.model)
+        return body, RequestState.of(request.scope), await self._hold(request, body.model)
 
     async def _hold(self, request: Request, name: str | None) -> ServedModel:
         """Waits until the model is loaded; stops when the client disconnects."""
-        return await unless_gone(request, self._server.hold(Asked.of(request.scope), name))
+        return await unless_gone(request, self._server.hold(RequestState.of(request.scope), name))
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -418,13 +418,13 @@ class Endpoints:
                 raw = b"".join([part async for part in request.stream()])
         except ClientDisconnect:
             raise client_went_away() from None
-        asked = Asked.of(request.scope)
+        state = RequestState.of(request.scope)
         if len(raw) <= _QUICK_BYTES:
             body = parse_body(kind, raw)
         else:
-            body = await self._server.prepare(asked, parse_body, kind, raw)
+            body = await self._server.prepare(state, parse_body, kind, raw)
         if isinstance(body, AnswerBody):
-            asked.user = (body.client_user or "")[:_MOST_USER]
+            state.user = (body.client_user or "")[:_MOST_USER]
         if isinstance(body, GenerationFields) and body.stream_options and not body.stream:
             raise FieldError("stream_options", "needs stream: true")
         return body
@@ -464,7 +464,7 @@ def _failed(request: Request, error: Exception) -> Response:
             headers=dict(error.headers or {}),
         )
     found = error if isinstance(error, ApiError) else internal_error(error)
-    Asked.of(request.scope).failure = found
+    RequestState.of(request.scope).failure = found
     return error_response(found, path)
 
 
@@ -497,13 +497,15 @@ class RequestGate:
             origin = None
         status = CLIENT_CLOSED_REQUEST
         end_s = asyncio.get_running_loop().time() + self._server.limits.seconds
-        asked = scope["asked"] = Asked(request_id=_request_id(request), deadline_s=end_s)
+        state = scope["request_state"] = RequestState(
+            request_id=_request_id(request), deadline_s=end_s
+        )
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = (b"x-request-id", asked.request_id.encode())
+                own = (b"x-request-id", state.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), own]
                 if origin:
                     shared = (b"access-control-allow-origin", origin.encode("latin-1"))
@@ -513,18 +515,18 @@ class RequestGate:
                     await send(message)
             except TimeoutError:
                 problem = "the client does not read the answer"
-                asked.failure = ApiError(problem, status=CLIENT_CLOSED_REQUEST, logged=problem)
+                state.failure = ApiError(problem, status=CLIENT_CLOSED_REQUEST, logged=problem)
                 raise ConnectionError(problem) from None
 
         async def receive_some() -> Message:
             message, most = await receive(), self._server.limits.body_bytes
-            self._server.hold_body(asked, len(message.get("body", b"")))
-            if asked.body_bytes > most:
+            self._server.hold_body(state, len(message.get("body", b"")))
+            if state.body_bytes > most:
                 raise _too_long(most)
             return message
 
         try:
-            refused = self._refusal(request, origin, asked)
+            refused = self._refusal(request, origin, state)
             if isinstance(refused, ApiError):
                 refused = error_response(refused, scope["path"])
             if refused is not None:
@@ -532,12 +534,12 @@ class RequestGate:
             else:
                 await self._app(scope, receive_some, answer)
         finally:
-            self._server.release(asked)
-            self._server.forget_body(asked)
-            self._record(request, status, asked, time.perf_counter() - started_s)
+            self._server.release(state)
+            self._server.forget_body(state)
+            self._record(request, status, state, time.perf_counter() - started_s)
 
     def _refusal(
-        self, request: Request, origin: str | None, asked: Asked
+        self, request: Request, origin: str | None, state: RequestState
     ) -> ApiError | Response | None:
         access, most = self._server.access, self._server.limits.body_bytes
         host = request.headers.get("host", "").lower()
@@ -561,7 +563,7 @@ class RequestGate:
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return _too_long(most)
-        asked.client = request.client.host if request.client else ""
+        state.client = request.client.host if request.client else ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         key = key if scheme.lower() == "bearer" else scheme
         key = key.strip() or request.headers.get("x-api-key", "").strip()
@@ -573,14 +575,14 @@ class RequestGate:
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
                 headers = {"www-authenticate": "Bearer"}
                 return ApiError(message, status=401, code="invalid_api_key", headers=headers)
-            asked.client = str(same.index(True))
-        asked.owner = access.owner_of(key)
+            state.client = str(same.index(True))
+        state.owner = access.owner_of(key)
         return None
 
-    def _record(self, request: Request, status: int, asked: Asked, seconds: float) -> None:
+    def _record(self, request: Request, status: int, state: RequestState, seconds: float) -> None:
         route, path = request.scope.get("route"), request.scope["path"]
         path = getattr(route, "path", path if path in self._paths else "other")
-        generation, failure = asked.generation, asked.failure
+        generation, failure = state.generation, state.failure
         if generation is not None and generation.failure is not None:
             # The stream began with status 200.
             status = generation.failure.status
@@ -591,7 +593,7 @@ class RequestGate:
             "path": request.scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
-            "id": asked.request_id,
+            "id": state.request_id,
         }
         if generation is not None:
             usage = generation.usage
@@ -602,8 +604,8 @@ class RequestGate:
                 "new_tokens": usage.completion_tokens,
                 "finish": ",".join(generation.finish_reasons) or "none",
             }
-        if asked.user:
-            fields["user"] = asked.user
+        if state.user:
+            fields["user"] = state.user
         if failure is not None:
             fields |= log_fields(failure)
         if status >= 400 or path not in _QUIET_PATHS:

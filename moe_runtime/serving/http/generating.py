@@ -288,7 +288,8 @@ def choices_for(
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
     stop_ids = end_ids | frozenset(body.stop_token_ids or ())
-    stops = (*body.stop_strings, *(() if body.ignore_eos else vocabulary.stop_strings))
+    stops = [body.stop] if isinstance(body.stop, str) else [*(body.stop or ())]
+    stops += [] if body.ignore_eos else vocabulary.stop_strings
     given = body.stop_token_ids or ()
     if wrong := [token for token in given if not 0 <= token < vocabulary.size]:
         raise FieldError(
@@ -377,10 +378,10 @@ class ChoiceAnswers(Answers):
     async def whole(self) -> dict[str, Any]:
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
-                self.reasons[index] = self.take(index, piece) or self.reasons[index]
+                self.reasons[index] = self.collect(index, piece) or self.reasons[index]
                 self.tokens[index] += piece.tokens
         usage = self.generation.usage.body()
-        found = {"object": self._kinds[0], **self._frame, **self.taken(), "usage": usage}
+        found = {"object": self._kinds[0], **self._frame, **self.collected(), "usage": usage}
         if len(self.tokens) == 1 and self._has_routing:  # SGLang's form, for a single answer
             ids = self._routed(0).astype("<i4").tobytes()
             found["sglext"] = {"routed_experts": base64.b64encode(ids).decode()}
@@ -390,22 +391,22 @@ class ChoiceAnswers(Answers):
         frame, usage = {"object": self._kinds[1], **self._frame}, self.generation.usage
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
-                for fields in self.grown(index, piece):
+                for fields in self.chunk_fields(index, piece):
                     shown = {"usage": usage.body() if self._has_all_usage else None}
                     yield {**frame, **fields, **(shown if self._has_usage else {})}
         if self._has_usage:
             yield {**frame, "choices": [], "usage": usage.body()}
 
     @abstractmethod
-    def take(self, index: int, piece: Piece) -> str | None:
+    def collect(self, index: int, piece: Piece) -> str | None:
         """Adds a piece to an answer; returns the finish reason if it is the last piece."""
 
     @abstractmethod
-    def taken(self) -> dict[str, Any]:
+    def collected(self) -> dict[str, Any]:
         """The choices, once all pieces are taken."""
 
     @abstractmethod
-    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunk_fields(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The fields of the chunks for a piece of an answer."""
 
     def _ids(self, index: int, tokens: Iterable[AnswerToken], reason: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Responses that were given and their conversations, for a while, on the disk or in memory."""
+"""Keeps the latest responses and their conversations, on the disk or in memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KEPT_BYTES = 64 << 20
 
 
 class KeptResponses:
-    """The latest responses and their conversations; each key finds its own.
+    """The latest responses and their conversations, by owner.
 
-    With ``files`` they lie there, where later servers find them. Others, and those that the disk
-    refuses, stay in memory, up to ``most_bytes``. From any thread; it takes a while: not in a loop.
+    They are in ``files``, where later servers find them. Without files, or if writing fails, they
+    are in memory, up to ``most_bytes``. Thread-safe and slow: not for the event loop.
     """
 
     def __init__(self, files: DigestFiles | None = None, most_bytes: int = _KEPT_BYTES) -> None:
@@ -35,7 +35,7 @@ class KeptResponses:
         self._lock = threading.Lock()
 
     def put(self, owner: str, response: dict[str, Any], messages: Sequence[Message]) -> None:
-        plain = to_json(messages, exclude_none=True)  # json holds up other threads for longer
+        plain = to_json(messages, exclude_none=True)  # json would hold the GIL for longer
         kept = json.dumps(response).encode() + b"\n" + plain
         if self._files is not None:
             try:
@@ -77,20 +77,16 @@ class KeptResponses:
             if found is not None:
                 self._files.use([file])
         if found is None:
-            # in the words and with the code that OpenAI's clients know
+            # OpenAI's words and codes.
             is_before = param == "previous_response_id"
-            what, code = (
-                ("Previous response", "previous_response")
-                if is_before
-                else ("Response", "response")
-            )
+            what = "Previous response" if is_before else "Response"
             end = "it ends" if self._files is None else "others take their place"
             raise ApiError(
                 f"{what} with id {clipped(name)} not found. This server keeps the latest, until "
                 f"{end}{'; send the whole conversation as input' * is_before}",
                 status=400 if is_before else 404,
                 param=param,
-                code=f"{code}_not_found",
+                code=f"{what.lower().replace(' ', '_')}_not_found",
             )
         return found.split(b"\n", 1)
 

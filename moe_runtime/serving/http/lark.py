@@ -49,7 +49,7 @@ def regex_of(grammar: str) -> str:
         raise ValueError(f"cannot be read: {error.args[0]}") from None
 
 
-def whole(regex: str) -> str:
+def balanced(regex: str) -> str:
     """An expression, if it stays one within brackets. Raises ValueError: it closes what it does not
     open, leaves something open, or has comments."""
     depth = num_sets = 0
@@ -142,7 +142,7 @@ class _Rules:
             body, _, flags = text[1:].rpartition("/")
             if "x" in flags:
                 raise ValueError("comments in expressions (flag x) cannot be enforced")
-            found = f"(?{flags}:{whole(body)})"
+            found = f"(?{flags}:{balanced(body)})"
         elif text in _CLOSING:
             found = self._choice(pending, within)
             if not pending or pending.pop().text != _CLOSING[text]:

@@ -25,8 +25,8 @@ from moe_runtime.serving.http.schema import (
     StopStrings,
     ToolCall,
     TranslatedBody,
+    client_fields,
     joined,
-    named,
     part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
@@ -192,7 +192,7 @@ class MessagesBody(TranslatedBody):
 def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: str = "") -> Prepared:
     if body.max_tokens is None:
         raise FieldError("max_tokens", "is missing", code="missing_required_parameter")
-    with named(body.names):
+    with client_fields(body.names):
         asked = chat_of(body, model)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     return choices, partial(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -131,8 +132,7 @@ def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoi
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 class ModelLoader:

@@ -27,7 +27,7 @@ from moe_runtime.serving.http.generating import (
     sampling_of,
 )
 from moe_runtime.serving.http.kept_responses import KeptResponses
-from moe_runtime.serving.http.lark import regex_of, whole
+from moe_runtime.serving.http.lark import balanced, regex_of
 from moe_runtime.serving.http.schema import (
     AllowedTools,
     Body,
@@ -43,8 +43,8 @@ from moe_runtime.serving.http.schema import (
     ToolList,
     TopLogprobs,
     TranslatedBody,
+    client_fields,
     joined,
-    named,
     part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
@@ -168,7 +168,7 @@ class CustomFormat(Body):
             if self.syntax == "lark":
                 regex = regex_of(self.definition)
             else:
-                regex = whole(_ANCHORS.sub(r"\1", self.definition))
+                regex = balanced(_ANCHORS.sub(r"\1", self.definition))
         except ValueError as error:
             raise FieldError(place, str(error)) from None
         schema = _schema_of_text({"type": "string", "pattern": f"^(?:{regex})$"})
@@ -313,7 +313,7 @@ def prepare(
     body: ResponsesBody, model: ServedModel, most_choices: int, owner: str, kept: KeptResponses
 ) -> Prepared:
     messages = _all_messages(body, owner, kept)
-    with named(body.names):
+    with client_fields(body.names):
         asked = _chat(body, model, messages)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     return choices, partial(

@@ -198,10 +198,6 @@ class GenerationFields(AnswerBody):
     service_tier: str | None = None
     store: bool | None = None
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 class CompletionBody(GenerationFields):
     prompt: Any
@@ -482,7 +478,7 @@ def _cut(name: str) -> str:
 class TranslatedBody(AnswerBody):
     """A body that becomes a `ChatBody`.
 
-    ``names`` maps fields of the chat to fields of this body, for error messages (see `named`).
+    ``names`` maps fields of the chat to fields of this body, as `client_fields` needs them.
     """
 
     droppable = None
@@ -537,7 +533,7 @@ def joined(first: str | None, second: str, gap: str = "") -> str:
 
 
 @contextlib.contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
+def client_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Translates the fields of a chat in error messages into the fields of the client's request.
 
     Args:

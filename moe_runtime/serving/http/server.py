@@ -72,8 +72,8 @@ class Access:
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """A request while it is answered: ``scope["asked"]`` of its connection.
+class RequestState:
+    """A request while it is answered: ``scope["request_state"]`` of its connection.
 
     Attributes:
         client: number of its key, or its address; clients take turns.
@@ -94,8 +94,8 @@ class Asked:
     is_stream: bool = False
 
     @staticmethod
-    def of(scope: Mapping[str, Any]) -> Asked:
-        return scope["asked"]
+    def of(scope: Mapping[str, Any]) -> RequestState:
+        return scope["request_state"]
 
 
 @dataclass(slots=True)
@@ -150,22 +150,22 @@ class Server:
             )
         return names[0] if name is None else name
 
-    async def hold(self, asked: Asked, name: str | None) -> ServedModel:
+    async def hold(self, state: RequestState, name: str | None) -> ServedModel:
         """Waits until a model is loaded; it stays loaded until the request ends."""
         if self.is_draining:
             raise shutting_down()
         name = self.name_of(name)
         late = too_slow(self.limits.seconds)
-        async with self._until(asked.deadline_s, self._preparing, late):
-            asked.place = await self.models.hold(name)
-        if name not in asked.place.served:  # an adapter was unloaded meanwhile
+        async with self._until(state.deadline_s, self._preparing, late):
+            state.place = await self.models.hold(name)
+        if name not in state.place.served:  # an adapter was unloaded meanwhile
             self.name_of(name)
-        return asked.place.served[name]
+        return state.place.served[name]
 
-    def release(self, asked: Asked) -> None:
-        if asked.place is not None:
-            self.models.release(asked.place)
-            asked.place = None
+    def release(self, state: RequestState) -> None:
+        if state.place is not None:
+            self.models.release(state.place)
+            state.place = None
 
     @property
     def is_ready(self) -> bool:
@@ -195,7 +195,11 @@ class Server:
         return self._until(end_s, self._arriving, late)
 
     async def prepare(
-        self, asked: Asked, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
+        self,
+        state: RequestState,
+        work: Callable[..., ValueT],
+        *args: Any,
+        has_grammar: bool = False,
     ) -> ValueT:
         """Runs slow work in the thread for texts or for grammars.
 
@@ -207,8 +211,8 @@ class Server:
             raise shutting_down()
         late = too_slow(self.limits.seconds)
         async with (
-            self._until(asked.deadline_s, self._preparing, late),
-            self._turns[has_grammar].turn(asked.client),
+            self._until(state.deadline_s, self._preparing, late),
+            self._turns[has_grammar].turn(state.client),
         ):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(worker, partial(work, *args))
@@ -230,25 +234,25 @@ class Server:
             raise (shutting_down() if is_ending else late) from None
 
     def begin(
-        self, asked: Asked, model: ServedModel, choices: Sequence[AnswerChoice]
+        self, state: RequestState, model: ServedModel, choices: Sequence[AnswerChoice]
     ) -> Generation:
         """Submits the sequences of a request to the engine."""
         times = RequestTimes(self.metrics, model.parent or model.name)
-        owner = "" if self.access.shares_prefixes else asked.owner
+        owner = "" if self.access.shares_prefixes else state.owner
         for choice in choices:
-            choice.request = replace(choice.request, client=asked.client, prefix_owner=owner)
-        generation = Generation(model, choices, times, self.limits.seconds, asked.deadline_s)
+            choice.request = replace(choice.request, client=state.client, prefix_owner=owner)
+        generation = Generation(model, choices, times, self.limits.seconds, state.deadline_s)
         generation.submit()
-        asked.generation = generation
+        state.generation = generation
         self._generations.add(generation)
         return generation
 
-    def hold_body(self, asked: Asked, num_bytes: int) -> None:
+    def hold_body(self, state: RequestState, num_bytes: int) -> None:
         """Counts memory of a body or its pictures; all requests together have a limit."""
-        asked.body_bytes += num_bytes
+        state.body_bytes += num_bytes
         self.num_body_bytes += num_bytes
         most = _BODIES_AT_ONCE * self.limits.body_bytes
-        if self.num_body_bytes > max(most, asked.body_bytes):
+        if self.num_body_bytes > max(most, state.body_bytes):
             raise ApiError(
                 f"bodies of {most} bytes are being read, which is the limit; try again later",
                 status=429,
@@ -256,9 +260,9 @@ class Server:
                 headers={"retry-after": "1", "connection": "close"},
             )
 
-    def forget_body(self, asked: Asked) -> None:
-        self.num_body_bytes -= asked.body_bytes
-        asked.body_bytes = 0
+    def forget_body(self, state: RequestState) -> None:
+        self.num_body_bytes -= state.body_bytes
+        state.body_bytes = 0
 
     def shut_down(self) -> None:
         """Ends all requests with an error."""

@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from moe_runtime.serving.http.model_loader import (
 )
 from moe_runtime.serving.http.model_table import ModelTable
 from moe_runtime.serving.http.served_model import Place
-from moe_runtime.serving.http.server import Asked, Log, Server
+from moe_runtime.serving.http.server import Log, RequestState, Server
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0
@@ -127,7 +127,7 @@ class _Protocol(H11Protocol):
             return False
         cycle.keep_alive = False
         if cycle.response_started:
-            comment = b":\n\n" if Asked.of(cycle.scope).is_stream else b""
+            comment = b":\n\n" if RequestState.of(cycle.scope).is_stream else b""
             self.transport.write(self.conn.send(h11.Data(comment)) or b"")
         elif self.conn.their_http_version == b"1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -155,12 +155,6 @@ class _Protocol(H11Protocol):
             self._waiting = None
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def serve(
     server: Server,
     listening: socket.socket,
@@ -185,7 +179,8 @@ def serve(
         lifespan="off",
         server_header=False,
     )
-    running = _Uvicorn(config)
+    running = uvicorn.Server(config)
+    running.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
     async def run() -> None:
         serving = asyncio.ensure_future(running.serve([listening]))

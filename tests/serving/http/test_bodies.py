@@ -14,7 +14,7 @@ from moe_runtime.serving.http.schema import (
     CompletionBody,
     DetokenizeBody,
     Message,
-    named,
+    client_fields,
     parse_body,
 )
 from moe_runtime.serving.requests import (
@@ -319,7 +319,7 @@ def test_a_text_that_is_a_little_too_long_is_counted(refusing, tokenizer):
 
 
 def test_an_error_with_another_name_stays_what_it_is() -> None:
-    with pytest.raises(TooLongError) as caught, named({"messages": "input"}):
+    with pytest.raises(TooLongError) as caught, client_fields({"messages": "input"}):
         raise too_long("9 tokens", 4, "messages.0")
     assert caught.value.param == "input.0"
     assert caught.value.message.startswith("input.0: has 9 tokens; ")
