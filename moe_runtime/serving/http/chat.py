@@ -314,7 +314,8 @@ def prompt_of(
 
     ``tools`` and ``variables`` are those of the body by default.
     """
-    messages, continues = body.messages or (), bool(body.continue_final_message)
+    messages: Sequence[Message] = body.messages or ()
+    continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
     if continues and messages[-1].role != "assistant":
@@ -469,16 +470,15 @@ def prepare_completion(
         max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         num_logprobs=body.logprobs,
         num_prompt_logprobs=body.logprobs if body.echo else None,
-        matcher=grammar and model.grammars.compile(grammar, "response_format", owner),
+        matcher=model.grammars.compile(grammar, "response_format", owner) if grammar else None,
     )
     echoes = []
     num_each = body.n or 1
     for number, one in enumerate(given):
-        ids, is_text = prompts[number], isinstance(one, str)
-        answers = choices[number * num_each :][:num_each]
-        held = [answer.text.follow(ids, is_whole=is_text) for answer in answers]
+        prompt, answers = prompts[number], choices[number * num_each :][:num_each]
+        held = [answer.text.follow(prompt, is_whole=isinstance(one, str)) for answer in answers]
         if body.echo:
-            echoes.append(_echo(one, ids, held[0], body, model.vocabulary))
+            echoes.append(_echo(one, prompt, held[0], body, model.vocabulary))
     return choices, partial(CompletionAnswers, body=body, echoes=echoes)
 
 

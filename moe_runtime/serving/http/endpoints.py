@@ -45,6 +45,7 @@ from moe_runtime.serving.http.responses import ResponsesBody
 from moe_runtime.serving.http.schema import (
     AdapterBody,
     AnswerBody,
+    Body,
     BodyT,
     ChatBody,
     CompletionBody,
@@ -423,9 +424,10 @@ class Endpoints:
             body = parse_body(kind, raw)
         else:
             body = await self._server.prepare(state, parse_body, kind, raw)
-        if isinstance(body, AnswerBody):
-            state.user = (body.client_user or "")[:_MOST_USER]
-        if isinstance(body, GenerationFields) and body.stream_options and not body.stream:
+        given: Body = body
+        if isinstance(given, AnswerBody):
+            state.user = (given.client_user or "")[:_MOST_USER]
+        if isinstance(given, GenerationFields) and given.stream_options and not given.stream:
             raise FieldError("stream_options", "needs stream: true")
         return body
 

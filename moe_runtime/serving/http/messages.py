@@ -264,9 +264,9 @@ def _conversation(body: MessagesBody) -> ChatMessages:
     system = body.system or ""
     if not isinstance(system, str):
         # The billing line differs between tasks, and would hide the common prefix behind it.
-        texts = [one.text for one in system]
+        lines = (one.text for one in system)
         system = "\n".join(
-            text for text in texts if not text.startswith("x-anthropic-billing-header:")
+            line for line in lines if not line.startswith("x-anthropic-billing-header:")
         )
     if system:
         found.say("system", system)
