@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -25,8 +26,8 @@ from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.model_loader import ServeSettings
-from moe_runtime.serving.http.model_table import Loader, ModelTable, Place
-from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
+from moe_runtime.serving.http.model_table import ModelTable
+from moe_runtime.serving.http.served_model import ChatTemplate, Place, ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import (
     Ready,
@@ -123,37 +124,16 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-class NothingToLoad(Loader):
-    """The models are there, and stay."""
-
-    def make_room(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def load(self, name: str) -> Sequence[ServedModel]:
-        raise NotImplementedError
-
-    def unload(self, name: str) -> None:
-        raise NotImplementedError
-
-    def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
-        raise NotImplementedError
-
-    def forget_adapter(self, model: str, name: str) -> None:
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        pass
-
-
 def table_of(models: Sequence[ServedModel]) -> ModelTable:
-    """Models that are loaded, with adapters behind those they belong to."""
+    """Models that are loaded and stay, and their adapters."""
     places: dict[str, Place] = {}
     for model in models:
         name = model.parent or model.name
         place = places.setdefault(name, Place(name, takes_pictures=model.pictures is not None))
         place.adapters += [] if model.parent is None else [model.name]
         place.served[model.name] = model
-    return ModelTable([*places.values()], NothingToLoad())
+    loader: Any = SimpleNamespace(cancel=lambda: None)
+    return ModelTable([*places.values()], loader)
 
 
 @contextlib.contextmanager

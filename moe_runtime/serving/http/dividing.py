@@ -170,14 +170,27 @@ IDLE_S = 10.0
 """Seconds without a step after which a model lends its slots."""
 
 
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A model; ``is_asking`` while it waits for its turn or has it."""
+class _Member(Turns):
+    """A model, and the turns of its engine; ``is_asking`` while it waits for its turn or has it."""
 
-    handle: RuntimeHandle
-    last_s: float
-    adapter_bytes: int = 0
-    is_asking: bool = False
+    def __init__(self, sharing: SlotSharing, handle: RuntimeHandle, adapter_bytes: int) -> None:
+        super().__init__()
+        self.handle, self.adapter_bytes, self._sharing = handle, adapter_bytes, sharing
+        self.last_s, self.is_asking = sharing.clock(), False
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        self.is_asking = True
+        with self._sharing.turns.turn():
+            try:
+                self._sharing.divide_again()
+                yield
+            finally:
+                self.last_s, self.is_asking = self._sharing.clock(), False
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._sharing.turns.is_wanted
 
     @property
     def _fixed_bytes(self) -> int:
@@ -226,78 +239,72 @@ class SlotSharing:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._turns = turns
+        self.turns = turns
+        self.clock = clock
         self._idle_s = idle_s
-        self._clock = clock
         self._members: list[_Member] = []
         self._working: list[_Member] | None = None  # at the last division
         self._budget_bytes = budget_bytes
-        self._room_bytes = 0  # reserved for a model that loads, or not yet freed by a closed one
+        self.room_bytes = 0  # reserved for a model that loads, or not yet freed by a closed one
 
     def add(self, handle: RuntimeHandle, adapter_bytes: int = 0) -> Turns:
         """Adds a model with its budget; returns the turns for its engine."""
-        with self._turns.turn():
-            member = _Member(handle, self._clock(), adapter_bytes)
+        with self.turns.turn():
+            member = _Member(self, handle, adapter_bytes)
             self._members.append(member)
-            self._room_bytes = 0
+            self.room_bytes = 0
             self._budget_bytes = max(self._budget_bytes, self._taken_bytes())
             self._working = list(self._members)
-        return _MemberTurns(self._turns, lambda: self._turn(member))
+        return member
 
     def remove(self, handle: RuntimeHandle) -> None:
         """Reserves the bytes of a model that closes until `leave_room`."""
-        with self._turns.turn():
+        with self.turns.turn():
             (gone,) = (some for some in self._members if some.handle is handle)
             self._members.remove(gone)
-            self._room_bytes, self._working = self._room_bytes + gone.taken_bytes, None
+            self.room_bytes, self._working = self.room_bytes + gone.taken_bytes, None
 
-    def make_room(self, need: Need) -> int:
-        """Frees slots for a model that will load, and reserves their bytes until `add`.
+    def make_room(self, need: Need) -> bool:
+        """Frees slots for a model that will load, and reserves ``room_bytes`` until `add`.
 
-        Returns the bytes; 0 if all other models' minimums leave too few.
+        Returns False if the minimums of the others leave too few bytes.
         """
-        with self._turns.turn():
-            self._room_bytes, self._working = 0, None
+        with self.turns.turn():
+            self.room_bytes, self._working = 0, None
             needs = [*(some.need(works=True) for some in self._members), need]
             try:
                 *shares, own = self._shares(needs)
             except CapacityError:
-                return 0
+                return False
             self._move(shares, only_fewer=True)
             room = min(own, self._budget_bytes - self._taken_bytes())
-            self._room_bytes = room if room >= need.smallest_bytes else 0
-            return self._room_bytes
+            self.room_bytes = room if room >= need.smallest_bytes else 0
+            return self.room_bytes > 0
 
     def leave_room(self) -> None:
         """Ends the reservation: loading failed, or a model has closed."""
-        with self._turns.turn():
-            self._room_bytes, self._working = 0, None
+        with self.turns.turn():
+            self.room_bytes, self._working = 0, None
 
     def check(self) -> None:
         """Asserts that all models together stay within the budget."""
-        assert self._taken_bytes() + self._room_bytes <= self._budget_bytes
+        assert self._taken_bytes() + self.room_bytes <= self._budget_bytes
         for member in self._members:
             member.handle.check()
             assert member.handle.stats().expert_slots == member.handle.facts.host_plan.num_slots
 
-    @contextlib.contextmanager
-    def _turn(self, member: _Member) -> Iterator[None]:
-        member.is_asking = True
-        with self._turns.turn():
-            try:
-                since_s = self._clock() - self._idle_s
-                working = [one for one in self._members if one.is_asking or one.last_s > since_s]
-                if working != self._working and self._divide(working):
-                    self._working = working
-                yield
-            finally:
-                member.last_s, member.is_asking = self._clock(), False
+    def divide_again(self) -> None:
+        """Moves slots if the set of working models has changed; within a turn."""
+        since_s = self.clock() - self._idle_s
+        working = [one for one in self._members if one.is_asking or one.last_s > since_s]
+        if working != self._working and self._divide(working):
+            self._working = working
 
     def _taken_bytes(self) -> int:
         return sum(member.taken_bytes for member in self._members)
 
     def _shares(self, needs: Sequence[Need]) -> list[int]:
-        budget_bytes = self._budget_bytes - self._room_bytes
+        budget_bytes = self._budget_bytes - self.room_bytes
         return divide(budget_bytes, {str(number): need for number, need in enumerate(needs)})
 
     def _divide(self, working: Collection[_Member]) -> bool:
@@ -321,25 +328,7 @@ class SlotSharing:
                 is_whole &= resize_cache(some.handle, num_slots) == num_slots
         for some, plan, num_slots in wanted if not only_fewer else ():
             if num_slots > plan.num_slots:
-                left_bytes = self._budget_bytes - self._room_bytes - self._taken_bytes()
+                left_bytes = self._budget_bytes - self.room_bytes - self._taken_bytes()
                 most = min(num_slots, plan.num_slots + left_bytes // plan.slot_bytes)
                 is_whole &= resize_cache(some.handle, most) == num_slots
         return is_whole
-
-
-class _MemberTurns(Turns):
-    def __init__(
-        self, shared: Turns, turn: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> None:
-        super().__init__()
-        self._shared = shared
-        self._turn = turn
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._turn():
-            yield
-
-    @property
-    def is_wanted(self) -> bool:
-        return self._shared.is_wanted

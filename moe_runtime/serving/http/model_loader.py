@@ -183,7 +183,6 @@ class ModelLoader:
                 for name, need in self._needs.items():
                     divide_host_memory({name: need}, loading)
         self._sharing = SlotSharing(Turns(), total_bytes)
-        self._room_bytes = 0
         self._open: dict[str, tuple[Any, contextlib.ExitStack]] = {}
         self._stack = contextlib.ExitStack()
         self._templates, self._trials = (
@@ -207,8 +206,7 @@ class ModelLoader:
         """Takes memory of experts from loaded models; returns whether it suffices for another."""
         if not self._needs:
             return not self._open
-        self._room_bytes = self._sharing.make_room(self._needs[name])
-        return self._room_bytes > 0
+        return self._sharing.make_room(self._needs[name])
 
     def load(self, name: str) -> Sequence[ServedModel]:
         """Loads a model and its adapters into the memory that `make_room` found."""
@@ -216,15 +214,14 @@ class ModelLoader:
         try:
             if not self._needs:
                 budget = rest_for_model(loading)
-            elif self._room_bytes:
-                budget = part_for(loading, self._room_bytes, self._needs[name].adapter_bytes)
+            elif room_bytes := self._sharing.room_bytes:
+                budget = part_for(loading, room_bytes, self._needs[name].adapter_bytes)
             else:
                 (budget,) = divide_host_memory({name: self._needs[name]}, loading)
             return self._load(name, budget)
         finally:
             _collect()  # also the remains of a model that failed to load
             self._sharing.leave_room()
-            self._room_bytes = 0
 
     def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
         """Adds an adapter. An earlier one of this name stays until its requests end."""

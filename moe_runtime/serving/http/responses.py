@@ -26,8 +26,7 @@ from moe_runtime.serving.http.generating import (
     chat_logprobs,
     sampling_of,
 )
-from moe_runtime.serving.http.kept_responses import KeptResponses
-from moe_runtime.serving.http.lark import balanced, regex_of
+from moe_runtime.serving.http.grammars import balanced, regex_of
 from moe_runtime.serving.http.schema import (
     AllowedTools,
     Body,
@@ -48,6 +47,7 @@ from moe_runtime.serving.http.schema import (
     part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.server import KeptResponses
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
 
 _NAMES = {

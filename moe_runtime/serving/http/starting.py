@@ -25,7 +25,6 @@ from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.serving.digest_files import DigestFiles
 from moe_runtime.serving.http.endpoints import make_app
-from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.model_loader import (
     ModelLoader,
     ServeSettings,
@@ -35,7 +34,7 @@ from moe_runtime.serving.http.model_loader import (
 )
 from moe_runtime.serving.http.model_table import ModelTable
 from moe_runtime.serving.http.served_model import Place
-from moe_runtime.serving.http.server import Log, RequestState, Server
+from moe_runtime.serving.http.server import KeptResponses, Log, RequestState, Server
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0
