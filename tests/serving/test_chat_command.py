@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,10 +167,10 @@ def test_the_advice_for_a_full_conversation_can_be_followed(
 
 
 def terminal_of(talking: Conversation) -> Any:
-    from moe_runtime.cli.commands.chat import _Opened, _Terminal
+    from moe_runtime.cli.commands.chat import _Terminal
 
     nothing: Any = None
-    return _Terminal(_Opened(nothing, nothing, talking), nothing, nothing)
+    return _Terminal(SimpleNamespace(talk=talking), nothing)
 
 
 @pytest.fixture

@@ -46,18 +46,14 @@ class Measuring:
     @property
     def ahead(self) -> tuple[int, ...]:
         """Layers to look ahead."""
-        try:
-            ahead = tuple(int(part) for part in self.distances.split(","))
-        except ValueError:
-            ahead = ()
-        if not ahead or min(ahead) < 1:
-            raise ValueError(
-                f"--distances must be positive numbers such as 1,2,4, got {self.distances!r}"
-            )
-        return ahead
+        expected = "positive numbers such as 1,2,4"
+        found = options.numbers_of(
+            self.distances, "--distances", expected, int, is_sound=lambda layers: layers > 0
+        )
+        return tuple(found)
 
     def require_layers(self, ctx: typer.Context, num_layers: int) -> None:
-        """Refuses distances that were given and at which no layer lies."""
+        """Refuses given distances beyond the last layer."""
         source = ctx.get_parameter_source("distances")
         is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and max(self.ahead) >= num_layers:
@@ -69,7 +65,7 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What predictors are trained on: recorded traces, or a text that a model reads.
+    """Data for training predictors: recorded traces, or a text that a model reads.
 
     Args:
         model: Instead of traces: a checkpoint that reads --text.
@@ -82,7 +78,7 @@ class Sources:
     host_memory: options.HostMemory = "auto"
 
     def read(self, ctx: typer.Context, names: list[str]) -> "Sequences":
-        """Reads them, for the named predictors."""
+        """Reads the data for the named predictors."""
         if (self.model is None) != (self.text is None):
             raise ValueError("--model and --text belong together: the model reads the text")
         if bool(self.traces) == (self.model is not None):
@@ -110,7 +106,7 @@ def predictor_app() -> typer.Typer:
 
 
 def show(as_json: options.Json = False) -> None:
-    """List the predictors and what they use."""
+    """List the predictors and the data that they use."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
@@ -140,7 +136,7 @@ def fit(
     from moe_runtime.lab.traces.learned import write_predictor
 
     if is_code_file(predictor):
-        raise ValueError(f"--predictor {predictor}: what code of your own learned has no file")
+        raise ValueError(f"--predictor {predictor}: a predictor of your own code has no file")
     if output.suffix != ".npz":
         raise ValueError(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "
@@ -286,7 +282,7 @@ def teach(
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
-    """The name of a predictor that traces, or a model and a text, suffice to train."""
+    """The name of a predictor that can be trained on traces, or with a model and a text."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     if name not in PREDICTORS:
@@ -321,7 +317,7 @@ def _recall_json(recall: Any) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """What JSON can hold: None for the mean of nothing, such as a mass where no gate had weight."""
+    """The value for JSON: None for a mean of no values."""
     return value if math.isfinite(value) else None
 
 
@@ -330,12 +326,12 @@ def _shown(value: float, digits: int) -> str:
 
 
 WINDOW_TOKENS = 128
-"""Tokens of a sequence; the text is cut into such windows, what is left over is not read."""
+"""Tokens of a sequence; the text is cut into such windows, and the rest is not read."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """Recorded routing of one model; a model that read a text has hidden states of its gates."""
+    """Recorded routing of one model, with hidden states if the model read a text."""
 
     signature: "ModelSignature"
     routes: "Routes"
@@ -369,7 +365,7 @@ class Sequences:
 
 
 def _read_text(session: console.Session, model: str, text: Path, host_memory: str) -> Sequences:
-    """Lets a model read a text file window by window."""
+    """Records the routing of a model that reads a text file window by window."""
     words = read_text(text)
     console.quiet_transformers(session)
     tokenizer = load_tokenizer(model)

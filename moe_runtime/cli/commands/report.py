@@ -1,4 +1,4 @@
-"""``moe-runtime report``: a trace, or the statistics of a run, as a page to look at."""
+"""``moe-runtime report``: draw a trace, or the statistics of a run, as a page."""
 
 import dataclasses
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfTraces:
-    """Options that the page of a run has no use for.
+    """Options of the page of a trace.
 
     Args:
         policy: Policies to compare, separated by commas.
@@ -126,7 +126,7 @@ def _names(text: str) -> list[str]:
 
 
 def check_drawing() -> None:
-    """Refuses to go on without matplotlib."""
+    """Raises UnsupportedModelError without matplotlib."""
     import importlib.util
 
     if not importlib.util.find_spec("matplotlib"):
