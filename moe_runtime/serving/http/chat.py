@@ -314,7 +314,7 @@ def prompt_of(
 
     ``tools`` and ``variables`` are those of the body by default.
     """
-    messages: Sequence[Message] = body.messages or ()
+    messages = body.messages or []
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise FieldError("continue_final_message", "excludes add_generation_prompt")
