@@ -94,11 +94,14 @@ def may_be_object(text: str) -> bool:
 
 
 def _bare(
-    parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]], begins: str, *heads: str
+    parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]],
+    heads: Sequence[str],
+    last_of: Callable[[str, Sequence[str]], str | None] = lambda text, _: text,
 ) -> CallReader:
     """Reads calls without a mark. They must name a given tool, for the text may be the answer.
 
-    ``heads`` are beginnings of calls without spaces; they have ``NAME``.
+    ``heads`` are beginnings of calls without spaces; they have ``NAME``. ``last_of`` takes a text
+    and the names of tools, and returns the text after complete calls, None if it has others.
     """
 
     def parse_known(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
@@ -108,11 +111,15 @@ def _bare(
         return calls
 
     def may_begin(text: str, functions: Sequence[Function]) -> bool:
-        begun = "".join(text.split())
-        known = (head.replace("NAME", one.name) for one in functions for head in heads)
-        return any(begun.startswith(head) or head.startswith(begun) for head in known)
+        names = [one.name for one in functions]
+        last = last_of(text, names)
+        begun = "" if last is None else "".join(last.split())
+        known = (head.replace("NAME", name) for name in names for head in heads)
+        return last is not None and any(
+            begun.startswith(head) or head.startswith(begun) for head in known
+        )
 
-    return CallReader(parse_known, may_begin, begins)
+    return CallReader(parse_known, may_begin, heads[0][0])
 
 
 def _json_values(text: str) -> tuple[list[Any], str]:
@@ -143,14 +150,27 @@ def _json_values(text: str) -> tuple[list[Any], str]:
 
 JSON_CALLS = CallReader(_json_calls, _may_be_json_calls)
 """JSON objects in sequence or in lists, separated by ``;`` or spaces."""
+
+
+def _last_json_call(text: str, names: Sequence[str]) -> str | None:
+    values, last = _json_values(text)
+    are_calls = all(
+        isinstance(one, dict)
+        and one.get("name") in names
+        and one.keys() & {"arguments", "parameters"}
+        for one in values
+    )
+    return last.removeprefix("[") if are_calls else None
+
+
 BARE_JSON_CALLS = _bare(
     partial(_json_calls, needs_arguments=True),
-    "{",
-    *(
+    [
         f'{{{kind}"name":"NAME","{key}":'
         for kind in ("", '"type":"function",')
         for key in ("parameters", "arguments")
-    ),
+    ],
+    _last_json_call,
 )
 
 
@@ -266,7 +286,7 @@ def _may_be_python_calls(text: str, functions: Sequence[Function]) -> bool:
 
 PYTHON_CALLS = CallReader(_python_calls, _may_be_python_calls)
 """A list of Python calls with named literals as arguments; or JSON."""
-BARE_PYTHON_CALLS = _bare(_python_calls, "[", "[NAME(")
+BARE_PYTHON_CALLS = _bare(_python_calls, ["[NAME("])
 
 
 _GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<arguments>\{.*\})\s*", re.DOTALL)
