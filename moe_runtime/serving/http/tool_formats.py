@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -64,15 +63,12 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def _json_calls(
-    text: str, functions: Sequence[Function], *, needs_arguments: bool = False
-) -> Iterator[ParsedCall]:
+def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     values, rest = _json_values(text)
-    default = None if needs_arguments else {}
     for value in values:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ValueError("expected an object with a name")
-        arguments = value.get("arguments", value.get("parameters", default))
+        arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = read_json(arguments)
         if not isinstance(arguments, dict):
@@ -93,33 +89,35 @@ def may_be_object(text: str) -> bool:
     return _OBJECT.match(text) is not None
 
 
-def _bare(
-    parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]],
-    heads: Sequence[str],
-    last_of: Callable[[str, Sequence[str]], str | None] = lambda text, _: text,
-) -> CallReader:
-    """Reads calls without a mark. They must name a given tool, for the text may be the answer.
+# Text without a mark may be the answer itself: it is a call only if it names a given tool.
 
-    ``heads`` are beginnings of calls without spaces; they have ``NAME``. ``last_of`` takes a text
-    and the names of tools, and returns the text after complete calls, None if it has others.
-    """
 
-    def parse_known(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
-        calls = [*parse(text, functions)]
-        if not {call.name for call in calls} <= {one.name for one in functions}:
-            raise ValueError("expected the name of a tool")
-        return calls
+def _bare_json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
+    if not all(_is_bare_call(value, functions) for value in _json_values(text)[0]):
+        raise ValueError("expected the name of a tool, and arguments")
+    return _json_calls(text, functions)
 
-    def may_begin(text: str, functions: Sequence[Function]) -> bool:
-        names = [one.name for one in functions]
-        last = last_of(text, names)
-        begun = "" if last is None else "".join(last.split())
-        known = (head.replace("NAME", name) for name in names for head in heads)
-        return last is not None and any(
-            begun.startswith(head) or head.startswith(begun) for head in known
-        )
 
-    return CallReader(parse_known, may_begin, heads[0][0])
+def _may_be_bare_json(text: str, functions: Sequence[Function]) -> bool:
+    values, rest = _json_values(text)
+    heads = (
+        f'{{{kind}"name":"{one.name}","{key}":'
+        for one in functions
+        for kind in ("", '"type":"function",')
+        for key in ("parameters", "arguments")
+    )
+    is_call = all(_is_bare_call(value, functions) for value in values)
+    return is_call and _begins_one(rest.removeprefix("["), heads)
+
+
+def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
+    is_named = isinstance(value, dict) and any(value.get("name") == one.name for one in functions)
+    return is_named and bool(value.keys() & {"arguments", "parameters"})
+
+
+def _begins_one(text: str, heads: Iterable[str]) -> bool:
+    begun = "".join(text.split())
+    return any(begun.startswith(head) or head.startswith(begun) for head in heads)
 
 
 def _json_values(text: str) -> tuple[list[Any], str]:
@@ -150,28 +148,7 @@ def _json_values(text: str) -> tuple[list[Any], str]:
 
 JSON_CALLS = CallReader(_json_calls, _may_be_json_calls)
 """JSON objects in sequence or in lists, separated by ``;`` or spaces."""
-
-
-def _last_json_call(text: str, names: Sequence[str]) -> str | None:
-    values, last = _json_values(text)
-    are_calls = all(
-        isinstance(one, dict)
-        and one.get("name") in names
-        and one.keys() & {"arguments", "parameters"}
-        for one in values
-    )
-    return last.removeprefix("[") if are_calls else None
-
-
-BARE_JSON_CALLS = _bare(
-    partial(_json_calls, needs_arguments=True),
-    [
-        f'{{{kind}"name":"NAME","{key}":'
-        for kind in ("", '"type":"function",')
-        for key in ("parameters", "arguments")
-    ],
-    _last_json_call,
-)
+BARE_JSON_CALLS = CallReader(_bare_json_calls, _may_be_bare_json, begins="{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +261,20 @@ def _may_be_python_calls(text: str, functions: Sequence[Function]) -> bool:
     return _BEGUN_PYTHON.fullmatch(text) is not None or _may_be_json_calls(text, functions)
 
 
+def _bare_python_calls(text: str, functions: Sequence[Function]) -> list[ParsedCall]:
+    calls = [*_python_calls(text, functions)]
+    if not {call.name for call in calls} <= {one.name for one in functions}:
+        raise ValueError("expected the name of a tool")
+    return calls
+
+
+def _may_be_bare_python(text: str, functions: Sequence[Function]) -> bool:
+    return _begins_one(text, (f"[{one.name}(" for one in functions))
+
+
 PYTHON_CALLS = CallReader(_python_calls, _may_be_python_calls)
 """A list of Python calls with named literals as arguments; or JSON."""
-BARE_PYTHON_CALLS = _bare(_python_calls, ["[NAME("])
+BARE_PYTHON_CALLS = CallReader(_bare_python_calls, _may_be_bare_python, begins="[")
 
 
 _GEMMA_CALL = re.compile(r"\s*call:(?P<name>[\w.-]+)\s*(?P<arguments>\{.*\})\s*", re.DOTALL)
