@@ -315,12 +315,10 @@ class ReadQueue:
 
     def _serve(self, last: Priority) -> None:
         while not self._closed:
-            try:
+            with _Caught(is_reported=True):
                 if (found := self._take(last)) is not None:
                     self._move(*found)
                 del found  # a waiting thread must hold no slot
-            except BaseException as failure:
-                _report(failure)
 
     def _take(self, last: Priority) -> tuple[Transfer, _Work, Block] | None:
         """Waits for the next block; None once the queue is closed."""
@@ -336,35 +334,47 @@ class ReadQueue:
         return None
 
     def _move(self, read: Transfer, work: _Work, block: Block) -> None:
-        moved, error = 0, None
-        try:
+        moved, caught = 0, _Caught(is_reported=False)
+        with caught:
             moved = block()
-        except MoERuntimeError as failure:
-            error = failure
-        except BaseException as failure:
-            reason = (str(failure) or "no reason given").splitlines()[0]
-            error = MoERuntimeError(f"a read failed with {type(failure).__name__}: {reason}")
-            error.__cause__ = failure
         with self._monitor:
             read.num_bytes += moved
-            read.error = read.error or error
+            read.error = read.error or caught.error()
             work.unfinished -= 1
             has_ended = work.unfinished == 0
         if has_ended:
             for _ in range(2):  # a failure resets the store; then it is announced again
-                try:
+                with _Caught(is_reported=True):
                     read.end()
                     break
-                except BaseException as failure:
-                    _report(failure)
             self._works.pop(read, None)
 
 
-def _report(failure: BaseException) -> None:
-    """Reports an exception of a thread that goes on."""
-    thread = threading.current_thread()
-    found = (type(failure), failure, failure.__traceback__, thread)
-    threading.excepthook(threading.ExceptHookArgs(found))
+class _Caught:
+    """Keeps or reports an exception of its block; the reading thread goes on."""
+
+    def __init__(self, *, is_reported: bool) -> None:
+        self._is_reported = is_reported
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, failure: BaseException | None, trace: Any) -> bool:
+        if self._is_reported and kind is not None:
+            found = (kind, failure, trace, threading.current_thread())
+            threading.excepthook(threading.ExceptHookArgs(found))
+        self._failure = failure
+        return True
+
+    def error(self) -> MoERuntimeError | None:
+        """The exception as the error of a read."""
+        failure = self._failure
+        if failure is None or isinstance(failure, MoERuntimeError):
+            return failure
+        reason = (str(failure) or "no reason given").splitlines()[0]
+        error = MoERuntimeError(f"a read failed with {type(failure).__name__}: {reason}")
+        error.__cause__ = failure
+        return error
 
 
 _BLOCK, _STEP = struct.Struct("5q"), struct.Struct("7q")
