@@ -44,26 +44,6 @@ def decode(store: ExpertStore[torch.Tensor], routes, number: int) -> list[int]:
     return hits
 
 
-@pytest.mark.parametrize("name", LIVE_POLICIES)
-def test_a_store_keeps_its_books_with_every_policy(name):
-    routes = make_routes(SHAPE, num_sequences=2, length=30)
-    setting = Setting(shape=SHAPE)
-    policy = make_policy(name, num_slots=14, setting=setting, reserve=2)
-    store = open_store(policy, 14)
-    generator = random.Random(0)
-    for number in range(routes.num_tokens):
-        decode(store, routes, number)
-        if generator.random() < 0.1:
-            layer = generator.randrange(3)
-            prompt = [ExpertKey(layer, expert) for expert in range(12)]
-            with store.lease(prompt, streaming=True) as lease:
-                assert sum(len(group) for group in lease) == 12
-            store.check()
-        if generator.random() < 0.2:
-            store.read_ahead([ExpertKey(generator.randrange(3), generator.randrange(12))])
-            store.check()
-
-
 @pytest.mark.parametrize("name", ["lru", "lfu", "mrs", "lec", "reuse"])
 def test_what_a_store_keeps_is_what_a_replay_keeps(name):
     """Hit for hit, once the slots are full: the same object decides in both."""

@@ -10,7 +10,7 @@ from slow_reader import SlowReader
 
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.memory.prefetcher import Guesses
-from moe_runtime.memory.reads import Priority, Transfer
+from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierFetcher, TierStore
@@ -160,17 +160,3 @@ def test_a_read_ahead_whose_copy_fails_is_not_kept(tiers):
     until(lambda: not any(fetcher.is_under_way(e.read) for e in [*entries.values()]))
     until(lambda: K(0, 0) not in entries)
     tiers.host.check()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lack_of_memory_as_a_copy_ends_loses_no_read(tiers, monkeypatch):
-    arrive, failures = tiers.device._arrive, [MemoryError("as asked")]
-
-    def fail_once(key: ExpertKey, read: Transfer) -> None:
-        if failures:
-            raise failures.pop()
-        arrive(key, read)
-
-    monkeypatch.setattr(tiers.device, "_arrive", fail_once)
-    tiers.use_now(K(0, 0))
-    assert not failures

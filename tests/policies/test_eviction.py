@@ -117,22 +117,6 @@ class TestContract:
             assert policy.access([key(1), key(2)], 0) == len(policy) == 0
 
 
-def test_lru_evicts_what_a_list_of_uses_says():
-    generator = random.Random(3)
-    policy, uses = LRU[ExpertKey](), []
-    for _ in range(3000):
-        some = key(generator.randrange(12))
-        if some in uses:
-            policy.touch(some)
-            uses.remove(some)
-        else:
-            if len(uses) == 5:
-                assert policy.victim(anything, some) == uses[0]
-                policy.remove(uses.pop(0))
-            policy.insert(some)
-        uses.append(some)
-
-
 class TestShares:
     def test_even_shares_use_every_slot(self):
         assert even_shares(10, 4) == [3, 3, 2, 2]

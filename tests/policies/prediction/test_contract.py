@@ -53,18 +53,6 @@ def test_estimates_are_probabilities_of_about_k_experts(name):
 
 
 @pytest.mark.parametrize("name", FROM_ROUTING)
-def test_those_that_need_training_tell_experts_apart_only_after_it(name):
-    """Others need the routing of the running request, or that of one that ended, alone."""
-    estimator, contexts = make_estimator(name, SHAPE), held_out()
-    estimator.finish(contexts.counts.sum(axis=0))
-    chance = estimator.estimate(contexts, 3, 4)
-    assert (np.ptp(chance, axis=1).max() < 1e-6) == (
-        name not in {"eam", "previous-token", "running-counts"}
-    )
-    assert np.ptp(fitted(name).estimate(held_out(), 3, 4), axis=1).max() > 0.1
-
-
-@pytest.mark.parametrize("name", FROM_ROUTING)
 @pytest.mark.parametrize(("now", "layer"), [(-1, 3), (1, 4), (3, 4)])
 def test_the_future_does_not_matter(name, now, layer):
     contexts = held_out()
