@@ -189,7 +189,7 @@ def test_recorded_arrivals(sizes, tmp_path, capsys):
 def test_training_with_failures(sizes, tmp_path, capsys):
     machine = tmp_path / "m.toml"
     machine.write_text(MACHINE.replace("\n[intra]", "disk_bytes_per_s = 1e9\n[intra]", 1))
-    words = ["train", sizes, "--ranks", "2,512", "--machine", str(machine), "--tokens", "512"]
+    words = ["train", sizes, "--ranks", "2,64", "--machine", str(machine), "--tokens", "512"]
     calm, failing = (points_of([*words, *more], capsys) for more in ([], ["--failure-days", "0.1"]))
     for one, other in zip(calm, failing, strict=True):
         assert other["tokens_per_s"] == pytest.approx(one["tokens_per_s"] * other["useful_share"])
