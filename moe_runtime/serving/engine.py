@@ -477,18 +477,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             with drafts.timed(num_base, num_rows):
                 self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
-        logits_RV = None
-        with Failure() as failure:
-            for sequence in group:
-                self._fit(sequence)
-            with drafts.timed(num_base, num_rows, drafting_s):
-                logits_RV = self._shown(
-                    [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)],
-                    lambda: self._passes.verify(group, drafted),
-                )
-        self._counts["steps"] += 1
+        chosen = [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)]
+        with drafts.timed(num_base, num_rows, drafting_s):
+            logits_RV = self._logits(chosen, lambda: self._passes.verify(group, drafted))
         if logits_RV is None:
-            self._fail(group, failure.finished)
             return
         parts = logits_RV.split([1 + len(draft) for draft in drafted])
         for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
@@ -591,16 +583,23 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _pass(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
     ) -> None:
-        logits_BV = None
+        logits_BV = self._logits(chosen, compute)
+        if logits_BV is not None:
+            self._end_pass(chosen, logits_BV)
+
+    def _logits(
+        self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Logits of a pass; None if it failed: then its sequences end, or try again alone."""
+        logits = None
         with self._catching() as failure:
             for sequence, _ in chosen:
                 self._fit(sequence)
-            logits_BV = self._shown(chosen, compute)
+            logits = self._shown(chosen, compute)
         self._counts["steps"] += 1
-        if logits_BV is None:
+        if logits is None:
             self._fail([sequence for sequence, _ in chosen], failure.finished)
-            return
-        self._end_pass(chosen, logits_BV)
+        return logits
 
     def _end_pass(self, chosen: list[tuple[Sequence, int]], logits_BV: torch.Tensor | None) -> None:
         first, num_new = chosen[0]

@@ -513,7 +513,7 @@ class Prefixes:
         *,
         needs_all: bool,
     ) -> Filled:
-        """Appends the blocks of some tokens that are on disk: all, or returns ``filled``."""
+        """Appends the blocks of some tokens that are on disk; with ``needs_all`` all or none."""
         files, states, size = self._files, self._states, self._account.block_tokens
         assert files is not None
         if states is not None and not needs_all:
