@@ -45,7 +45,7 @@ from moe_runtime.serving.scheduling import (
     Scheduler,
     Sequence,
     StepSizes,
-    beside_prompts,
+    decoding_with_prompts,
     groups_of,
 )
 
@@ -153,7 +153,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._account,
                 most_running=self._options.most_running,
                 adapters=self._adapters,
-                leave=self._prefixes.leave,
+                swap_out=self._prefixes.swap_out,
             )
             self._threads = ThreadPoolExecutor(1, "moe-runtime prefixes")
             undo.callback(self._threads.shutdown)
@@ -414,7 +414,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Finishes cancelled sequences and takes a step."""
         for sequence in cancelled:
             self._finish(sequence, Finished("cancelled"))
-        look_up, is_held = self._prefixes.look_up, self._prefixes.are_coming
+        look_up, is_held = self._prefixes.look_up, self._prefixes.should_wait
         while (sequence := self._scheduler.next_to_start(look_up, is_held)) is not None:
             with self._catching() as failure:
                 self._start(sequence)
@@ -439,7 +439,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._awaited = awaited
             return
         with self._sizes.timed(num_prompt=num_prompt, num_decoding=num_decoding):
-            beside = [] if divides else beside_prompts(decoding, chosen)
+            beside = [] if divides else decoding_with_prompts(decoding, chosen)
             rest = [sequence for sequence in decoding if sequence not in beside]
             most = self._passes.most_together(exact=self._options.exact)
             for group in in_rows:
