@@ -255,7 +255,6 @@ class Adapters:
     def _bound(
         self, folder: AdapterFolder, tensors: Mapping[str, tuple[torch.Tensor, ...]]
     ) -> _Parts:
-        """The parts of a read adapter with their modules."""
         parts: _Parts = []
         for layer in folder.widths:
             module: Any = self._modules[layer]

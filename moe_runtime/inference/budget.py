@@ -12,7 +12,6 @@ import torch
 
 from moe_runtime.config import Budget, format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.kernels.decode_step.rounded_rows import row_bytes
 from moe_runtime.kernels.linear.op import kept_code_bytes
 from moe_runtime.policies.prediction.base import most_remembered_bytes, shape_of
@@ -146,7 +145,6 @@ def reserve_for(
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
-    """Shapes of the weights of attention and experts."""
     text = config.get_text_config()
     hidden, heads, head_dim = text.hidden_size, text.num_attention_heads, widest_head(config)
     inner = largest_of(text, "moe_intermediate_size") or largest_of(text, "intermediate_size")
@@ -307,6 +305,17 @@ def set_up_libraries(dtype: torch.dtype) -> None:
     counts = np.ones((8, 8), np.float32)
     np.linalg.norm(np.einsum("cx,cx->c", counts @ counts, counts).astype(np.float16))
     np.searchsorted(np.unique(np.argsort(counts, kind="stable")), np.arange(8))
+
+
+ROOM_TOKENS = 64
+ROOM_SHARE = 16
+"""A full cache grows by 64 tokens, over all its sequences, and a sixteenth of its length."""
+
+
+def room_for(num_tokens: int, num_sequences: int = 1) -> int:
+    """Tokens of room per sequence when a cache grows. Several sequences together never take more
+    room than one with all their tokens."""
+    return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
 DEFAULT_TOKENS = 4096

@@ -255,7 +255,6 @@ def _in_parts(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """The output of ``forward`` for tokens ``[1, Q, D]``, computed up to each of ``ends``."""
     first, made = 0, []
     for end in sorted({*ends, hidden_states.shape[1]}):
         made.append(forward(hidden_states[:, first:end], *args, **options))

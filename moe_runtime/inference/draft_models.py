@@ -23,12 +23,16 @@ from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_vocabulary
 from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.budget import context_step_bytes, known_positions, reserve_for
+from moe_runtime.inference.budget import (
+    context_step_bytes,
+    known_positions,
+    reserve_for,
+    room_for,
+)
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafted_steps import MOST_ROWS
 from moe_runtime.inference.drafts import MOST_DRAFTED, Offer
 from moe_runtime.inference.known_classes import can_share_a_pass, keeps_states
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.loading import finish_dense, load, signature_of
 from moe_runtime.inference.rows_alone import can_join
 from moe_runtime.inference.sequence_cache import (

@@ -209,7 +209,6 @@ class DraftedSteps:
             warnings.warn(message, MoERuntimeWarning, stacklevel=2)
 
     def _single_token(self, given: Mapping[str, Any]) -> int | None:
-        """The token of a step that may have drafts, else None."""
         cache: Any = given.get(self._cache_name)
         ids = given.get("input_ids")
         if cache is None or ids is None:
@@ -307,7 +306,6 @@ class DraftedSteps:
         token: int,
         drafting_s: float,
     ) -> Any:
-        """Runs a pass of a token and a draft; returns the output for the token."""
         cache, num_rows = given[self._cache_name], 1 + len(draft.tokens)
         text.places, first = given.get("position_ids"), torch.tensor([[text.num_tokens - 1]])
         later = torch.arange(num_rows)[:, None]

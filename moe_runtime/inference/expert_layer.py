@@ -307,7 +307,6 @@ class OffloadedExperts(AbsentParameters):
         self.store.end_leases()
 
     def _make_step_kernel(self, weights: ExpertWeights) -> ExpertStep | None:
-        """The kernel for a few tokens with resident experts, if there is one."""
         if self._norms_outputs or not has_kernel(self._activation):
             return None
         return ExpertStep(weights.shape, self._activation)
@@ -329,7 +328,6 @@ class OffloadedExperts(AbsentParameters):
         out_RD: torch.Tensor,
         group: Sequence[tuple[ExpertKey, ExpertWeights]],
     ) -> None:
-        """Computes the rows of a group of experts into ``out_RD``."""
         found: list[ExpertWeights] = []
         counts: list[int] = []
         destinations: list[int] = []

@@ -248,7 +248,6 @@ def inspect_checkpoint(
 
 
 def _bits_per_weight(experts: ExpertMap) -> float:
-    """Bits per weight of an expert in the files, scales and zero points included."""
     num_bytes = num_weights = 0
     for key, layout in experts.layouts.items():
         num_bytes += layout.tensor_bytes

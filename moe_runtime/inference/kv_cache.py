@@ -6,7 +6,6 @@ no memory: they store only the offset and the window.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from moe_runtime.checkpoints.transformers_private import (
     CACHE_NAMES,
@@ -22,6 +27,7 @@ from moe_runtime.checkpoints.transformers_private import (
     window_of_mask,
 )
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
+from moe_runtime.inference.budget import room_for
 from moe_runtime.inference.known_classes import KEEPS_NOTHING
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
@@ -29,16 +35,6 @@ from moe_runtime.kernels.native import native_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ROOM_TOKENS = 64
-ROOM_SHARE = 16
-"""A full tensor grows by 64 tokens, over all its sequences, and a sixteenth of its length."""
-
-
-def room_for(num_tokens: int, num_sequences: int = 1) -> int:
-    """Tokens of room per sequence when a cache grows. Several sequences together never take more
-    room than one with all their tokens."""
-    return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
 def cache_of(named: Mapping[str, Any]) -> Any:
@@ -66,8 +62,6 @@ def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
     keys and values."""
     if kv_cache == "exact":
         return
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     layers = DynamicCache(config=model.config).layers
     filled = [layer for layer in layers if isinstance(layer, DynamicLayer)]
     widths = {getattr(m, name, 0) for m in model.modules() for name in ("head_dim", "v_head_dim")}
@@ -79,7 +73,7 @@ def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
         found = "an index beside keys and values"
     elif not filled:
         found = "states, and no keys and values"
-    elif any(type(layer) not in _growing_layers() for layer in filled):
+    elif any(type(layer) not in GROWING for layer in filled):
         found = "keys, values and states in one layer"
     elif odd:
         found = f"heads of {odd[0]} values, which are no groups of {GROUP}"
@@ -109,8 +103,6 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
         is_cached = options.get("use_cache")
         is_cached = model.config.use_cache if is_cached is None else is_cached
         if cache is None and is_cached and not torch.is_grad_enabled():
-            from transformers.cache_utils import DynamicCache
-
             cache = DynamicCache(config=model.config)
             options = {**options, cache_name(model.forward): cache}
         elif cache is not None and _is_foreign(cache):
@@ -126,8 +118,6 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
 
 def _is_foreign(cache: Any) -> bool:
     """Whether it is a cache of transformers that would keep unrounded values."""
-    from transformers.cache_utils import DynamicCache
-
     is_theirs = type(cache).__module__.startswith("transformers.")
     return is_theirs and (type(cache) is not DynamicCache or cache.offloading)
 
@@ -149,21 +139,19 @@ def take_place(
 
 def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
     """Whether kernels can read and write a layer's keys and values in place."""
-    if not isinstance(layer, tuple(_growing_layers().values())) or not layer.is_initialized:
+    if not isinstance(layer, GrowingLayer) or not layer.is_initialized:
         return False
-    kept = layer.keys.dtype
-    return kept is layer.values.dtype and (kept is dtype or hasattr(layer, "gives_rows"))
+    keys, values = cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values)
+    return keys.dtype is values.dtype and (keys.dtype is dtype or hasattr(layer, "gives_rows"))
 
 
 def can_give_back(cache: Any) -> bool:
     """Whether tokens can be removed from a cache and restored."""
-    from transformers.cache_utils import LinearAttentionLayer
-
-    layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
+    layers = getattr(cache, "layers", ())
     return bool(layers) and all(
         any(layer.has_previous_state.values())
         if type(layer) is LinearAttentionLayer
-        else isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
+        else isinstance(layer, GrowingLayer) and layer.is_initialized and not layer.record_past
         for layer in layers
         if type(layer).__name__ != KEEPS_NOTHING
     )
@@ -172,12 +160,10 @@ def can_give_back(cache: Any) -> bool:
 def give_room(cache: Any, model: Any = None) -> None:
     """Makes a dynamic cache grow in place, in int8 if the ``model`` has a rounding. Leaves other
     caches, and None, as they are."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     if type(cache) is not DynamicCache:
         return
     rounding: Rounding | None = getattr(model, "_kv_rounding", None)
-    growing = _growing_layers() if rounding is None else _rounded_layers()
+    growing = GROWING if rounding is None else ROUNDED
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = growing[DynamicLayer]
     gives_rows = rounding is not None and rounding.gives_rows(model)
@@ -191,109 +177,106 @@ def give_room(cache: Any, model: Any = None) -> None:
             cast(Any, cache.layers[index]).gives_rows = gives_rows
 
 
-@functools.cache
-def _growing_layers() -> dict[type, type]:
-    """Our classes for transformers' layers. Made at first use, after transformers is imported."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+class GrowingLayer(DynamicLayer):
+    """Keys and values are views of tensors with room after them. Cropped, reordered or copied views
+    move into new tensors with the next token."""
 
-    class GrowingLayer(DynamicLayer):
-        """Keys and values are views of tensors with room after them. Cropped, reordered or copied
-        views move into new tensors with the next token."""
+    record_past = False  # transformers sets it to keep tokens that leave a window
 
-        record_past = False  # transformers sets it to keep tokens that leave a window
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing_keys = _Growing()
+        self.growing_values = _Growing()
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.growing_keys = _Growing()
-            self.growing_values = _Growing()
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends ``[B, G, Q, D]`` keys and values; returns all that the tokens attend to."""
+        if key_states.requires_grad or value_states.requires_grad or self.record_past:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
+        values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
+        self._append(keys, values, key_states.shape[-2])
+        return keys, values
 
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values; returns all that the tokens attend to."""
-            if key_states.requires_grad or value_states.requires_grad or self.record_past:
-                return super().update(key_states, value_states, *args, **kwargs)
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
-            values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
-            self.keys, self.values = keys, values
-            if self.is_sliding:
-                self.slide(key_states.shape[-2])
+    def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Appends an unwritten token if there is room."""
+        keys = None if self.record_past else self.growing_keys.take_place(self.keys)
+        values = None if keys is None else self.growing_values.take_place(self.values)
+        if keys is None or values is None:
+            return None
+        self._append(keys, values, 1)
+        return keys, values
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
+        """Sets keys and values, and drops tokens that left a window."""
+        self.keys, self.values = keys, values
+        if self.is_sliding:
+            layer = cast(Any, self)
+            layer.cumulative_length += num_new
+            self.keys = self.growing_keys.keep_last(layer.sliding_window - 1)
+            self.values = self.growing_values.keep_last(layer.sliding_window - 1)
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether nothing replaced the keys and values since the last update."""
+        views = self.growing_keys.view, self.growing_values.view
+        return self.keys is views[0] and self.values is views[1]
+
+    def give_back(self, num_tokens: int) -> None:
+        """Removes the last tokens; `take_place` restores them until others are appended."""
+        kept, layer = sys.maxsize, cast(Any, self)
+        if self.is_sliding:
+            layer.cumulative_length -= num_tokens
+            kept = layer.sliding_window - 1
+        self.keys = self.growing_keys.give_back(num_tokens, kept)
+        self.values = self.growing_values.give_back(num_tokens, kept)
+
+
+class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
+    """The last tokens of tensors with room after them."""
+
+
+class RoundedLayer(GrowingLayer):
+    """Keys and values in int8. They are rounded before attention, so tokens of the same pass see
+    the same values as later ones."""
+
+    gives_rows = False  # attention takes rounded rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends ``[B, G, Q, D]`` keys and values, or rounded rows; returns all of them, as rows
+        or in the given type."""
+        if key_states.dtype is torch.uint8:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if key_states.requires_grad or value_states.requires_grad:
+            raise UnsupportedUseError(
+                "kv_cache int8 has no gradients: call the model with use_cache=False, or load "
+                "it with kv_cache exact"
+            )
+        new = round_rows(key_states), round_rows(value_states)
+        keys, values = super().update(*new, *args, **kwargs)
+        if self.gives_rows and not torch.compiler.is_compiling():
             return keys, values
-
-        def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-            """Appends an unwritten token if there is room."""
-            keys = None if self.record_past else self.growing_keys.take_place(self.keys)
-            values = None if keys is None else self.growing_values.take_place(self.values)
-            if keys is None or values is None:
-                return None
-            self.keys, self.values = keys, values
-            if self.is_sliding:
-                self.slide(1)
-            return keys, values
-
-        def slide(self, num_new: int) -> None:
-            """Drops tokens that left the window."""
-
-        @property
-        def is_as_left(self) -> bool:
-            """Whether nothing replaced the keys and values since the last update."""
-            views = self.growing_keys.view, self.growing_values.view
-            return self.keys is views[0] and self.values is views[1]
-
-        def give_back(self, num_tokens: int) -> None:
-            """Removes the last tokens; `take_place` restores them until others are appended."""
-            kept, layer = sys.maxsize, cast(Any, self)
-            if self.is_sliding:
-                layer.cumulative_length -= num_tokens
-                kept = layer.sliding_window - 1
-            self.keys = self.growing_keys.give_back(num_tokens, kept)
-            self.values = self.growing_values.give_back(num_tokens, kept)
-
-    class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
-        """The last tokens of tensors with room after them."""
-
-        def slide(self, num_new: int) -> None:
-            self.cumulative_length += num_new
-            self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
-            self.values = self.growing_values.keep_last(self.sliding_window - 1)
-
-    return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
+        return widen_rows(keys, key_states.dtype), widen_rows(values, value_states.dtype)
 
 
-@functools.cache
-def _rounded_layers() -> dict[type, type]:
-    """As `_growing_layers`, with keys and values in int8."""
-    return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
+class RoundedSlidingLayer(RoundedLayer, GrowingSlidingLayer):
+    """The last tokens of tensors in int8 with room after them."""
 
 
-def _rounding(growing: Any) -> type:
-    class RoundedLayer(growing):
-        """Keys and values in int8. They are rounded before attention, so tokens of the same pass
-        see the same values as later ones."""
-
-        gives_rows = False  # attention takes rounded rows
-
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values, or rounded rows; returns all of them, as
-            rows or in the given type."""
-            if key_states.dtype is torch.uint8:
-                return super().update(key_states, value_states, *args, **kwargs)
-            if key_states.requires_grad or value_states.requires_grad:
-                raise UnsupportedUseError(
-                    "kv_cache int8 has no gradients: call the model with use_cache=False, or load "
-                    "it with kv_cache exact"
-                )
-            new = round_rows(key_states), round_rows(value_states)
-            keys, values = super().update(*new, *args, **kwargs)
-            if self.gives_rows and not torch.compiler.is_compiling():
-                return keys, values
-            return widen_rows(keys, key_states.dtype), widen_rows(values, value_states.dtype)
-
-    return RoundedLayer
+GROWING: dict[type, type[GrowingLayer]] = {
+    DynamicLayer: GrowingLayer,
+    DynamicSlidingWindowLayer: GrowingSlidingLayer,
+}
+ROUNDED: dict[type, type[GrowingLayer]] = {
+    DynamicLayer: RoundedLayer,
+    DynamicSlidingWindowLayer: RoundedSlidingLayer,
+}
+"""Our classes for transformers' layers, exact and in int8."""
 
 
 class _Growing:

@@ -248,9 +248,10 @@ def open_prefetcher(
     rules, shape = PrefetchRules(), estimator.shape
     look_ahead = None
     dtype = getattr(model, "dtype", torch.float32)
-    if isinstance(estimator, NextGate) and gates_DL:
+    is_native = all(gate.c_struct(dtype) is not None for gates in gates_DL for gate in gates)
+    if isinstance(estimator, NextGate) and gates_DL and is_native:
         least_chance = rules.min_probability / 2  # less probable guesses have no effect
-        look_ahead = make_token_look_ahead(estimator, gates_DL, dtype, least_chance, partition)
+        look_ahead = TokenLookAhead(estimator, gates_DL, dtype, least_chance, partition)
     prefetcher = Prefetcher(
         Guesses(store),
         predictor,
@@ -278,14 +279,23 @@ class TokenLookAhead:
     def __init__(
         self,
         estimator: NextGate,
-        native: NativeLookAhead,
-        partition: ExpertPartition | None,
-        dim: int,
+        gates_DL: Sequence[Sequence[GateRanking]],
         dtype: torch.dtype,
+        least_chance: float,
+        partition: ExpertPartition | None,
     ) -> None:
         shape = estimator.shape
-        self._native = native
-        self._top_k, self._dim, self._dtype = shape.top_k, dim, dtype
+        self._native = native = NativeLookAhead(
+            gates_DL,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            dtype=dtype,
+            prior=PRIOR,
+            remembered=REMEMBERED,
+            believed=believed_at_first(estimator.num_ranks, shape.top_k),
+            least_chance=least_chance,
+        )
+        self._top_k, self._dim, self._dtype = shape.top_k, gates_DL[0][0].dim, dtype
         self._is_mine = None if partition is None else partition.owns
         keys = [
             ExpertKey(layer, expert)
@@ -319,30 +329,6 @@ class TokenLookAhead:
         if self._is_mine is None:
             return guesses
         return [guess for guess in guesses if self._is_mine(guess[0])]
-
-
-def make_token_look_ahead(
-    estimator: NextGate,
-    gates_DL: Sequence[Sequence[GateRanking]],
-    dtype: torch.dtype,
-    least_chance: float,
-    partition: ExpertPartition | None,
-) -> TokenLookAhead | None:
-    """The look-ahead, or None if the native code does not support these gates."""
-    if any(gate.c_struct(dtype) is None for gates in gates_DL for gate in gates):
-        return None
-    shape = estimator.shape
-    native = NativeLookAhead(
-        gates_DL,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        dtype=dtype,
-        prior=PRIOR,
-        remembered=REMEMBERED,
-        believed=believed_at_first(estimator.num_ranks, shape.top_k),
-        least_chance=least_chance,
-    )
-    return TokenLookAhead(estimator, native, partition, gates_DL[0][0].dim, dtype)
 
 
 def record_hidden(

@@ -214,8 +214,6 @@ class _Passes:
 
 @dataclass
 class _LayerReplay:
-    """Replays one layer in the passes of one `with` block."""
-
     owner: _Passes
     layer: int
     num_experts: int

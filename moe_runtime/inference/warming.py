@@ -108,7 +108,6 @@ def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None)
 
 @torch.inference_mode()
 def _compute(model: Any, max_tokens: int) -> None:
-    """Computes a prompt and some steps, with the kind of cache that `generate` uses."""
     length = min(PROMPT_TOKENS, max_tokens - NEW_TOKENS)
     if length < 1:
         return

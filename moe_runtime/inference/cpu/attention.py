@@ -324,7 +324,6 @@ def attend_eagerly(
 
 
 def _shows_weights(module: Any) -> bool:
-    """Whether a hook may see the layer's attention weights."""
     hooks = (vars(module).get("_forward_hooks") or {}).values()
     if not hooks:
         return False
@@ -355,7 +354,6 @@ def _own_attention(
 
 
 def _widened(part: Any) -> Any:
-    """A floating-point tensor in fp32; anything else unchanged."""
     is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
     return part.float() if is_number else part
 

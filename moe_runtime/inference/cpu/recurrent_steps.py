@@ -57,8 +57,6 @@ def mamba2_step(
 
 
 class _Forward:
-    """The ``forward`` of a layer, with steps of this file."""
-
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
 
@@ -178,7 +176,6 @@ def _mamba2(
     z: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Replaces transformers' function; changes the state in place."""
     if (rows := each_row(state)) is not None:
         parts = (hidden_states, dt, B, C) if z is None else (hidden_states, dt, B, C, z)
         found = []
@@ -214,7 +211,6 @@ def _causal_conv(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Replaces transformers' function; changes the kept inputs in place."""
     if (rows := each_row(conv_state)) is not None:
         pairs = zip(hidden_states.split(1), rows, strict=True)
         return torch.cat(
@@ -255,7 +251,6 @@ _STEPS: dict[str, Callable[..., Any]] = {
 
 
 def _are_packed(options: dict[str, Any]) -> bool:
-    """Whether rows hold several sequences."""
     return any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
 
 

@@ -300,7 +300,6 @@ class FusedAttention:
         return self._fused(hidden_states, cos, sin, attention_mask, cache)
 
     def _is_changed(self) -> bool:
-        """Whether the layer trains, is observed, or has other parts or functions than at first."""
         module = self._module
         # the configuration's own lookup is slow
         name = object.__getattribute__(module.config, ATTENTION_SETTING)

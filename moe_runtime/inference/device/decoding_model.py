@@ -113,7 +113,6 @@ class RecordedDecoding:
         return found
 
     def _cache_for(self, inputs: Any, config: Any, options: dict[str, Any]) -> Any:
-        """A static cache for a call of `generate`, or None."""
         prompts = (inputs, options.get("input_ids"), options.get("inputs_embeds"))
         shapes = [prompt.shape[:2] for prompt in prompts if isinstance(prompt, torch.Tensor)]
         if not shapes or not self._can_be_static(config, options):
@@ -126,7 +125,6 @@ class RecordedDecoding:
         return self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
 
     def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """A setting of `generate`, from the call, its config or the model."""
         places = (getattr(each, name, None) for each in (config, cast(Any, self).generation_config))
         found = (options.get(name), *places)
         return next((value for value in found if value is not None), None)
@@ -149,7 +147,6 @@ class RecordedDecoding:
         )
 
     def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:
-        """Greedy decoding and sampling, by `decode_ahead` if possible."""
         for name in _NOT_OF_STEPS:  # transformers would pass them to the model
             given.pop(name, None)
         if self._can_be_ahead(input_ids, given):

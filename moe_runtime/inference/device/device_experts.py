@@ -222,7 +222,6 @@ class DeviceExperts(OffloadedExperts):
         products: Any,
         values_TD: torch.Tensor,
     ) -> None:
-        """Computes missing experts: the CPU its part, while the others are copied."""
         misses, activation = self.misses, self._activation_now()
         assert misses is not None
         assert has_kernel(activation)

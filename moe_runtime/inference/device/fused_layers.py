@@ -141,7 +141,6 @@ def _project(module: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _static_layer(cache: Any, index: int) -> Any:
-    """A layer of a static cache with memory, or None."""
     if type(cache) is RowCache:
         return cache.layers[index]
     if type(cache) is not StaticCache or cache.offloading:
@@ -299,7 +298,6 @@ def _hand(parent: torch.nn.Module, name: str) -> HandedNorm:
 
 
 def _has_parts(layer: torch.nn.Module, form: ResidualForm) -> bool:
-    """Whether a layer has exactly the parts of its class, with known norms."""
     norms = [layer._modules.get(form.parts[place]) for place in (0, 2)]
     has_others = {*layer._modules} != {*form.parts} or layer._parameters or layer._buffers
     return not has_others and all(isinstance(norm, SmallBatchRMSNorm) for norm in norms)

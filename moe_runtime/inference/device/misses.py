@@ -265,7 +265,6 @@ def _with_kept(
 
 
 def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) -> float:
-    """Predicted seconds until the device and the CPU are done, in this order of experts."""
     link_s, device_s = 0.0, costs.residents_s
     for _, _, there_s in copied:
         link_s = max(link_s, there_s) + costs.copy_s
@@ -277,7 +276,6 @@ def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) ->
 
 
 def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], list[_Miss]]:
-    """Assigns each expert to the side that completes it first."""
     copied: list[_Miss] = []
     computed: list[_Miss] = []
     link_s, cpu_s = 0.0, costs.return_s

@@ -24,9 +24,8 @@ from moe_runtime.checkpoints.transformers_private import (
     page_size_name,
 )
 from moe_runtime.errors import CapacityError, UnsupportedUseError
-from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes
+from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes, room_for
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.steps import (
     CalledInSteps,
     Pieces,

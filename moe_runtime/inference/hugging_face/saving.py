@@ -157,7 +157,6 @@ def _exporter_for(
 
 
 def _copy_quantization(source: Path, folder: Path) -> None:
-    """Copies quantisation settings to another folder."""
     files = source / "config.json", folder / "config.json"
     said, config = (parse_object(file.read_bytes(), has_infinity=True) for file in files)
     for name in QUANTIZATION_NAMES:

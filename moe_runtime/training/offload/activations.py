@@ -113,7 +113,7 @@ def plan_activations(
     if found is None:
         return everything
     choices: list[ActivationChoice] = [
-        "keep" if found.values[keep] > 0.5 else "swap" if found.values[swap] > 0.5 else "recompute"
+        "keep" if found[keep] > 0.5 else "swap" if found[swap] > 0.5 else "recompute"
         for _, keep, swap in rows
     ]
     # the solver's tolerance is a share of the budget: a byte too much is too much
