@@ -38,7 +38,8 @@ def warmed(
         checkpoint, slots_a_layer=slots, host_slots=host_slots, max_tokens=256, **options
     )
     with model.moe:
-        warming.warm(model, experts_modules_of(model), 256, None)
+        # few tokens: the interpreter takes seconds for the prompts that only compile kernels
+        warming.warm(model, experts_modules_of(model), 8, None)
         with patch.object(model.moe, "prefetcher", Mock(mode=PrefetchMode.ENFORCE)):
             yield model
 

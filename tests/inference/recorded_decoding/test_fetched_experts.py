@@ -173,7 +173,10 @@ def test_steps_are_cut_while_an_expert_is_in_no_memory(checkpoint):
 
 
 @emulated
-@pytest.mark.parametrize("mode", [None, PrefetchMode.OBSERVE, PrefetchMode.AUTO])
+@pytest.mark.parametrize(
+    "mode",
+    [None, pytest.param(PrefetchMode.OBSERVE, marks=pytest.mark.long), PrefetchMode.AUTO],
+)
 def test_evicted_experts_are_read_ahead_if_prefetch_is_on(checkpoint, mode):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         model.moe.prefetcher = mode and Mock(mode=mode)
@@ -293,7 +296,7 @@ def decode_and_count(model: Any) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, pytest.param(OSError, marks=pytest.mark.long)])
 def test_a_step_that_fails_leaves_the_next_request_right(checkpoint, kind, monkeypatch):
     error = kind("unplugged")
     monkeypatch.setattr(host_tables, "MARGIN", -1.0)
