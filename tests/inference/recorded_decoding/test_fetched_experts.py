@@ -142,7 +142,7 @@ def test_used_experts_become_resident(checkpoint):
     misses, requests = [], []
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         Request(model).until_fetched()
-        for _ in range(6):
+        for _ in range(3):
             model.moe.reset_stats()
             requests.append(Request(model))
             requests[-1].steps(8)
