@@ -101,8 +101,13 @@ class HeadPlan(DraftPlan):
         finish_dense(head, self._checkpoint, experts, CPU, progress)
         if modules:
             num_slots, slot_bytes = len(experts.layouts), experts.slot_bytes
-            sizes = {"slot_bytes": slot_bytes, "num_experts": num_slots}
-            plan = plan_memory(num_slots * slot_bytes, dense_bytes=0, reserve_bytes=0, **sizes)
+            plan = plan_memory(
+                num_slots * slot_bytes,
+                dense_bytes=0,
+                reserve_bytes=0,
+                slot_bytes=slot_bytes,
+                num_experts=num_slots,
+            )
             choice = PolicyChoice(policy="lru", adaptive=False, reason="")
             signature = signature_of(self._checkpoint, experts)
             policy = policy_maker(choice, signature, experts.layouts)(plan)

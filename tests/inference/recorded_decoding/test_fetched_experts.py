@@ -118,7 +118,7 @@ def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint):
     """Warming up makes such tables."""
     with warmed(checkpoint) as model:
         with torch.inference_mode():
-            Request(model).until_fetched()
+            Request(model, THREE[1:2]).until_fetched()
         request = Request(model).until_fetched()
         request.steps(3)
         assert model.moe.stats().misses > 0
