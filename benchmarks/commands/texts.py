@@ -413,11 +413,10 @@ def prompt_ids(
 ) -> "Ids":
     """Token ids of prompts, or of built-in ones."""
     from moe_runtime.benchmarks.synthetic.texts import cut_prompts
-    from moe_runtime.checkpoints.opening import read_config
-    from moe_runtime.cli.commands.run import load_tokenizer
+    from moe_runtime.checkpoints.opening import load_tokenizer, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
 
-    tokenizer, config = load_tokenizer(model), read_config(Path(model))
+    tokenizer, config = load_tokenizer(Path(model)), read_config(Path(model))
     if texts is None:
         check_length(config, num_tokens, num_new)
         return cut_prompts(tokenizer, num_built_in, num_tokens + num_new * has_after)

@@ -235,6 +235,14 @@ def print_parts(title: str, parts: Sequence[tuple[str, bool]]) -> None:
     console.print(shown, soft_wrap=True)
 
 
+def print_facts(title: str, facts: dict[str, Any], *, as_json: bool) -> None:
+    """Prints facts on stdout as one JSON object or as a table."""
+    if as_json:
+        print_json(facts)
+    else:
+        print_rows(title, [(name, str(fact)) for name, fact in facts.items()], to_stderr=False)
+
+
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, to_stderr: bool) -> None:
     print_table(title, [("", "left"), ("", "left")], rows, to_stderr=to_stderr)
 

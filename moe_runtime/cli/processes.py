@@ -36,7 +36,7 @@ ValueT = TypeVar("ValueT")
 
 _ERRORS = "moe/errors"
 _NEWEST = "moe/newest"
-# Collectives of ours have a limit of their own, which is shorter and names who is missing.
+# Our collectives have a shorter limit, and name the missing process.
 _BACKEND_LIMIT = timedelta(hours=6)
 _FIRST_SPEAKS = timedelta(seconds=1)
 _POLL_S = 0.01
@@ -144,7 +144,7 @@ def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
 
 @contextlib.contextmanager
 def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
-    """The group of the processes that `torchrun` started; None where it did not.
+    """The group of the processes that `torchrun` started; None without it.
 
     Within the block only the first process has a stdout and stderr.
 
@@ -175,7 +175,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     )
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    session.say = Speaker(group.get_group_store(), dist.get_rank(), sys.stderr).say
+    session.say = _speaker(group.get_group_store(), dist.get_rank(), sys.stderr)
     with contextlib.ExitStack() as stack:
         if dist.get_rank() > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
@@ -214,38 +214,33 @@ def _fresh_prefix(store: "Store", rank: int, size: int) -> str:
         time.sleep(_POLL_S)
 
 
-class Speaker:
-    """Prints each error once for all processes, on the terminal of this one."""
+def _speaker(store: "Store", rank: int, terminal: TextIO) -> Callable[[Exception, str], None]:
+    """Prints each error once for all processes, on the terminal of this one.
 
-    def __init__(self, store: "Store", rank: int, terminal: TextIO) -> None:
-        self._store = store
-        self._rank = rank
-        self._terminal = terminal
+    The failure of another process is printed only if nothing else was: that process knows why.
+    """
 
-    def say(self, error: Exception, line: str) -> None:
-        """Prints a line unless another process has printed it.
+    def may_speak(error: Exception, line: str) -> bool:
+        if isinstance(error, RankFailureError):
+            return store.add(_ERRORS, 1) == 1
+        key = f"{_ERRORS}/{zlib.crc32(line.encode())}"
+        if rank > 0:
+            # the first process prints an error that all have
+            with contextlib.suppress(RuntimeError):
+                store.wait([key], _FIRST_SPEAKS)
+        store.add(_ERRORS, 1)
+        return store.add(key, 1) == 1
 
-        The failure of another process is printed only if nothing else was: that process knows why.
-        """
+    def say(error: Exception, line: str) -> None:
         try:
-            is_ours = self._may_speak(error, line)
+            is_ours = may_speak(error, line)
         except RuntimeError:
             is_ours = True  # the process with the store is gone
         if is_ours:
-            is_named = self._rank and not isinstance(error, RankFailureError)
-            where = f"rank {self._rank}: " if is_named else ""
-            print(f"moe-runtime: error: {where}{line}", file=self._terminal, flush=True)
+            where = f"rank {rank}: " if rank and not isinstance(error, RankFailureError) else ""
+            print(f"moe-runtime: error: {where}{line}", file=terminal, flush=True)
 
-    def _may_speak(self, error: Exception, line: str) -> bool:
-        if isinstance(error, RankFailureError):
-            return self._store.add(_ERRORS, 1) == 1
-        key = f"{_ERRORS}/{zlib.crc32(line.encode())}"
-        if self._rank > 0:
-            # the first process prints an error that all have
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([key], _FIRST_SPEAKS)
-        self._store.add(_ERRORS, 1)
-        return self._store.add(key, 1) == 1
+    return say
 
 
 class _Terminated(BaseException):

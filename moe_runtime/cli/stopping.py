@@ -179,14 +179,12 @@ def stop_on_signals(
     is_held: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = say_at_once,
 ) -> Iterator[StopRequest]:
-    """Within the block the first signals only set the request; the next one acts at once.
-
-    The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under `nohup`, stays so.
+    """Within the block the first SIGINT, SIGTERM or SIGHUP only set the request; a later one acts.
 
     Args:
-        messages: shown when the first ones come, one for each.
-        is_held: whether those that follow only set the request too.
-        say: shows them, within the handler; on stderr when omitted.
+        messages: shown at the first signals, one for each.
+        is_held: whether later signals also only set the request.
+        say: shows a message, within the handler; on stderr when omitted.
     """
     request, before = StopRequest(), handlers_in_force()
 

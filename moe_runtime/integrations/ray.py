@@ -309,7 +309,7 @@ sys.exit(program())
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """A request over HTTP; the router compares ``prompt`` with what replicas had before."""
+    """A request over HTTP; the router compares ``prompt`` with earlier prompts of replicas."""
 
     method: str
     target: str

@@ -128,7 +128,7 @@ class RowDecoding:
             self._account.reserve(self, self._num_rows * self._num_tokens)
 
     def _make_way(self, num_tokens: int) -> None:
-        """Gives the rows up for a waiting sequence that has no room besides."""
+        """Gives the rows up for a waiting sequence that needs their room."""
         if num_tokens > self._account.capacity - self.room:
             self._tidy()
             for sequence, _ in self._held:

@@ -18,6 +18,7 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.pictures import Positions
 from moe_runtime.inference.routing_replay import RoutingOfPass
 from moe_runtime.inference.sequence_cache import bring_back, own_states, set_room, take_out
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
@@ -84,7 +85,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     Attributes:
         most_request_tokens: tokens that a request may have, prompt and answer together.
-        failure: what ended the steps of several processes.
+        failure: the error that ended the steps of several processes.
     """
 
     _is_leading = True
@@ -142,9 +143,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._account, self._passes, exact=self._options.exact, disk=prefix_disk
             )
             passed = capacity if pieces is None else min(capacity, pieces.most_tokens)
-            self._most_logprobs = rows_of_logits(
-                model.config, model.dtype, passed, model.moe.facts.signature.top_k
-            )
+            # rows of fp32 logits that fit, with their activations, into those of a pass
+            top_k, config = model.moe.facts.signature.top_k, model.config
+            activations = activation_bytes_per_token(config, model.dtype, top_k)
+            logits = 4 * config.get_text_config().vocab_size
+            self._most_logprobs = max(4, passed * activations // (activations + logits))
             self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
             self._scheduler = Scheduler(
                 self._account,
@@ -246,7 +249,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         return self._is_open
 
     def statistics(self) -> EngineStatistics:
-        """Counts so far; those of experts are of all processes: sums, and the longest times."""
+        """Counts so far. Counts of experts are sums over all processes, times the longest."""
         account, counts, plans = self._account, self._counts, self._plans
         if plans is not None:
             with self._changed:  # the others report when the last step is over
@@ -458,7 +461,11 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
 
     def _decode_drafted(self, group: list[Sequence]) -> None:
         drafts = self._drafts
-        offers = [self._offer(sequence) for sequence in group]
+        offers: list[Offer] = []
+        for sequence in group:
+            left = sequence.request.max_new_tokens - len(sequence.answer)
+            assert sequence.drafter is not None
+            offers.append(sequence.drafter.offer(max(min(drafts.control.most_rows, left) - 1, 0)))
 
         def has_room(index: int, count: int) -> bool:
             return self._account.reserve(group[index], group[index].num_computed + 1 + count)
@@ -519,12 +526,6 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             first += num_new
         return logits
 
-    def _offer(self, sequence: Sequence) -> Offer:
-        """Drafted tokens to verify with a sequence's next token."""
-        left = sequence.request.max_new_tokens - len(sequence.answer)
-        assert sequence.drafter is not None
-        return sequence.drafter.offer(max(min(self._drafts.control.most_rows, left) - 1, 0))
-
     def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
         """Advances by one token, and by drafted ones while the sampler chooses them too."""
         cache, num_right = sequence.cache, 0
@@ -556,7 +557,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
-            sequence.positions = self._passes.positions_of(sequence.request)
+            request = sequence.request
+            sequence.positions = Positions.of(self._model, request.prompt_ids, request.pictures)
         is_plain = sequence.request.adapter is None and not sequence.request.pictures
         if self._drafts is not None and is_plain and sequence.drafter is None:
             drafter = sequence.drafter = self._drafts.source.new()
@@ -724,14 +726,6 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
     if found < PIECE:
         raise ValueError(f"max_tokens must be at least {PIECE}, got {found}")
     return int(found)
-
-
-def rows_of_logits(config: Any, dtype: torch.dtype, num_tokens: int, top_k: int) -> int:
-    """Rows of fp32 logits that fit, with their activations, into the activations of
-    ``num_tokens``; at least four."""
-    activations = activation_bytes_per_token(config, dtype, top_k)
-    logits = 4 * config.get_text_config().vocab_size
-    return max(4, num_tokens * activations // (activations + logits))
 
 
 class EngineHandle:

@@ -40,7 +40,7 @@ class Follower(Engine):
         super().__init__(model, **options)
 
     def join(self) -> None:
-        """Returns when the first process's engine was closed; raises what went wrong before."""
+        """Waits until the first process's engine is closed; raises this process's failure."""
         self._thread.join()
         if self.failure is not None:
             raise self.failure

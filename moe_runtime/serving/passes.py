@@ -32,7 +32,6 @@ from moe_runtime.inference.known_classes import (
     keeps_states,
 )
 from moe_runtime.inference.pictures import (
-    Positions,
     for_model,
     kinds_of,
     other_kinds_of,
@@ -55,7 +54,6 @@ from moe_runtime.inference.sequence_cache import (
 )
 from moe_runtime.inference.steps import RequestNumbers, Step
 from moe_runtime.serving.kv_account import PIECE
-from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.scheduling import Failure, Sequence
 
@@ -75,7 +73,7 @@ class ModelPasses:
     """Calls a model for sequences.
 
     A single sequence goes through the model as ``generate`` would send it. Several go together if
-    the model allows it: products and experts see the tokens of all, attention those of each.
+    the model allows it: products and experts see the tokens of all, attention the tokens of each.
 
     Attributes:
         most_exact: most sequences that get the same bits in a shared step as alone.
@@ -218,10 +216,13 @@ class ModelPasses:
         return RowMemory(self._model.config, self._graphs.store.device, like, num_rows, num_tokens)
 
     def step_of_rows(
-        self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]
+        self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence] = ()
     ) -> torch.Tensor:
-        self._name_requests(cache, [(sequence, 1) for sequence in sequences])
-        return self._row_logits(cache, inputs)
+        """Logits ``[B, V]`` of a step of `RowMemory`; without sequences it is a trial."""
+        if sequences:
+            self._name_requests(cache, [(sequence, 1) for sequence in sequences])
+        options = {**inputs, self._cache_name: cache, "logits_to_keep": 1}
+        return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
         """Computes the next tokens of prompts; returns logits ``[B, V]`` after the last of each.
@@ -248,9 +249,6 @@ class ModelPasses:
             if not chosen[0][0].wants_prompt_logprobs:
                 return self._call([ids], cache, keep=1, **inputs)[:, -1]
             return self._call([ids], cache, keep=sizes[0], **inputs)[0]
-
-    def positions_of(self, request: GenerationRequest) -> Positions | None:
-        return Positions.of(self._model, request.prompt_ids, request.pictures)
 
     def _seen(self, sequence: Sequence, num_new: int) -> dict[str, torch.Tensor]:
         """Inputs of the pictures in the next tokens of a prompt."""
@@ -341,10 +339,6 @@ class ModelPasses:
             return out
         return out[:, -keep:] if isinstance(keep, int) else out[:, keep]
 
-    def _row_logits(self, cache: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        options = {**inputs, self._cache_name: cache, "logits_to_keep": 1}
-        return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
-
     def _tried(self) -> tuple[list[DynamicCache], list[int]]:
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
         caches = [self.new_cache() for _ in ids]
@@ -359,7 +353,7 @@ class ModelPasses:
             rows = self.new_rows(caches[0], len(caches), 2 * PIECE)
             for index, (cache, place) in enumerate(zip(caches, places, strict=True)):
                 rows.write(index, cache, place)
-            together = self._row_logits(*rows.step(0, self._next * 2, places))
+            together = self.step_of_rows(*rows.step(0, self._next * 2, places))
             alone = [self._step(self._next, cache) for cache in caches]
             self.can_have_rows = _are_close(together, torch.cat(alone))
         self.can_have_rows &= not failure.has_failed

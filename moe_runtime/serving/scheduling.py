@@ -1,4 +1,4 @@
-"""Which sequences run or wait, and what the next step computes. No model; clocks are passed in."""
+"""Chooses the sequences that run and the tokens of each step. No model; clocks are passed in."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Sequence:
         num_computed: tokens whose keys and values are cached.
         num_found: tokens that its cache had from the start.
         read_end: tokens that are read as prompts are; later tokens are decoded one by one.
-        room: tokens that the cache was given room for; 0 for as many as it has.
+        room: tokens that the cache was given room for; 0 for the tokens in it.
         found: known blocks of its beginning, between getting room and getting a cache.
         found_state: the model's state after these blocks, if it has states.
         cut_ends: tokens after which to copy the state while they are read.

@@ -15,7 +15,7 @@ import typer
 
 from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.cli import console, options
-from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
+from moe_runtime.cli.commands.run import find_sampling, runtime_rows
 from moe_runtime.cli.processes import divided, follow_first, joined_processes, start_processes
 from moe_runtime.cli.stopping import TextOutput, say_at_once, stop_on_signals
 from moe_runtime.errors import MoERuntimeError
@@ -33,7 +33,7 @@ _HELP = (
     ("/image FILE", "put a picture before the next message"),
     ("/model NAME", "go on with another model; without a name, say which one answers"),
     ("/plain", "show answers as they are written, or as markdown again"),
-    ("/stats", "what the answers cost so far"),
+    ("/stats", "the cost of the answers so far"),
     ("/save FILE", "write the conversation, as a line that `moe-runtime generate` takes"),
     ("/quit", "leave, as Ctrl-D does"),
     ("/help", "this list"),
@@ -101,7 +101,7 @@ class _Model:
 
     def __init__(self, name: str, asked: _Asked) -> None:
         folder = console.fetch_model(name, weights=False)
-        from moe_runtime.checkpoints.opening import read_config
+        from moe_runtime.checkpoints.opening import load_tokenizer, read_config
         from moe_runtime.inference.generation import check_room
         from moe_runtime.inference.pictures import PictureReader
 

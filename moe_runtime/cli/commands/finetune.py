@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from moe_runtime.training.finetune.settings import FinetuneConfig
 
 
+_OF_A_RUN = (
+    *("output", "seed", "precision", "recompute", "host_memory", "device_memory", "device"),
+    *("evaluate_every", "patience", "checkpoint_every"),
+)
+"""Options that are keys of a run's configuration."""
+
+
 def finetune(
     ctx: typer.Context,
     model: options.Model,
@@ -121,20 +128,7 @@ def finetune(
         "model": model,
         "merge": merge,
         "export_dtype": export_dtype,
-        "run": {
-            "output": output,
-            "steps": steps or 1,
-            "seed": seed,
-            "precision": precision,
-            "recompute": recompute,
-            "host_memory": host_memory,
-            "device_memory": device_memory,
-            "device": device,
-            "log_every": 1,
-            "evaluate_every": evaluate_every,
-            "patience": patience,
-            "checkpoint_every": checkpoint_every,
-        },
+        "run": {name: ctx.params[name] for name in _OF_A_RUN},
         "data": {
             "sources": {"text": {"files": [*data], "held_out_files": [*(held_out or ())]}},
             "held_out_share": held_out_share,
@@ -155,10 +149,8 @@ def finetune(
         tree["zeroth_order"] = {} if eps is None else {"eps": eps}
     elif eps is not None:
         raise ValueError("--eps belongs to --zeroth-order; give both, or neither")
-    if storage_dir is not None:
-        tree["run"]["storage_dir"] = storage_dir
-    if trace is not None:
-        tree["run"]["trace"] = trace
+    given = {"storage_dir": storage_dir, "trace": trace, "steps": steps or 1, "log_every": 1}
+    tree["run"] |= {name: value for name, value in given.items() if value is not None}
     if lora_alpha is not None and not (lora_alpha > 0 and math.isfinite(lora_alpha)):
         raise ValueError(f"--lora-alpha must be positive, got {lora_alpha}")
     if lora is not None:

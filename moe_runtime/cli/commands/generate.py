@@ -74,7 +74,7 @@ def generate(
         output: Answers, one line of JSON each; existing answers are kept.
         chat: Put prompts that are text into the model's chat template.
         max_running: Most requests at a time; fewer where memory has no room.
-        max_tokens: Room for prompts and answers of all requests at a time; when omitted, what they
+        max_tokens: Room for prompts and answers of all requests at a time; when omitted, as they
             need, up to a quarter of the memory that experts lack.
         ray: Answer on the machines of a Ray cluster: its HOST:PORT, auto for the one that this
             machine belongs to, or local. The checkpoint is at the same place on all of them.

@@ -81,7 +81,7 @@ def remove(
     what = f"{', '.join(names)}: {format_bytes(num_bytes)}"
     if not yes:
         if not sys.stdin.isatty():
-            raise ValueError(f"{what} would be removed; give --yes, as nobody can be asked here")
+            raise ValueError(f"{what} would be removed; give --yes: there is no terminal to ask")
         print(console.one_line(f"remove {what}? [y/N]"), end=" ", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             console.say_line("nothing was removed")

@@ -30,7 +30,7 @@ def pack(
     more of them. After an interruption the same command continues.
 
     Args:
-        out: Folder of the packed checkpoint; made, with those above it.
+        out: Folder of the packed checkpoint; it is created.
         code: planes: lossless compression of bf16 matrices to about 70 % of their bytes; none:
             unchanged, each expert stored contiguously.  [default: planes]
         quantize: Quantise experts to 4 or 8 bits in the format of compressed-tensors or gpt-oss,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.cli.commands.run import load_tokenizer
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.strict import StrictCommand, argument, expanded, refuse_given
 from moe_runtime.config import nearest
@@ -110,10 +109,8 @@ def show(as_json: options.Json = False) -> None:
     from moe_runtime.policies.prediction import PREDICTORS
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
-    if as_json:
-        console.print_json({"predictors": about})
-    else:
-        console.print_rows("predictors", list(about.items()), to_stderr=False)
+    facts = {"predictors": about} if as_json else about
+    console.print_facts("predictors", facts, as_json=as_json)
 
 
 def fit(
@@ -153,10 +150,7 @@ def fit(
         "tokens": routes.num_tokens,
         "sequences": routes.num_sequences,
     }
-    if as_json:
-        console.print_json(facts)
-    else:
-        console.print_rows("trained", [(k, str(v)) for k, v in facts.items()], to_stderr=False)
+    console.print_facts("trained", facts, as_json=as_json)
 
 
 def evaluate(
@@ -232,7 +226,7 @@ def evaluate(
 def teach(
     ctx: typer.Context, model: options.Model, traces: Traces = None, as_json: options.Json = False
 ) -> None:
-    """Train the policy reuse, and a predictor for prefetching, for a model from what it routed.
+    """Train the policy reuse, and a predictor for prefetching, on a model's routing.
 
     Without traces it learns from the routing that runs of the model kept. It is compared with reuse
     without a network on the latest fifth, which it does not learn from. If it misses less, later
@@ -274,11 +268,9 @@ def teach(
         "recall": lesson.lesson.recall,
         "file": None if lesson.kept is None else str(lesson.kept),
     }
-    if as_json:
-        console.print_json(facts)
-        return
-    shown = {**facts, "file": facts["file"] or "none: it would miss no less than without"}
-    console.print_rows("taught", [(k, str(v)) for k, v in shown.items()], to_stderr=False)
+    if not as_json and lesson.kept is None:
+        facts["file"] = "none: it would miss no less than without"
+    console.print_facts("taught", facts, as_json=as_json)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
@@ -307,12 +299,9 @@ def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
 
 
 def _recall_json(recall: Any) -> dict[str, Any]:
-    means = {name: _finite(getattr(recall, name)) for name in ("mean_at_k", "mean_at_2k")}
-    means["mean_mass_at_2k"] = _finite(recall.mean_mass_at_2k)
-    by_layer = {
-        name: [*map(_finite, getattr(recall, name).tolist())]
-        for name in ("at_k", "at_2k", "mass_at_2k")
-    }
+    names = ("at_k", "at_2k", "mass_at_2k")
+    means = {f"mean_{name}": _finite(getattr(recall, f"mean_{name}")) for name in names}
+    by_layer = {name: [*map(_finite, getattr(recall, name).tolist())] for name in names}
     return {"distance": recall.distance, **means, **by_layer}
 
 
@@ -368,7 +357,9 @@ def _read_text(session: console.Session, model: str, text: Path, host_memory: st
     """Records the routing of a model that reads a text file window by window."""
     words = read_text(text)
     console.quiet_transformers(session)
-    tokenizer = load_tokenizer(model)
+    from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
+
+    tokenizer = load_tokenizer(find_checkpoint(model, weights=False))
     ids = tokenizer(words)["input_ids"]
     windows = [ids[at : at + WINDOW_TOKENS] for at in range(0, len(ids), WINDOW_TOKENS)]
     windows = [window for window in windows if len(window) == WINDOW_TOKENS]

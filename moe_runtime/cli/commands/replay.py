@@ -1,4 +1,4 @@
-"""``moe-runtime replay``: what a recorded trace would have cost with other policies."""
+"""``moe-runtime replay``: the cost of a recorded trace with other policies."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -62,8 +62,8 @@ class ModelledTime:
     Args:
         bandwidth: Bytes per second of the link, such as 3GB. With it, time is modelled.
         latency: Seconds of a transfer in addition to its bytes.
-        expert_size: Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks
-            them. Without --bandwidth also sizes separated by commas, one for each layer or each
+        expert_size: Bytes of one expert; the trace's own when omitted, or 16MiB without
+            it. Without --bandwidth also sizes separated by commas, one for each layer or each
             expert: reads are weighed by them, and lec and gdsf use them.
         layer_time: Seconds that a layer computes without experts.
         known_ahead: Part of --layer-time that comes after the choice of experts and needs none of

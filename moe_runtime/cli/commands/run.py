@@ -80,7 +80,7 @@ def run(
     start_processes(several, ctx.obj)
     with joined_processes(ctx.obj) as group:
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
-        from moe_runtime.checkpoints.opening import find_checkpoint
+        from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 
         with console.loading_bar() as progress:
             console.quiet_transformers(ctx.obj)
@@ -131,14 +131,6 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
     return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
 
 
-def load_tokenizer(model: str | Path) -> Any:
-    """Loads the tokenizer of a model, without its weights."""
-    from moe_runtime.checkpoints.opening import find_checkpoint
-    from moe_runtime.checkpoints.opening import load_tokenizer as load
-
-    return load(find_checkpoint(model, weights=False))
-
-
 def _read_pictures(folder: Path, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
     from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.inference.pictures import PictureReader, Pictures
@@ -153,13 +145,13 @@ def _read_pictures(folder: Path, tokenizer: Any, files: "Sequence[Path]") -> "Pi
 
 
 def find_sampling(
-    ctx: typer.Context, model: str | Path, asked: options.Sampling, *, is_engine: bool = False
+    ctx: typer.Context, folder: Path, asked: options.Sampling, *, is_engine: bool = False
 ) -> dict[str, Any]:
     """Sampling as the options say, else as the checkpoint's settings say.
 
     A warning names unused settings; `is_engine` as for `warn_of_unused`.
     """
-    from moe_runtime.checkpoints.opening import find_checkpoint, read_generation_config
+    from moe_runtime.checkpoints.opening import read_generation_config
     from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     temperature, top_p = asked.temperature, asked.top_p
@@ -167,7 +159,7 @@ def find_sampling(
     if temperature == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
     check_options(1, temperature or 0.0, 1.0 if top_p is None else top_p, None)
-    settings = read_generation_config(find_checkpoint(model, weights=False))
+    settings = read_generation_config(folder)
     warn_of_unused(settings, is_engine=is_engine)
     sampling = sampling_for(settings, temperature=temperature, top_p=top_p)
     if sampling["temperature"] == 0:

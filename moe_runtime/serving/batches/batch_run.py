@@ -222,7 +222,7 @@ def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
         bias[int(token)] = float(number)
     if bias:
         values["logit_bias"] = bias
-    SamplingOptions(**values)  # refuses what is out of range
+    SamplingOptions(**values)  # checks the ranges
     return values
 
 
@@ -286,7 +286,7 @@ def _shown(value: Any) -> str:
 
 _HASH_DIGITS = 32
 ROOM_SHARE = 4
-"""Where experts lack room, tokens get a fourth of what a budget leaves beside dense weights."""
+"""If experts lack room, tokens get a fourth of the budget without the dense weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

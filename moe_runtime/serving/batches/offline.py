@@ -1,4 +1,4 @@
-"""Many requests answered together, none of which is urgent: the most tokens a second.
+"""Answers many requests that are not urgent with the most tokens per second.
 
 An `AnswerFile` has a line of JSON for each answer, grows while they come, and is taken up again.
 """
