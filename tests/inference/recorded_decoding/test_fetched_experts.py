@@ -141,8 +141,8 @@ def test_used_experts_become_resident(checkpoint):
     """With one repeated prompt, its experts become resident."""
     misses, requests = [], []
     with warmed(checkpoint, host_slots=ENOUGH) as model:
-        Request(model).until_fetched()
-        for _ in range(3):
+        Request(model, THREE[1:2]).until_fetched()
+        for _ in range(5):
             model.moe.reset_stats()
             requests.append(Request(model))
             requests[-1].steps(8)
