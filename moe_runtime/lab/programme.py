@@ -16,15 +16,6 @@ _FAILED = 4
 """SciPy's status of a solver that ended without saying whether there is a solution."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Solution:
-    """What a solver found."""
-
-    values: np.ndarray
-    objective: float
-    is_optimal: bool
-
-
 @dataclass(slots=True)
 class Programme:
     """Minimises a linear objective under linear constraints; variables are 0/1 or real."""
@@ -64,7 +55,8 @@ class Programme:
         """Requires that a linear expression does not exceed a value."""
         self.between(-np.inf, terms, value)
 
-    def solve(self, *, time_limit_s: float, gap: float = 1e-6) -> Solution | None:
+    def solve(self, *, time_limit_s: float, gap: float = 1e-6) -> np.ndarray | None:
+        """The values of all variables; None where no solution was found in time."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -92,9 +84,7 @@ class Programme:
         result = _in_background(lambda: run(True))
         if result.status == _FAILED:  # some small programmes only where they were presolved
             result = _in_background(lambda: run(False))
-        if result.x is None:
-            return None
-        return Solution(values=result.x, objective=float(result.fun), is_optimal=result.status == 0)
+        return result.x
 
     def _add(self, shape: tuple[int, ...], *, upper: float, is_binary: bool) -> np.ndarray:
         count = int(np.prod(shape, dtype=np.int64))
@@ -106,8 +96,7 @@ class Programme:
 
 
 def _in_background(work: Callable[[], T]) -> T:
-    """Does something in a thread and waits for it: signals come through while a library
-    computes."""
+    """Runs work in a thread and waits, so that signals come through while a library computes."""
     outcome: Future[T] = Future()
 
     def call() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moe_runtime.types import ExpertKey
 
 TIER_CHANGE_STEPS = 50
-"""Steps over which it is counted how often each expert is used, before tiers are chosen anew."""
+"""Steps over which uses of experts are counted before tiers are chosen anew."""
 
 TIER_CHANGE_MARGIN = 0.1
 """Difference in the share of steps from which an exchange of two tiers pays."""
@@ -37,8 +37,7 @@ class UseCounts:
     def after_step(
         self, used: Iterable[ExpertKey], is_resident: Callable[[ExpertKey], bool]
     ) -> list[Exchange]:
-        """Counts a step; every `TIER_CHANGE_STEPS` says which tiers to exchange, and begins
-        anew."""
+        """Counts a step; every `TIER_CHANGE_STEPS`, returns exchanges and begins anew."""
         for key in used:
             self._used[key] += 1
         self._steps += 1
@@ -75,7 +74,7 @@ class TierReplay:
 def replay_tiers(
     steps: Iterable[Collection[ExpertKey]], keys: Sequence[ExpertKey], count: int
 ) -> TierReplay:
-    """What tiers of `count` experts would have found in recorded steps."""
+    """Replays recorded steps with tiers of `count` experts in memory."""
     first = frozenset(spread(keys, count))
     tiers, counts = set(first), UseCounts(keys)
     totals = dict.fromkeys(keys, 0)

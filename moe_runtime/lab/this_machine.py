@@ -1,4 +1,4 @@
-"""What a result of a measurement depends on besides the code: hardware and versions."""
+"""Hardware and versions that a measurement depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 # An installed package has no checkout of its own there.
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _BUILD_FACTS = Path(__file__).resolve().parents[1] / "build.json"
-"""What ``setup.py`` writes into a wheel."""
+"""``setup.py`` writes it into a wheel."""
 PACKAGES = (
     "moe-runtime",
     "torch",
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def package_commit() -> str:
-    """The commit of this package: its checkout's, or what its wheel says, or ``unknown``."""
+    """The commit of this package: of its checkout or of its wheel, or ``unknown``."""
     if (_CHECKOUT / ".git").exists():
         return commit(_CHECKOUT)
     if _BUILD_FACTS.is_file():

@@ -1,17 +1,17 @@
-"""What a cluster costs: links by latency and bandwidth (alpha-beta), compute by measured rates."""
+"""Cost model of a cluster: links by latency and bandwidth (alpha-beta), compute by rates."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-# Of the latency: below this share, bytes of the largest message cannot be told from noise.
+# Share of the latency below which the bytes of the largest message are noise.
 _LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What sending costs a rank: `alpha_s` for each message and `1 / bytes_per_s` for each byte.
+    """Cost of sending for a rank: `alpha_s` a message and `1 / bytes_per_s` a byte.
 
     With `occupies_compute` moving bytes takes the rank's processor, as gloo's copies do on a
     machine with no core to spare; then nothing overlaps.
@@ -90,11 +90,9 @@ class Cluster:
         return node * self.local_ranks + local % (self.processors_per_node or self.local_ranks)
 
 
-def fit_link(
-    message_bytes: npt.ArrayLike, seconds: npt.ArrayLike, *, occupies_compute: bool = False
-) -> Link:
+def fit_link(message_bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> Link:
     """The link that fits timed messages best: least sum of relative deviations, which a minority of
-    late messages does not move. Neither alpha nor beta is negative.
+    late messages does not shift. Neither alpha nor beta is negative.
 
     Args:
         message_bytes: `[N]` sizes, at least two different ones.
@@ -109,7 +107,7 @@ def fit_link(
     if sizes.min() < 0:
         raise ValueError(f"sizes must not be negative, got {sizes.min():g}")
     # The best line passes through two of the points, or through one and has no latency or no cost
-    # of bytes. Relative deviations let the small messages, which say what alpha is, count as well.
+    # of bytes. Relative deviations give weight to small messages, which determine alpha.
     one, other = np.nonzero(sizes[:, None] < sizes)
     slopes_C = (times[other] - times[one]) / (sizes[other] - sizes[one])
     is_some = sizes > 0
@@ -121,8 +119,4 @@ def fit_link(
     deviations_C[(alphas_C < 0) | (slopes_C < 0)] = np.inf
     best = np.argmin(deviations_C)
     per_byte = max(slopes_C[best], _LEAST_SHARE * alphas_C[best] / sizes.max())
-    return Link(
-        alpha_s=float(alphas_C[best]),
-        bytes_per_s=1 / float(per_byte),
-        occupies_compute=occupies_compute,
-    )
+    return Link(alpha_s=float(alphas_C[best]), bytes_per_s=1 / float(per_byte))

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -59,9 +58,9 @@ from moe_runtime.parallel.rows import (
 from moe_runtime.parallel.slots import ExpertSlots
 from moe_runtime.routing import Routing
 
-# The message that carries settings and counts has this length on all ranks, whatever they are: what
-# must agree is compared before messages of another length than expected can arrive, which would end
-# a process of gloo's on the spot. Counts that do not fit follow in a second message.
+# The message with settings and counts has this length on all ranks. So settings are compared before
+# a message of an unexpected length can arrive, which would end a process of gloo's on the spot.
+# Counts that do not fit follow in a second message.
 _MESSAGE_NUMBERS = 128
 
 
@@ -171,11 +170,11 @@ def _exchange_counts(
     counts_PS: Tensor, transport: Transport, agreement: Sequence[tuple[str, int]]
 ) -> tuple[Tensor, Tensor]:
     """Counts that this rank sends and receives, on the CPU: the one wait for the device."""
-    named = [("the number of slots of a rank", counts_PS.shape[1]), *agreement]
-    num_named, num_slots = len(named), counts_PS.shape[1]
-    header_N = torch.tensor([value for _, value in named], device=counts_PS.device)
+    num_slots = counts_PS.shape[1]
+    named = [("the number of slots of a rank", num_slots), *agreement]
+    num_named = len(named)
     message_PN = counts_PS.new_zeros((transport.size, _MESSAGE_NUMBERS))
-    message_PN[:, :num_named] = header_N
+    message_PN[:, :num_named] = counts_PS.new_tensor([value for _, value in named])
     fits = num_named + num_slots <= _MESSAGE_NUMBERS
     if fits:
         message_PN[:, num_named : num_named + num_slots] = counts_PS
@@ -210,10 +209,8 @@ def _stages(
     device: torch.device,
 ) -> tuple[DispatchStage, ...]:
     rank = transport.rank
-    nothing_PS = torch.zeros_like(counts_PS)
-    kept_PS = nothing_PS.clone()
-    kept_PS[rank] = counts_PS[rank]
-    stays = _stage(nothing_PS, kept_PS, (0, 0), None, device)
+    kept_PS = counts_PS - _without(counts_PS, rank)
+    stays = _stage(torch.zeros_like(counts_PS), kept_PS, (0, 0), None, device)
     if transport.size == 1:
         return (stays,)
     sent_CPS = _chunk_counts(_without(counts_PS, rank), num_chunks)
@@ -285,7 +282,8 @@ class AsyncAllToAll:
     Args:
         route: As the transport prepared it.
         is_return: Whether these rows travel back along the route.
-        out_RD: Where the arriving rows are written; new memory by default.
+        wires: How rows are encoded, and how their gradients are.
+        out_RD: Memory for the arriving rows; new by default.
     """
 
     def __init__(
@@ -293,15 +291,12 @@ class AsyncAllToAll:
         transport: Transport,
         route: object,
         *,
-        is_return: bool,
-        wire: Wire,
-        gradient_wire: Wire,
+        is_return: bool = False,
+        wires: tuple[Wire, Wire] = (EXACT, EXACT),
         out_RD: Tensor | None = None,
     ) -> None:
-        self._transport = transport
-        self._route = route
-        self._is_return = is_return
-        self._wires = {False: wire, True: gradient_wire}
+        self._transport, self._route, self._is_return = transport, route, is_return
+        self._wires = wires
         self._out_RD = out_RD
         self._pending: Pending | None = None
         self._dtype = torch.float32
@@ -324,8 +319,8 @@ class AsyncAllToAll:
             self._wires[is_gradient].encode(rows_RD),
             self._route,
             reverse=self._is_return != is_gradient,
-            # What is written in another way has to be decoded into its place.
-            out=self._out_RD if not is_gradient and self._wires[False] is EXACT else None,
+            # Encoded rows have to be decoded into their place.
+            out=self._out_RD if not is_gradient and self._wires[0] is EXACT else None,
         )
 
     def land(self, *, is_gradient: bool) -> Tensor:
@@ -341,7 +336,7 @@ class AsyncAllToAll:
 
 
 class _Start(Function):
-    """Launches; gives a token, which ties the wait to the rows in autograd's graph."""
+    """Launches; returns a token that ties the wait to the rows in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, transfer: AsyncAllToAll) -> Tensor:
@@ -373,7 +368,7 @@ Group = dist.ProcessGroup | Transport
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Dispatched:
-    """Rows at the rank that holds their experts, with what `combine` needs.
+    """Rows at the rank that holds their experts, with the plan that `combine` needs.
 
     Attributes:
         rows_RD: slot by slot; within a slot by the rank they came from, then by token.
@@ -446,7 +441,8 @@ class Dispatch:
         """Sends the rows of a stage."""
         stage = self.plan.stages[index]
         if stage.route is not None:
-            self._transfers[index] = transfer = self._transfer(stage, is_return=False)
+            transfer = AsyncAllToAll(self.transport, stage.route, wires=self._there)
+            self._transfers[index] = transfer
             transfer.start(self._rows.parts[index])
 
     def arrive(self, index: int) -> Tensor:
@@ -485,12 +481,16 @@ class Dispatch:
         split = Splitting(y_RD, stage.arriving_position, stage.kept_position)
         transfer = None
         if stage.route is not None:
-            transfer = self._transfer(stage, is_return=True, out_RD=buffer_RD[slice(*stage.sent)])
+            transfer = AsyncAllToAll(
+                self.transport,
+                stage.route,
+                is_return=True,
+                wires=self._back,
+                out_RD=buffer_RD[slice(*stage.sent)],
+            )
             transfer.start(split.first_AD)
-        return Returning(
-            transfer,
-            split.second(buffer_RD[self.plan.num_sent :] if stage.keeps_rows else buffer_RD[:0]),
-        )
+        kept_RD = buffer_RD[self.plan.num_sent :] if stage.keeps_rows else buffer_RD[:0]
+        return Returning(transfer, split.second(kept_RD))
 
     def sum_up(self, returning: Sequence[Returning], panel: int = 0) -> Tensor:
         """Waits for the results of all stages and sums those of each token: `[T, D]`."""
@@ -503,19 +503,6 @@ class Dispatch:
             parts = [*arrived, *(part.kept_RD for part in returning)]
             y_RD = assembled_rows(self._results[panel], parts)
         return combine_rows(y_RD, self._weights_TK, self.plan.source_R, self.plan.place_TK)
-
-    def _transfer(
-        self, stage: DispatchStage, *, is_return: bool, out_RD: Tensor | None = None
-    ) -> AsyncAllToAll:
-        wire, gradient_wire = self._back if is_return else self._there
-        return AsyncAllToAll(
-            self.transport,
-            stage.route,
-            is_return=is_return,
-            wire=wire,
-            gradient_wire=gradient_wire,
-            out_RD=out_RD,
-        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -682,17 +669,16 @@ def expert_parallel(
 ) -> Tensor:
     """Routed (and shared) experts of one layer, spread over a group: `[T, D]`.
 
-    A collective call: `begin_expert_parallel`, and at once what that returns. `x_TD`, `routing`,
-    `group`, `slots`, `wire` and errors as of `dispatch`.
+    A collective call. `x_TD`, `routing`, `group`, `slots`, `wire` and errors as of `dispatch`.
 
     Args:
         experts: This rank's experts. Called once for each stage, also with no rows at all.
         overlap: How communication is hidden.
         shared: Experts that every token visits, whose output is added; computed while the first
             rows travel.
-        parameters: What `experts` reads and is to get gradients: a rank without rows then takes
-            part in the backward pass too. Needed where `x` needs no gradients, and for what an
-            exchange brought (gathered slices, copies).
+        parameters: Tensors that `experts` reads and that need gradients: a rank without rows then
+            takes part in the backward pass too. Needed where `x` needs no gradients, and for
+            tensors that an exchange brought (gathered slices, copies).
     """
     finish = begin_expert_parallel(
         x_TD,
@@ -720,10 +706,10 @@ def begin_expert_parallel(
     parameters: Sequence[Tensor] = (),
     wire: WireName = "exact",
 ) -> Callable[[], Tensor]:
-    """Sends the first rows, and returns what computes the layer.
+    """Sends the first rows, and returns a function that computes the layer.
 
-    Between the two calls the rows travel, and in the backward pass their gradients do. Arguments as
-    of `expert_parallel`.
+    Rows travel between the two calls, and their gradients in the backward pass. Arguments as of
+    `expert_parallel`.
     """
     overlap = overlap or Overlap()
     batch = Dispatch(
@@ -736,39 +722,30 @@ def begin_expert_parallel(
         num_panels=overlap.panels,
         wire=wire,
     )
-    for index in range(min(2, len(batch.plan.stages))):
-        batch.start(index)
-    return partial(_finish, batch, x_TD, experts, shared, overlap.panels, parameters)
-
-
-def _finish(
-    batch: Dispatch,
-    x_TD: Tensor,
-    experts: ExpertsFn | PanelExperts,
-    shared: Callable[[Tensor], Tensor] | None,
-    num_panels: int,
-    parameters: Sequence[Tensor],
-) -> Tensor:
-    """Computes a batch whose first two stages were started."""
     stages = batch.plan.stages
-    returning: list[list[Returning]] = [[] for _ in range(num_panels)]
-    num_started = 2
-    shared_TD = None
-    for index, stage in enumerate(stages):
-        # The next stage travels while this one is computed.
-        while num_started < min(index + 2, len(stages)):
-            batch.start(num_started)
-            num_started += 1
-        if index == 0 and shared is not None:
-            shared_TD = shared(x_TD)
-        rows_RD = batch.arrive(index)
-        for panel, y_RP in enumerate(_results(experts, rows_RD, stage.counts_S, num_panels)):
-            if rows_RD.shape[0] == 0:
-                y_RP = tie_rows(y_RP, *parameters)
-            returning[panel].append(batch.send_back(index, y_RP, panel))
-    panels = [batch.sum_up(parts, panel) for panel, parts in enumerate(returning)]
-    y_TD = panels[0] if len(panels) == 1 else torch.cat(panels, dim=1)
-    return y_TD if shared_TD is None else y_TD + shared_TD
+    for index in range(min(2, len(stages))):
+        batch.start(index)
+
+    def finish() -> Tensor:
+        returning: list[list[Returning]] = [[] for _ in range(overlap.panels)]
+        shared_TD = None
+        for index, stage in enumerate(stages):
+            # The next stage travels while this one is computed.
+            if 2 <= index + 1 < len(stages):
+                batch.start(index + 1)
+            if index == 0 and shared is not None:
+                shared_TD = shared(x_TD)
+            rows_RD = batch.arrive(index)
+            results = _results(experts, rows_RD, stage.counts_S, overlap.panels)
+            for panel, y_RP in enumerate(results):
+                if rows_RD.shape[0] == 0:
+                    y_RP = tie_rows(y_RP, *parameters)
+                returning[panel].append(batch.send_back(index, y_RP, panel))
+        panels = [batch.sum_up(parts, panel) for panel, parts in enumerate(returning)]
+        y_TD = panels[0] if len(panels) == 1 else torch.cat(panels, dim=1)
+        return y_TD if shared_TD is None else y_TD + shared_TD
+
+    return finish
 
 
 def _results(

@@ -1,7 +1,7 @@
 """`ParallelLayout`: one set of ranks, factorised in two ways (MoE Parallel Folding, Megatron-Core).
 
 Attention and experts use the same ranks with different degrees; only pipeline stages coincide.
-`LayoutGroups` has the layout's process groups and meshes, and what gradients need of them.
+`LayoutGroups` has the layout's process groups and meshes, and reduces gradients over them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ParallelLayout:
         pp: pipeline stages, common to both sides.
         etp: slices of the hidden dimension of an expert.
         ep: parts into which the experts of a layer are divided.
-        dp: data parallelism of attention; what is left of the ranks by default.
-        edp: copies of each expert; what is left by default.
+        dp: data parallelism of attention; the remaining factor of the ranks by default.
+        edp: copies of each expert; the remaining factor by default.
 
     Raises:
         ValueError: A product does not match the number of ranks; says which one.
@@ -143,7 +143,7 @@ class LayoutGroups:
 
         Args:
             timeout_s: Seconds after which a collective counts as failed.
-            reuse: Groups of another layout of the same ranks; those that both have are shared.
+            reuse: Groups of another layout of the same ranks; both share common groups.
 
         Raises:
             ValueError: The layout is of another number of ranks.
@@ -177,13 +177,12 @@ class LayoutGroups:
             self._make((stages[0], stages[-1])[: len(stages)])
 
     def has_machines(self, ranks_per_node: int) -> bool:
-        """Whether the ranks that exchange rows are those of several whole machines of several."""
+        """Whether rows are exchanged between several whole machines of several ranks each."""
         size = len(self.ranks("expert", "etp", "ep"))
         return ranks_per_node > 1 and size % ranks_per_node == 0 and size > ranks_per_node
 
     def make_nodes(self, ranks_per_node: int) -> None:
-        """Has rows travel within machines first, each of so many consecutive ranks; a collective
-        call.
+        """Lets rows travel within machines of so many consecutive ranks first; a collective call.
 
         Raises:
             ValueError: the ranks that exchange rows are not those of several whole machines.
@@ -219,7 +218,7 @@ class LayoutGroups:
         if ranks in self._by_ranks or len(ranks) == 1:
             return
         group = dist.new_group(list(ranks), timeout=backend_limit(self.timeout_s))
-        # Noted also where this rank is not a member: all ranks must know the same groups.
+        # Entered also where this rank is not a member: all ranks must know the same groups.
         self._by_ranks[ranks] = None
         if self.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
@@ -272,7 +271,7 @@ class LayoutGroups:
 
         For parameters that every rank of a pipeline stage has a copy of. `DTensor`s of a mesh with
         a dimension `tp` have their own part on every rank, which saw the tokens of all `tp` ranks.
-        What FSDP2 shards (a mesh with a dimension of another name), it has averaged.
+        FSDP2 has averaged what it shards (a mesh with a dimension of another name).
         """
         whole, divided, sharded = [], [], []
         for parameter in parameters:
@@ -291,8 +290,10 @@ class LayoutGroups:
             self._reduce(sharded, self.group("dense", "tp"), 1)
 
     def sum_end_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Sums gradients of what first and last stage share (a tied embedding); after
-        `reduce_dense_gradients`."""
+        """Sums gradients that first and last stage share (a tied embedding).
+
+        Call `reduce_dense_gradients` first.
+        """
         self._reduce(parameters, self.ends, 1)
 
     def reduce_expert_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -332,7 +333,7 @@ class LayoutGroups:
         if ranks not in self._watches:
             self._watches[ranks] = CollectiveMonitor(group, self.timeout_s)
         there = values.to(device_of(group, values.device))
-        self._watches[ranks].all_reduce(group, there, what)
+        self._watches[ranks].all_reduce(there, what)
         if there is not values:
             values.copy_(there)
 

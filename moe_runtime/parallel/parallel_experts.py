@@ -62,8 +62,13 @@ def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> Stack
             f"the hidden dimension of the experts ({experts.dim_hidden}) does not divide into "
             f"{num_slices} slices"
         )
-    ids = hidden_ids(experts, index, num_slices)
-    columns = preactivation_ids(experts, ids)
+    width = experts.dim_hidden // num_slices
+    ids = torch.arange(index * width, (index + 1) * width, device=experts.device)
+    columns = ids  # of the first matrix, which makes these hidden units
+    if experts.has_gate and experts.is_concatenated:
+        columns = torch.cat([ids, ids + experts.dim_hidden])
+    elif experts.has_gate:
+        columns = torch.stack([2 * ids, 2 * ids + 1], dim=1).flatten()
     first, second = (2, 1) if experts.is_transposed else (1, 2)
     down_bias = experts.down_bias
     if down_bias is not None and index > 0:
@@ -78,12 +83,6 @@ def slice_experts(experts: StackedExperts, index: int, num_slices: int) -> Stack
     )
 
 
-def one_expert(experts: StackedExperts, expert: int) -> StackedExperts:
-    """One of the experts, as a stack of one; views."""
-    here = slice(expert, expert + 1)
-    return replace_tensors(experts, [None if t is None else t[here] for t in experts.tensors()])
-
-
 def replace_tensors(experts: StackedExperts, tensors: Sequence[Tensor | None]) -> StackedExperts:
     """The same layout with other tensors, in the order of `StackedExperts.tensors`."""
     gate_up, down, gate_up_bias, down_bias = tensors
@@ -94,21 +93,6 @@ def replace_tensors(experts: StackedExperts, tensors: Sequence[Tensor | None]) -
     )
 
 
-def hidden_ids(experts: StackedExperts, index: int, num_slices: int) -> Tensor:
-    """`[F / num_slices]`: hidden units of a slice."""
-    width = experts.dim_hidden // num_slices
-    return torch.arange(index * width, (index + 1) * width, device=experts.device)
-
-
-def preactivation_ids(experts: StackedExperts, ids: Tensor) -> Tensor:
-    """Rows of the first matrix that make the given hidden units, in the layout of the experts."""
-    if not experts.has_gate:
-        return ids
-    if experts.is_concatenated:
-        return torch.cat([ids, ids + experts.dim_hidden])
-    return torch.stack([2 * ids, 2 * ids + 1], dim=1).flatten()
-
-
 _SLICED_DIM = {"gate_proj": 0, "up_proj": 0, "down_proj": 1, "gate_proj_bias": 0, "up_proj_bias": 0}
 
 
@@ -116,7 +100,7 @@ def logical_views(tensors: Mapping[str, Tensor], experts: Sequence[int]) -> dict
     """Every expert's matrices by name, as views: `{e}.gate_proj`, `{e}.up_proj`, `{e}.down_proj`.
 
     Args:
-        tensors: `[S, ...]` stacked parameters by name, or what is laid out like them:
+        tensors: `[S, ...]` stacked parameters by name, or tensors laid out like them:
             `gate_up_proj` (gate rows first) or `up_proj`, `down_proj`, and their biases.
         experts: The expert in each slot; -1 for none.
     """
@@ -134,35 +118,13 @@ def logical_views(tensors: Mapping[str, Tensor], experts: Sequence[int]) -> dict
     return views
 
 
-def as_slices(
-    views: Mapping[str, Tensor], group: dist.ProcessGroup, index: int
-) -> dict[str, Tensor]:
-    """The same views as slices of whole matrices, as `DTensor`s.
-
-    Args:
-        group: The ranks that hold the slices, in their order.
-        index: Which of them this rank is. The bias of the second matrix belongs to slice 0.
-    """
-    sliced: dict[str, Tensor] = {}
-    for name, view in views.items():
-        kind = name.partition(".")[2]
-        if kind in _SLICED_DIM:
-            mesh = DeviceMesh.from_group(group, view.device.type)
-            placements = [Shard(_SLICED_DIM[kind])]
-            sliced[name] = DTensor.from_local(view, mesh, placements, run_check=False)
-        elif index == 0:
-            sliced[name] = view
-    return sliced
-
-
 def copy_part(whole: Tensor, part: Tensor) -> None:
-    """Copies a rank's part of a whole tensor into `part`, a `DTensor` or a tensor of the same
-    shape."""
+    """Copies this rank's part of `whole` into `part`, a `DTensor` or a tensor of its shape."""
     if not isinstance(part, DTensor):
         part.copy_(whole)
         return
     mesh = part.device_mesh
-    # What FSDP2 shards further is cut last: its split has a factor, the number of slices before.
+    # FSDP2's shards of slices are cut last: such a split has a factor, the number of slices.
     order = sorted(enumerate(part.placements), key=lambda item: hasattr(item[1], "split_factor"))
     for dimension, placement in order:
         cut = getattr(placement, "dim", None)
@@ -225,7 +187,7 @@ class ParallelExperts(nn.Module):
         down_proj: `[S, D, F / slices]`.
         gate_up_proj_bias (or up_proj_bias), down_proj_bias: `[S, 2F / slices]` and `[S, D]`; only
             with biases.
-        elsewhere: what computes the rows that arrive, where experts are not in this module.
+        elsewhere: the module that computes arriving rows, where experts are not in this one.
 
     Raises:
         ValueError: Sizes that cannot work, or a placement of another model or group.
@@ -252,15 +214,12 @@ class ParallelExperts(nn.Module):
     ) -> None:
         super().__init__()
         num_slices = 1
-        group: Group | None
         self._slice_group: dist.ProcessGroup | None = None
         if isinstance(groups, LayoutGroups):
             num_slices = groups.layout.etp
-            group = groups.experts_transport
             self._slice_group = groups.group("expert", "etp")
-        else:
-            group = groups
-        self.transport = as_transport(group)
+            groups = groups.experts_transport
+        self.transport = as_transport(groups)
         self.slots = slots or ExpertSlots.contiguous(
             num_experts, self.transport.size, num_slices=num_slices
         )
@@ -297,12 +256,11 @@ class ParallelExperts(nn.Module):
         """Normal with standard deviation `1 / sqrt(fan in)`; biases and empty slots zero."""
         for parameter in self.parameters():
             parameter.zero_()
-        seed = self._seed
         rows = self.intermediate_size * (2 if self.has_gate else 1)
         for slot, expert in enumerate(self.experts_here):
             if expert < 0:
                 continue
-            random = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+            random = torch.Generator().manual_seed(self._seed * 1_000_003 + expert)
             first = torch.randn(1, rows, self.hidden_size, generator=random)
             second = torch.randn(1, self.hidden_size, self.intermediate_size, generator=random)
             whole = StackedExperts(
@@ -317,16 +275,19 @@ class ParallelExperts(nn.Module):
         """Copies this rank's share of `E` experts, not transposed, gate rows before up rows."""
         for slot, expert in enumerate(self.experts_here):
             if expert >= 0:
-                self._fill(slot, one_expert(whole, expert))
+                here = slice(expert, expert + 1)
+                one = [None if tensor is None else tensor[here] for tensor in whole.tensors()]
+                self._fill(slot, replace_tensors(whole, one))
 
-    def _fill(self, slot: int, whole: StackedExperts) -> None:
-        part = slice_experts(whole, self._slice, self.slots.num_slices)
+    def _fill(self, slot: int, expert: StackedExperts) -> None:
+        """Copies this rank's slice of one whole expert."""
+        part = slice_experts(expert, self._slice, self.slots.num_slices)
         for own, tensor in zip(self.stacked().tensors(), part.tensors(), strict=True):
             if own is not None and tensor is not None:
                 own[slot] = tensor[0]
 
     def compute_with(self, experts: nn.Module) -> None:
-        """Has a module compute the rows that arrive here; the own parameters are given up.
+        """Lets a module compute the rows that arrive here; frees the own parameters.
 
         The module is called once: with rows `[R, D]` sorted by slot, the expert of each row `[R,
         1]`, and None for weights; it returns `[R, D]`.
@@ -375,8 +336,8 @@ class ParallelExperts(nn.Module):
         """`out[t] = sum_k weights[t, k] * expert[ids[t, k]](x[t])`, `[T, D]`; a collective call.
 
         Choices with an id of `num_experts` are skipped. The output of `shared`, which every token
-        visits, is added. With `later` rows are sent, and what is returned computes the output: rows
-        travel in both passes while something else is computed.
+        visits, is added. With `later`, rows are sent and a function is returned that computes the
+        output: rows travel in both passes while something else is computed.
 
         Raises:
             RankFailureError: A rank died, stalled, or has other settings.
@@ -394,7 +355,7 @@ class ParallelExperts(nn.Module):
             slots=self.slots,
             overlap=self.overlap,
             shared=shared,
-            # A rank that no row came to takes part in the backward pass all the same.
+            # A rank without rows takes part in the backward pass too.
             parameters=[tensor for tensor in own if tensor is not None],
             wire=self.wire,
         )
@@ -408,8 +369,8 @@ class ParallelExperts(nn.Module):
         self._wrapper = id(wrapper)
         own = set(map(id, self.parameters()))
         named = wrapper.module.named_parameters()
-        kept = {name for name, parameter in named if id(parameter) in own}
-        if kept - wrapper.parameters_to_ignore:
+        wrapped = {name for name, parameter in named if id(parameter) in own}
+        if wrapped - wrapper.parameters_to_ignore:
             assert wrapper.process_group is not None
             self._require_same_experts(
                 wrapper.process_group,
@@ -512,35 +473,25 @@ class ParallelExperts(nn.Module):
         if self.elsewhere is not None:
             raise ValueError("experts that are trained offloaded stay in their processes")
         move = ExpertMove(self.slots, slots, self.transport)
-        for name, parameter in list(self.named_parameters()):
-            states = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        for name, old in list(self.named_parameters()):
+            states = optimizer.state.get(old, {}) if optimizer is not None else {}
             for key, state in states.items():
-                if isinstance(state, Tensor) and state.shape == parameter.shape:
+                if isinstance(state, Tensor) and state.shape == old.shape:
                     states[key] = move.apply(state)
-            moved = move.apply(parameter)
-            parameter.grad = None
-            if moved.shape == parameter.shape:
-                parameter.copy_(moved)
-            else:
-                self._replace(name, parameter, nn.Parameter(moved), optimizer)
+            moved = move.apply(old)
+            old.grad = None
+            if moved.shape == old.shape:
+                old.copy_(moved)
+                continue
+            new = nn.Parameter(moved, requires_grad=old.requires_grad)
+            self.register_parameter(name, new)
+            if optimizer is not None:
+                for group in optimizer.param_groups:
+                    group["params"] = [new if p is old else p for p in group["params"]]
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
         self.slots = slots
         return move.num_transfers
-
-    def _replace(
-        self,
-        name: str,
-        old: nn.Parameter,
-        new: nn.Parameter,
-        optimizer: torch.optim.Optimizer | None,
-    ) -> None:
-        new.requires_grad_(old.requires_grad)
-        self.register_parameter(name, new)
-        if optimizer is None:
-            return
-        for group in optimizer.param_groups:
-            group["params"] = [new if p is old else p for p in group["params"]]
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
 
     def logical_state(self, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """This rank's experts by logical number, as views: `{e}.gate_proj`, `{e}.up_proj` ...
@@ -550,20 +501,27 @@ class ParallelExperts(nn.Module):
         its own experts, or slices of them.
 
         Args:
-            tensors: What to name: the parameters by default, or an optimizer's states of them.
+            tensors: The parameters by default, or an optimizer's states of them.
 
         Raises:
             ValueError: The experts are sliced and were not made with a `LayoutGroups`.
         """
-        tensors = (
-            {n: p.detach() for n, p in self.named_parameters()} if tensors is None else tensors
-        )
+        if tensors is None:
+            tensors = {name: own.detach() for name, own in self.named_parameters()}
         views = logical_views(tensors, self.experts_here)
         if self.slots.num_slices == 1:
             return views
         if self._slice_group is None:
             raise ValueError("slices are named with a LayoutGroups only, got a plain group")
-        return as_slices(views, self._slice_group, self._slice)
+        sliced: dict[str, Tensor] = {}
+        for name, view in views.items():
+            cut = _SLICED_DIM.get(name.partition(".")[2])
+            if cut is not None:
+                mesh = DeviceMesh.from_group(self._slice_group, view.device.type)
+                sliced[name] = DTensor.from_local(view, mesh, [Shard(cut)], run_check=False)
+            elif self._slice == 0:  # the bias of the second matrix
+                sliced[name] = view
+        return sliced
 
     def extra_repr(self) -> str:
         return (
@@ -586,17 +544,17 @@ class Rebalanced:
 
 
 class MoveCosts(Protocol):
-    """What a move brings and takes, in any one unit."""
+    """Gain and cost of a move, in any one unit."""
 
     def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
-        """What would be saved until the next look, with these loads."""
+        """Saved until the next look, with these loads."""
         ...
 
     def cost(self, num_transfers: int) -> float: ...
 
 
 _PERSISTENCE = 0.9
-"""Share of a gain that is left at the next look, at most."""
+"""Largest share of a gain that remains at the next look."""
 
 
 class RebalanceRule:
@@ -606,8 +564,8 @@ class RebalanceRule:
         num_slots: one for each expert, and those for replicas.
         decay: Share of the older counts that still counts at the next look.
         least_gain: Gain in balance below which nothing is moved.
-        costs: Decide instead of `least_gain`. A gain counts as far as those of earlier looks came
-            true with the loads that followed, whether experts moved or not.
+        costs: Decide instead of `least_gain`. A gain counts by the share of earlier gains that the
+            following loads confirmed, whether experts moved or not.
     """
 
     def __init__(
@@ -623,14 +581,14 @@ class RebalanceRule:
                 f"expected decay in [0, 1) and least_gain from 0 on, got {decay} and {least_gain}"
             )
         self._num_slots, self._decay, self._least_gain = num_slots, decay, least_gain
-        self._costs, self._trust = costs, 1.0
+        self._costs, self._trust, self._proven = costs, 1.0, 0.0
         self._loads_E: np.ndarray | None = None
         self._promised: tuple[ExpertSlots, ExpertSlots, float] | None = None
 
     def look(
         self, counted_E: np.ndarray, slots: ExpertSlots
     ) -> tuple[ExpertSlots | None, float, float]:
-        """Where experts are to move, or None; the balance as they lie and as they would.
+        """The new placement, or None; the balance now, and the one after the move.
 
         Args:
             counted_E: float64 loads since the last look.
@@ -654,13 +612,19 @@ class RebalanceRule:
     ) -> bool:
         if self._promised is not None:
             *then, promise = self._promised
-            kept = min(1.0, max(0.0, costs.gain(counted_E, *then) / promise))
-            self._trust = (self._trust + kept) / 2
+            realized = max(0.0, costs.gain(counted_E, *then))
+            self._trust = (self._trust + min(1.0, realized / promise)) / 2
+            self._proven += realized
         gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
         self._promised = (slots, proposed, gain) if gain > 0 else None
-        # what is saved until the next look goes on as far as gains have come true
-        saved = self._trust * gain / (1 - _PERSISTENCE * self._trust)
-        return transfers > 0 and saved > costs.cost(transfers)
+        # A gain lasts as long as earlier ones did. A move that the next look does not pay back also
+        # waits until gains of its cost have come true.
+        saved, cost = self._trust * gain, costs.cost(transfers)
+        lasting = saved / (1 - _PERSISTENCE * self._trust)
+        pays = transfers > 0 and (saved > cost or (lasting > cost and self._proven > cost))
+        if pays:
+            self._proven = 0.0
+        return pays
 
 
 class Rebalancer:
@@ -716,7 +680,7 @@ class Rebalancer:
         self._num_steps += 1
         if self._num_steps % self._every:
             return None
-        self._gather()
+        self._sum_counts()
         slots, before, after = self._rule.look(self.counted_E, self._experts.slots)
         if slots is None:
             return Rebalanced(balance_before=before, balance_after=before, num_transfers=0)
@@ -726,12 +690,12 @@ class Rebalancer:
     def _count(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         num_experts = len(self._own_E)
         ids = inputs[1].flatten()
-        # The last number stands for choices that are not dispatched.
+        # The last number counts choices that are not dispatched.
         counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
         self._own_E = self._own_E.to(counts.device) + counts
 
-    def _gather(self) -> None:
-        """What all ranks have counted since the last look."""
+    def _sum_counts(self) -> None:
+        """Adds up what all ranks have counted since the last look."""
         transport = self._experts.transport
         own_PE = self._own_E.cpu().expand(transport.size, -1).contiguous()
         counted_E = transport.exchange_numbers(own_PE).sum(dim=0).double()

@@ -1,7 +1,6 @@
-"""The placement map: a JSON file that says which expert lies in which slot of which rank. Ways from
-one placement to another with the fewest transfers.
+"""The placement map, a JSON file of the expert in each slot of each rank, and moves between maps.
 
-Written by `moe-runtime place`, described in docs/placement.md, refused for any other model.
+`moe-runtime place` writes it, docs/placement.md describes it. It is refused for any other model.
 
 Shape suffixes: L layers, E experts, G devices (ranks).
 """
@@ -45,11 +44,11 @@ class Move:
 def keep_in_place(
     old: Placement, new: Placement, devices: Devices, *, rename: Rename = "none"
 ) -> Placement:
-    """Arranges a placement so that as much as possible lies where it lies now.
+    """Arranges a placement so that as many experts as possible keep their slot.
 
     Args:
-        old: what is loaded.
-        new: what is wanted, for the same layers and experts.
+        old: the loaded placement.
+        new: the wanted one, for the same layers and experts.
         devices: nodes and devices of `new`.
         rename: which devices may change roles (an assignment problem).
 
@@ -71,17 +70,15 @@ def keep_in_place(
         for layer in range(new.num_layers):
             order = _cheapest_roles(missing[layer], devices)
             slots[layer] = slots[layer].reshape(new.num_gpus, -1)[order].reshape(-1)
-    rows = slots.reshape(new.num_layers, new.num_gpus, -1)
+    rows, old_rows = slots.reshape(new.num_layers, new.num_gpus, -1), _rows(old)
     for layer in range(new.num_layers):
         for gpu in range(min(old.num_gpus, new.num_gpus)):
-            first = gpu * old.slots_per_gpu
-            held = old.expert_of_slot[layer, first : first + old.slots_per_gpu]
-            rows[layer, gpu] = _arrange(held.tolist(), rows[layer, gpu].tolist())
+            rows[layer, gpu] = _arrange(old_rows[layer, gpu].tolist(), rows[layer, gpu].tolist())
     return Placement(expert_of_slot=slots, num_experts=new.num_experts, num_gpus=new.num_gpus)
 
 
 def moves_between(old: Placement, new: Placement, devices: Devices) -> list[Move]:
-    """What must be copied to get from one placement to the other.
+    """The copies that lead from one placement to the other.
 
     Each expert comes from its own device where there is a copy, else from the same node, else from
     another one; among equals, from the device that has been asked least. `devices` are those of the
@@ -89,19 +86,26 @@ def moves_between(old: Placement, new: Placement, devices: Devices) -> list[Move
     """
     _check_same_model(old, new)
     asked = np.zeros(max(old.num_gpus, new.num_gpus), dtype=np.int64)
+    old_rows = _rows(old)
+
+    def distance(slot: int, gpu: int) -> tuple[int, int, int]:
+        source = slot // old.slots_per_gpu
+        is_far = devices.node_of(source) != devices.node_of(gpu)
+        return (0 if source == gpu else 1 + int(is_far), int(asked[source]), slot)
+
     moves = []
     for layer in range(new.num_layers):
         arrived: dict[tuple[int, int], int] = {}
         for target, expert in enumerate(new.expert_of_slot[layer].tolist()):
             gpu, place = divmod(target, new.slots_per_gpu)
-            if expert == EMPTY or _content(old, layer, gpu, place) == expert:
+            was_there = gpu < old.num_gpus and place < old.slots_per_gpu
+            if expert == EMPTY or (was_there and old_rows[layer, gpu, place] == expert):
                 continue
             is_local = (gpu, expert) in arrived
             if not is_local:
                 sources = old.slots_of_expert[layer, expert]
                 arrived[gpu, expert] = min(
-                    sources[sources >= 0].tolist(),
-                    key=lambda slot: _distance(old, slot, gpu, devices, asked),
+                    sources[sources >= 0].tolist(), key=lambda slot: distance(slot, gpu)
                 )
             source = arrived[gpu, expert]
             source_gpu = source // old.slots_per_gpu
@@ -132,8 +136,12 @@ def resize(placement: Placement, num_gpus: int, loads_LE: np.ndarray | None = No
     if loads.shape != shape:
         raise ValueError(f"loads_LE must have shape {shape}, got {loads.shape}")
     layers = [
-        _resize_layer(_by_gpu(placement, layer), num_gpus, loads[layer] / placement.copies[layer])
-        for layer in range(placement.num_layers)
+        _resize_layer(
+            [[expert for expert in held if expert != EMPTY] for held in row],
+            num_gpus,
+            loads[layer] / placement.copies[layer],
+        )
+        for layer, row in enumerate(_rows(placement).tolist())
     ]
     width = max(len(held) for ranks in layers for held in ranks)
     slots = [
@@ -151,7 +159,10 @@ def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) ->
     kept += [[] for _ in range(num_gpus - len(kept))]
     present = {expert for held in kept for expert in held}
     pool = sorted({e for held in ranks[num_gpus:] for e in held} - present)
-    quotas = _quotas([len(held) for held in kept], sum(map(len, kept)) + len(pool))
+    # Equal shares; ranks that hold most get the remainder, so that least moves.
+    each, rest = divmod(sum(map(len, kept)) + len(pool), num_gpus)
+    fullest = sorted(range(num_gpus), key=lambda rank: (-len(kept[rank]), rank))[:rest]
+    quotas = [each + (rank in fullest) for rank in range(num_gpus)]
     target = (sum(loads_E[e] for held in kept for e in held) + loads_E[pool].sum()) / num_gpus
     for held, quota in zip(kept, quotas, strict=True):
         while len(held) > quota:
@@ -168,16 +179,9 @@ def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) ->
     return kept
 
 
-def _quotas(counts: list[int], total: int) -> list[int]:
-    """Equal shares of all experts; those that hold most get the remainder, so that least moves."""
-    each, rest = divmod(total, len(counts))
-    fullest = sorted(range(len(counts)), key=lambda rank: (-counts[rank], rank))[:rest]
-    return [each + (rank in fullest) for rank in range(len(counts))]
-
-
-def _by_gpu(placement: Placement, layer: int) -> list[list[int]]:
-    rows = placement.expert_of_slot[layer].reshape(placement.num_gpus, -1).tolist()
-    return [[expert for expert in row if expert != EMPTY] for row in rows]
+def _rows(placement: Placement) -> np.ndarray:
+    """``[L, G, S / G]`` the expert in each slot of each device."""
+    return placement.expert_of_slot.reshape(placement.num_layers, placement.num_gpus, -1)
 
 
 def _missing(old: Placement, new: Placement, layer: int) -> np.ndarray:
@@ -214,20 +218,6 @@ def _arrange(held: list[int], wanted: list[int]) -> list[int]:
     # Real experts before empty slots, so that the result depends on nothing but the contents.
     rest.sort(key=lambda expert: (expert == EMPTY, expert))
     return [rest.pop(0) if expert is None else expert for expert in arranged]
-
-
-def _content(placement: Placement, layer: int, gpu: int, place: int) -> int:
-    if gpu >= placement.num_gpus or place >= placement.slots_per_gpu:
-        return EMPTY
-    return int(placement.expert_of_slot[layer, gpu * placement.slots_per_gpu + place])
-
-
-def _distance(
-    old: Placement, slot: int, gpu: int, devices: Devices, asked: np.ndarray
-) -> tuple[int, int, int]:
-    source = slot // old.slots_per_gpu
-    is_far = devices.node_of(source) != devices.node_of(gpu)
-    return (0 if source == gpu else 1 + int(is_far), int(asked[source]), slot)
 
 
 def _check_same_model(old: Placement, new: Placement) -> None:
@@ -270,8 +260,7 @@ class PlacementMap:
 
     def experts_of_ranks(self, layer: int) -> list[list[int]]:
         """For every rank, the expert in each of its slots of a layer; -1 for an empty slot."""
-        rows = self.placement.expert_of_slot[layer]
-        return rows.reshape(self.devices.num_gpus, -1).tolist()
+        return _rows(self.placement)[layer].tolist()
 
     def require(self, signature: ModelSignature, *, num_ranks: int | None = None) -> None:
         """Refuses a map of another model or of another number of ranks.
@@ -310,7 +299,7 @@ class PlacementMap:
             "num_nodes": self.devices.num_nodes,
             "gpus_per_node": self.devices.gpus_per_node,
         }
-        rows = [self.experts_of_ranks(layer) for layer in range(self.signature.num_layers)]
+        rows = _rows(self.placement).tolist()
         head["digest"] = _digest({**head, "layers": rows})
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         # One line a layer, one list a rank: the file is read by people and compared by diff.
@@ -322,7 +311,7 @@ class PlacementMap:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class MapUpdate:
-    """How to get from one map to another: `target` has what stays in its old slot."""
+    """Moves from one map to another; in `target`, experts that stay keep their slot."""
 
     target: PlacementMap
     moves: tuple[Move, ...]

@@ -1,4 +1,4 @@
-"""Replicas and moves of experts: one sum of gradients, and moves with the fewest transfers.
+"""Replicas and moves of experts: gradients summed over copies, moves with the fewest transfers.
 
 All ranks know the whole plan of a `SlotExchange`, so no counts travel. The gradient of a copied
 slot is the sum over its copies, in the order of the ranks (Hecate's sparse all-gather and
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from moe_runtime.parallel import placement_map
 from moe_runtime.parallel.communication.transport import Transport
-from moe_runtime.parallel.communication.wire import EXACT
 from moe_runtime.parallel.dispatching import AsyncAllToAll, Group, as_transport
 from moe_runtime.parallel.rows import Expansion, merge_rows
 from moe_runtime.parallel.slots import ExpertSlots
@@ -31,7 +30,7 @@ class SlotExchange:
     """A plan of copies between the ranks of a group; `sent_slots` go to other ranks: the traffic.
 
     Args:
-        wanted: Which rank wants what; the same on all ranks.
+        wanted: The slots that each rank wants; the same on all ranks.
         num_slots: `S`.
 
     Raises:
@@ -53,7 +52,7 @@ class SlotExchange:
         ]
         self._kept = [slot for rank, slot in wanted[me] if rank == me]
         self.sent_slots = [slot for slots in sent for slot in slots]
-        # What arrives is ordered by the rank it comes from, then as this rank wants it.
+        # Arriving slots are ordered by the rank they come from, then as this rank wants them.
         by_rank = sorted((rank, place) for place, (rank, _) in enumerate(wanted[me]) if rank != me)
         self._arriving = torch.tensor([place for _, place in by_rank], dtype=torch.int64)
         self._kept_places = torch.tensor(
@@ -75,9 +74,7 @@ class SlotExchange:
             self._places.to(device),
             [len(self.sent_slots)],
         )
-        transfer = AsyncAllToAll(
-            self._transport, self._route, is_return=False, wire=EXACT, gradient_wire=EXACT
-        )
+        transfer = AsyncAllToAll(self._transport, self._route)
         transfer.start(rows.parts[0])
         kept_RN = rows.last()
 
@@ -93,7 +90,7 @@ class SlotExchange:
 
 
 def _places(source: list[int], num_slots: int) -> tuple[Tensor, Tensor]:
-    """The slots as a tensor, and where in it each slot's copies are: `[S, M]`, padded."""
+    """The slots as a tensor, and the places of each slot in it: `[S, M]`, padded."""
     copies: list[list[int]] = [[] for _ in range(num_slots)]
     for place, slot in enumerate(source):
         copies[slot].append(place)
@@ -153,10 +150,10 @@ def transfers_between(old: ExpertSlots, new: ExpertSlots) -> int:
 
 
 class ExpertMove:
-    """Getting from one placement of whole experts to another.
+    """The move from one placement of whole experts to another.
 
     An expert that a rank keeps does not travel. One that it lacks comes from a rank that has it, of
-    its own machine if there is one. `num_transfers` is the smallest possible.
+    its own machine if possible. `num_transfers` is the smallest possible.
     """
 
     def __init__(self, old: ExpertSlots, new: ExpertSlots, group: Group | None) -> None:
@@ -193,8 +190,7 @@ class ExpertMove:
         self._exchange = SlotExchange(wanted, old.slots_per_rank, transport)
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """`[S', ...]` a parameter or an optimizer's state `[S, ...]` in its new place; empty slots
-        are zero."""
+        """`[S', ...]`: a parameter or optimizer state `[S, ...]` moved; empty slots are zero."""
         with torch.no_grad():
             copies = self._exchange.copy(tensor.detach())
         moved = tensor.new_zeros((self.new.slots_per_rank, *tensor.shape[1:]))

@@ -31,7 +31,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def sum_places(y_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
     """`out[t] = sum over k of weights[t, k] * y[place[t, k]]`, added in the order of `k`.
 
-    An entry of `place_TK` of `R` or above stands for a row of zeros. Summed in
+    An entry of `place_TK` of `R` or above means a row of zeros. Summed in
     `accumulation_dtype`, returned in the dtype of `y`.
     """
     num_rows, dim = y_RD.shape
@@ -47,7 +47,7 @@ def sum_places(y_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None)
         place_T = place_TK[:, k]
         torch.index_select(y_RD, 0, place_T.clamp(max=num_rows - 1), out=rows_TD)
         if has_gaps:
-            # Whatever a missing choice's stand-in row holds, NaN included, must not reach the sum.
+            # The row read for a missing choice, which may hold NaN, must not reach the sum.
             rows_TD.masked_fill_((place_T >= num_rows).unsqueeze(1), 0)
         if weights_TK is None:
             out_TD = out_TD.copy_(rows_TD) if k == 0 else out_TD.add_(rows_TD)
@@ -61,10 +61,10 @@ def sum_places(y_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None = None)
 
 
 class Later:
-    """What the second half of a pair of nodes needs, and its gradient for the first half.
+    """Rows for the second of two autograd nodes, and their gradient for the first.
 
-    The first half makes what has to leave early; the second half makes the rest while that travels.
-    The first half gets both gradients.
+    The first node makes rows that leave early; the second makes the rest while they travel. The
+    first node gets both gradients.
     """
 
     def __init__(self, rows: Tensor, index: Tensor) -> None:
@@ -184,8 +184,10 @@ def combine_rows(y_RD: Tensor, weights_TK: Tensor, source_R: Tensor, place_TK: T
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same memory as another tensor, which autograd takes for a tensor of its own: for nodes
-    that write into parts of one buffer."""
+    """A tensor on the same memory that autograd takes for another one.
+
+    For nodes that write into parts of one buffer.
+    """
     return tensor.new_empty(0).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
@@ -286,6 +288,6 @@ class _Tie(Function):
 def tie_rows(y_RD: Tensor, *read: Tensor) -> Tensor:
     """`y`, with gradients of zero for other tensors that it was computed from.
 
-    The exchange that brought no rows has to take part in the backward pass, because other ranks do.
+    An exchange that brought no rows takes part in the backward pass, because other ranks do.
     """
     return _Tie.apply(y_RD, *read)  # pyright: ignore[reportReturnType]

@@ -1,5 +1,5 @@
 """Scaling laws of routed language models (Clark et al., "Unified Scaling Laws for Routed Language
-Models", 2022): what more experts are worth."""
+Models", 2022): the value of more experts."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ class RoutedLaw:
     experts with both ends saturated: `1/E' = 1/(E - 1 + 1/(1/e_start - 1/e_max)) + 1/e_max`.
 
     Attributes:
-        a, b, c, d: the fitted exponents; `c` is what makes experts worth less in larger models.
+        a, b, c, d: the fitted exponents; `c` lowers the value of experts in larger models.
         e_start: `E'` of one expert.
         e_max: `E'` of infinitely many.
     """

@@ -1,4 +1,4 @@
-"""Placement policies by name: round robin, balanced ones, EPLB, and what a caller adds to them.
+"""Placement policies by name: round robin, balanced ones, EPLB, and those that a caller adds.
 
 Legend: L layers, E experts, N rows that are packed on their own ((layer, node) pairs), I items of a
 row, P packs, M = I / P items a pack, G devices, S slots, B windows of history.
@@ -27,7 +27,7 @@ _MAX_SWAPS = 64
 
 
 class RoundRobin:
-    """Consecutive experts on each device: what runs without a map; replicas repeat the experts."""
+    """Consecutive experts on each device, as without a map; replicas repeat the experts."""
 
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
@@ -79,7 +79,11 @@ class AntiCorrelation:
     def _place_layer(self, shares_BE: np.ndarray, num_gpus: int, room: int) -> np.ndarray:
         num_experts = shares_BE.shape[1]
         mean = shares_BE.mean(axis=0) * num_experts
-        correlation = correlate(shares_BE)
+        # Pearson's, 0 for an expert whose load never changes
+        centred = shares_BE - shares_BE.mean(axis=0)
+        norms = np.sqrt((centred**2).sum(axis=0))
+        unit = np.divide(centred, norms, out=np.zeros_like(centred), where=norms > 1e-12)
+        correlation = unit.T @ unit
         held: list[list[int]] = [[] for _ in range(num_gpus)]
         for expert in np.argsort(-mean, kind="stable").tolist():
             seen = mean + self._weight * correlation[expert]
@@ -118,7 +122,7 @@ class EPLB:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions:
-    """What policies can be told; each reads what concerns it."""
+    """Options of the policies; each policy reads those it knows."""
 
     num_groups: int = 1  # groups of experts that stay on one node (EPLB)
     time_limit_s: float = 30.0  # for searches and solvers; the best placement by then counts
@@ -127,7 +131,7 @@ class PlacementOptions:
 
 
 Algorithms = Mapping[str, Callable[[PlacementOptions], PlacementPolicy]]
-"""Name -> what makes the policy from its options."""
+"""Name -> a function that makes the policy from its options."""
 
 ALGORITHMS: Algorithms = {
     "round-robin": lambda options: RoundRobin(),
@@ -190,13 +194,21 @@ def rebalance(
     """
     loads = np.asarray(loads_LE, dtype=np.float64)
     num_layers, num_experts = loads.shape
-    _check_sizes(num_experts, num_slots, num_groups, devices)
+    if num_slots % devices.num_gpus:
+        raise ValueError(f"{num_slots} slots do not divide among {devices.num_gpus} devices")
+    if num_slots < num_experts:
+        raise ValueError(f"{num_experts} experts need at least as many slots, got {num_slots}")
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"{num_experts} experts do not divide among {num_groups} groups")
     num_nodes = devices.num_nodes
     if num_groups % num_nodes or num_experts % num_nodes:
         num_groups = num_nodes = 1
 
-    # Rows of experts, node by node: [L * N, E / N].
-    experts = _experts_of_nodes(loads, num_groups, num_nodes, packing)
+    # Whole groups are packed onto nodes by their sums: [L * N, E / N] experts of each node.
+    group_loads = loads.reshape(num_layers, num_groups, -1).sum(axis=2)
+    groups = pack(group_loads, num_nodes, packing=packing)
+    members = np.arange(num_experts).reshape(num_groups, -1)
+    experts = members[groups].reshape(num_layers * num_nodes, -1)
     row_loads = np.take_along_axis(loads, experts.reshape(num_layers, -1), axis=1)
     row_loads = row_loads.reshape(experts.shape)
 
@@ -232,26 +244,6 @@ def replicate(loads_NE: np.ndarray, num_slots: int) -> tuple[np.ndarray, np.ndar
     return holders, copies
 
 
-def _experts_of_nodes(
-    loads_LE: np.ndarray, num_groups: int, num_nodes: int, packing: str
-) -> np.ndarray:
-    """``[L * N, E / N]`` experts of each node: whole groups, packed by their sums."""
-    num_layers, num_experts = loads_LE.shape
-    members = np.arange(num_experts).reshape(num_groups, -1)
-    group_loads = loads_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
-    groups = pack(group_loads, num_nodes, packing=packing)
-    return members[groups].reshape(num_layers * num_nodes, -1)
-
-
-def _check_sizes(num_experts: int, num_slots: int, num_groups: int, devices: Devices) -> None:
-    if num_slots % devices.num_gpus:
-        raise ValueError(f"{num_slots} slots do not divide among {devices.num_gpus} devices")
-    if num_slots < num_experts:
-        raise ValueError(f"{num_experts} experts need at least as many slots, got {num_slots}")
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"{num_experts} experts do not divide among {num_groups} groups")
-
-
 def pack(weights_NI: np.ndarray, num_packs: int, *, packing: str = "greedy") -> np.ndarray:
     """Divides each row's items among packs of equal size.
 
@@ -273,24 +265,20 @@ def pack(weights_NI: np.ndarray, num_packs: int, *, packing: str = "greedy") -> 
         return np.tile(np.arange(num_items)[None, :, None], (num_rows, 1, 1))
     order = np.argsort(-weights, axis=1, kind="stable")
     if packing == "snake":
-        return _snake(order, num_packs)
+        rounds = order.reshape(num_rows, -1, num_packs).copy()
+        rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+        return rounds.transpose(0, 2, 1)
     packs = _greedy(weights, order, num_packs)
     return _refine(weights, packs) if packing == "refined" else packs
 
 
-def _snake(order_NI: np.ndarray, num_packs: int) -> np.ndarray:
-    rounds = order_NI.reshape(len(order_NI), -1, num_packs).copy()
-    rounds[:, 1::2] = rounds[:, 1::2, ::-1]
-    return rounds.transpose(0, 2, 1)
-
-
 def _greedy(weights_NI: np.ndarray, order_NI: np.ndarray, num_packs: int) -> np.ndarray:
-    """One step an item, all rows in each step: what a loop over rows and items would choose."""
+    """Places one item of every row in each step; equals a loop over rows and items."""
     num_rows, num_items = weights_NI.shape
     room = num_items // num_packs
     flat_first = np.arange(num_rows) * num_packs
-    # A step costs a handful of calls whatever the number of rows, so the steps work on flat
-    # arrays with indices that are computed before the loop.
+    # A step costs a few calls for any number of rows: it works on flat arrays, with indices that
+    # are computed before the loop.
     sorted_IN = np.ascontiguousarray(np.take_along_axis(weights_NI, order_NI, axis=1).T)
     heaviness = np.zeros((num_rows, num_packs))
     flat_heaviness = heaviness.reshape(-1)
@@ -320,7 +308,7 @@ def _refine(weights_NI: np.ndarray, packs_NPM: np.ndarray) -> np.ndarray:
     for _ in range(_MAX_SWAPS):
         heavy = totals.argmax(axis=1)
         top = totals[rows, heavy]
-        # moved[n, m, p, q]: what the heavy pack loses by giving its m-th item for p's q-th.
+        # moved[n, m, p, q]: loss of the heavy pack if it swaps its m-th item for p's q-th.
         moved = weights[rows, heavy][:, :, None, None] - weights[:, None, :, :]
         worse = np.maximum(top[:, None, None, None] - moved, totals[:, None, :, None] + moved)
         worse[rows, :, heavy] = np.inf
@@ -328,11 +316,8 @@ def _refine(weights_NI: np.ndarray, packs_NPM: np.ndarray) -> np.ndarray:
         gains = worse.reshape(num_rows, -1)[rows, best] < top * (1 - 1e-12)
         if not gains.any():
             break
-        row, (mine, other, theirs) = (
-            rows[gains],
-            np.unravel_index(best[gains], (room, num_packs, room)),
-        )
-        here = heavy[gains]
+        row, here = rows[gains], heavy[gains]
+        mine, other, theirs = np.unravel_index(best[gains], (room, num_packs, room))
         for table in (packs, weights):
             kept = table[row, here, mine].copy()
             table[row, here, mine] = table[row, other, theirs]
@@ -374,21 +359,13 @@ def _matching(flow_GG: np.ndarray, devices: Devices) -> np.ndarray:
 
     num_nodes, each = devices.num_nodes, devices.gpus_per_node
     blocks = flow_GG.reshape(num_nodes, each, num_nodes, each)
-    # Between two nodes, devices are matched as well as possible; nodes by what flows at all.
+    # Nodes are matched by their total flow; devices within a pair of nodes by their own.
     _, node_of = linear_sum_assignment(-blocks.sum(axis=(1, 3)))
     order = np.empty(devices.num_gpus, dtype=np.int64)
     for node, pack_node in enumerate(node_of):
         _, inner = linear_sum_assignment(-blocks[node, :, pack_node])
         order[node * each : (node + 1) * each] = pack_node * each + inner
     return order
-
-
-def correlate(series_BE: np.ndarray) -> np.ndarray:
-    """``[E, E]`` Pearson correlation of the columns; 0 for a column that never changes."""
-    centred = series_BE - series_BE.mean(axis=0)
-    norms = np.sqrt((centred**2).sum(axis=0))
-    unit = np.divide(centred, norms, out=np.zeros_like(centred), where=norms > 1e-12)
-    return unit.T @ unit
 
 
 def _refuse_replicas(name: str, num_replicas: int) -> None:

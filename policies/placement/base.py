@@ -1,4 +1,4 @@
-"""What a placement is, what it is made from, and the contract of a policy that makes one.
+"""A placement, the routing it is made from, and the contract of a placement policy.
 
 Legend: B windows of history, T tokens, L Mixture-of-Experts layers, K experts a token visits, E
 experts, S physical slots, G devices ("GPUs", or ranks), C copies of the most replicated expert.
@@ -180,7 +180,7 @@ class Placement:
 
 
 class PlacementPolicy(Protocol):
-    """Turns what was seen of the routing into a placement."""
+    """Turns recorded routing into a placement."""
 
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int

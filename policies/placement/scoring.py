@@ -99,7 +99,7 @@ def random_score(
     seed: int = 0,
     on_draw: Callable[[int], None] = lambda number: None,
 ) -> PlacementScore:
-    """Mean scores of random placements without replicas: what any placement should beat."""
+    """Mean scores of random placements without replicas, as a baseline."""
     drawn = random_placements(
         ids_TLK.shape[1], num_experts, devices, num_draws=num_draws, seed=seed
     )
@@ -175,7 +175,7 @@ def _staying_rows(gpus_TLK: np.ndarray, num_gpus: int) -> float:
 
 
 def _distinct(gpus_TLK: np.ndarray) -> int:
-    """Pairs of a token's layer and a device that holds one of its experts there."""
+    """Number of devices that hold experts of a token in a layer, summed over all."""
     ordered = np.sort(gpus_TLK, axis=2)
     repeats = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)
     return int((ordered >= 0).sum() - repeats.sum())

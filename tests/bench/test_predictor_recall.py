@@ -19,7 +19,7 @@ from moe_runtime.lab.replay.evaluation import Evaluation
 from moe_runtime.lab.replay.timed import Machine, replay_timed
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.lab.traces.routes import routes_of, split_sequences, trace_of_routes
+from moe_runtime.lab.traces.routes import routes_of, split_numbers, trace_of_routes
 from moe_runtime.lab.traces.workload import workload_of
 from moe_runtime.policies.eviction import Setting, make_policy
 from moe_runtime.policies.prediction import Routes, Shape, TrackedPredictor, make_estimator
@@ -34,7 +34,8 @@ def trace() -> Trace:
 
 
 def plan_of(trace: Trace, **fields: Any) -> predictors.PredictorsPlan:
-    training, test = split_sequences(routes_of(trace), test_share=0.5)
+    routes = routes_of(trace)
+    training, test = map(routes.select, split_numbers(routes.num_sequences, test_share=0.5))
     served = workload_of(trace_of_routes(test, trace.signature))
     return predictors.PredictorsPlan(
         **{

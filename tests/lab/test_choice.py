@@ -199,9 +199,7 @@ def test_the_policy_that_misses_least_is_taken_and_the_reason_says_so():
 
 
 def test_a_policy_that_takes_time_must_save_as_much(monkeypatch):
-    monkeypatch.setattr(
-        choice_module, "CANDIDATES", ("lru",)
-    )  # only online policies stand against it
+    monkeypatch.setattr(choice_module, "CANDIDATES", ("lru",))  # against online policies alone
     trace = trace_of(hot_and_cold(600))
     by_misses = choose_policy(trace.signature, trace, num_slots=15)
     assert by_misses.policy == ONLINE
@@ -216,10 +214,5 @@ def test_without_reason_to_change_it_is_lru():
     assert "0 steps" in choose_policy(MODEL, None, 9).reason
     few = trace.steps(0, 10)
     assert "10 steps" in choose_policy(few.signature, few, 9).reason
-    assert "all experts fit" in choose_policy(trace.signature, trace, 24).reason
-
-
-@pytest.mark.parametrize("num_slots", [2, 23])
-def test_any_budget_gets_an_answer(num_slots):
-    trace = trace_of(make_routes(SHAPE, num_sequences=2, length=40))
-    assert choose_policy(trace.signature, trace, num_slots).reason
+    for num_slots, reason in ((2, "latest 60 steps"), (23, "latest 60 steps"), (24, "all experts")):
+        assert reason in choose_policy(trace.signature, trace, num_slots).reason

@@ -31,14 +31,6 @@ def journal(tmp_path: Path) -> Path:
     return tmp_path / "t.npz.part"
 
 
-def test_the_journal_holds_all_finished_blocks(whole, journal):
-    trace = read_trace(journal)
-    assert trace.num_steps == 28
-    assert trace.signature == SIGNATURE
-    assert_begins_as(trace, whole)
-    assert read_any_trace(journal).num_steps == 28
-
-
 def test_waiting_steps_are_written_after_a_while(tmp_path):
     recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_s=0.0, expert_bytes=196_608)
     record_steps(recorder, 10)
@@ -56,23 +48,17 @@ def test_a_recording_that_ends_well_leaves_no_journal(tmp_path, whole):
     assert_begins_as(read_trace(tmp_path / "t.npz"), whole)
 
 
-def test_a_recording_without_steps_leaves_what_was_there(tmp_path):
-    TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
-    assert os.listdir(tmp_path) == []
-    with TraceRecorder(tmp_path / "t.npz", SIGNATURE) as recorder:
-        record_steps(recorder, 2)
-    TraceRecorder(tmp_path / "t.npz", SIGNATURE).close()
-    assert read_trace(tmp_path / "t.npz").num_steps == 2
-
-
-def test_the_file_appears_only_when_complete(tmp_path):
+def test_the_file_appears_only_when_complete_and_not_without_steps(tmp_path):
     path = tmp_path / "trace.npz"
+    TraceRecorder(path, SIGNATURE).close()
+    assert os.listdir(tmp_path) == []
     path.write_bytes(b"older")
     recorder = TraceRecorder(path, SIGNATURE)
     recorder.begin_step(phase="decode", token_ids=[1], positions=[0])
     assert path.read_bytes() == b"older"
     recorder.close()
     recorder.close()
+    TraceRecorder(path, SIGNATURE).close()
     assert os.listdir(tmp_path) == ["trace.npz"]
     assert read_trace(path).num_steps == 1
 
@@ -81,7 +67,14 @@ def full_disk(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_failed_write_leaves_the_journal(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_journal_if_it_has_a_block(tmp_path, monkeypatch):
+    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE)
+    record_steps(recorder, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(OutputFile, "write_at", full_disk)
+        with pytest.raises(CheckpointError, match="No space left"):
+            recorder.close()
+    assert not any(tmp_path.iterdir())
     recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE, block_tokens=7)
     record_steps(recorder, 30)
     monkeypatch.setattr(np, "savez_compressed", full_disk)
@@ -117,23 +110,10 @@ def test_an_exception_around_a_block_neither_repeats_nor_cuts_it(tmp_path, monke
     recorder.close()
 
 
-def test_a_disk_without_room_for_the_first_block_keeps_nothing(tmp_path, monkeypatch):
-    recorder = TraceRecorder(tmp_path / "t.npz", SIGNATURE)
-    record_steps(recorder, 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(OutputFile, "write_at", full_disk)
-        with pytest.raises(CheckpointError, match="No space left"):
-            recorder.close()
-    assert not any(tmp_path.iterdir())
-
-
-def test_nothing_that_was_left_is_not_offered(tmp_path):
-    (tmp_path / "t.npz.part").touch()
-    with pytest.raises(CheckpointError, match=r"t\.npz: cannot be read: No such file"):
-        read_trace(tmp_path / "t.npz")
-
-
-def test_what_was_left_is_named_and_never_overwritten(journal, whole):
+def test_what_was_left_is_named_and_never_overwritten(journal, whole, tmp_path):
+    (tmp_path / "empty.npz.part").touch()
+    with pytest.raises(CheckpointError, match=r"empty\.npz: cannot be read: No such file"):
+        read_trace(tmp_path / "empty.npz")
     target = journal.with_name("t.npz")
     with pytest.raises(CheckpointError, match=r"an interrupted recording left .*t\.npz\.part"):
         read_trace(target)
@@ -185,5 +165,6 @@ def test_a_killed_process_leaves_its_finished_blocks(tmp_path, whole):
         assert child.wait(timeout=600) == -signal.SIGKILL
     assert not (tmp_path / "t.npz").exists()
     trace = read_trace(tmp_path / "t.npz.part")
-    assert trace.num_steps == 28
+    assert (trace.num_steps, trace.signature) == (28, SIGNATURE)
     assert_begins_as(trace, whole)
+    assert read_any_trace(tmp_path / "t.npz.part").num_steps == 28

@@ -24,15 +24,12 @@ def trace():
     return trace_of(make_routes(SHAPE, num_sequences=5, length=40))
 
 
-def test_loads_are_shares_of_tokens(trace):
+def test_loads_are_shares_of_tokens_without_unrecorded_choices(trace):
     loads = expert_loads(trace)
     assert loads.shape == (3, 12)
     for layer, expert in ((0, 0), (1, 5), (2, 11)):
         visits = [expert in ids for ids in trace.expert_ids[:, layer].tolist()]
         assert loads[layer, expert] == pytest.approx(np.mean(visits))
-
-
-def test_what_was_not_recorded_is_no_load(trace):
     half = trace_of(make_routes(SHAPE, num_sequences=5, length=40))
     half.expert_ids[:, 1, 1] = half.absent
     assert expert_loads(half)[1].sum() == pytest.approx(1.0)
@@ -68,8 +65,5 @@ def test_overlap_is_counted_within_requests(trace):
             shared += len(set(now.tolist()) & set(before.tolist()))
             visited += len(now)
     assert token_overlap(trace)[1] == pytest.approx(shared / visited)
-
-
-def test_a_single_token_overlaps_with_nothing():
     one = trace_of(make_routes(SHAPE, num_sequences=1, length=1))
     assert np.isnan(token_overlap(one)).all()

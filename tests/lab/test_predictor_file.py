@@ -79,15 +79,11 @@ def test_headers_that_cannot_be(tmp_path, trained, change, expected):
         read_predictor(tmp_path / "p.npz")
 
 
-def test_another_model_is_refused_with_both_named(tmp_path, trained):
-    write_predictor(tmp_path / "p.npz", trained["popularity"], SIGNATURE)
+def test_a_file_of_another_model_or_too_large_is_refused(tmp_path, trained):
+    write_predictor(tmp_path / "p.npz", trained["combined"], SIGNATURE)
     other = dataclasses.replace(SIGNATURE, model_type="y", vocab_size=5)
     with pytest.raises(CheckpointError, match=r"for x with .*model is y with"):
         read_predictor(tmp_path / "p.npz", other)
-
-
-def test_a_file_may_be_too_large(tmp_path, trained):
-    write_predictor(tmp_path / "p.npz", trained["combined"], SIGNATURE)
     with pytest.raises(CheckpointError, match="expected at most"):
         read_predictor(tmp_path / "p.npz", max_bytes=100)
 

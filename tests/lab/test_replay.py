@@ -164,9 +164,8 @@ def test_the_compiled_replay_counts_what_the_policies_themselves_count(policy, r
 def test_without_the_compiled_replay_the_policies_are_asked(monkeypatch):
     expected = replayed(trace_of(ROUTES), "sieve", 5, shared_pool=True).hits
     monkeypatch.setattr(replay, "count_hits", lambda *_, **__: None)
-    assert replayed(trace_of(ROUTES), "sieve", 5, shared_pool=True).hits.tolist() == (
-        expected.tolist()
-    )
+    asked = replayed(trace_of(ROUTES), "sieve", 5, shared_pool=True).hits
+    assert asked.tolist() == expected.tolist()
 
 
 @pytest.mark.skipif(not is_available(), reason="the compiled replay needs a C compiler")

@@ -81,7 +81,7 @@ def test_it_is_time_to_teach_when_as_much_is_new_as_was_taught():
 
 
 def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with():
-    trace = kept(2500)
+    trace = kept(LEAST_KEPT_TOKENS)
     path = recent_path(trace.signature, CHECKPOINT)
     make_folders(path.parent)
     write_trace(path, trace)
@@ -96,7 +96,7 @@ def test_what_is_taught_in_the_background_is_what_the_next_run_begins_with():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     lesson = read_lesson(trace.signature, CHECKPOINT)
     assert lesson is not None
-    assert lesson.tokens == 2500
+    assert lesson.tokens == LEAST_KEPT_TOKENS
     assert lesson.is_kept
     assert (lesson.misses[2] < lesson.misses[0]).all()
     predictor = read_predictor(learned_path("predictor", trace.signature, CHECKPOINT))

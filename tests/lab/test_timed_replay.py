@@ -137,7 +137,7 @@ def prefetched(
     return replay
 
 
-def test_true_guesses_save_stalls_and_waste_nothing():
+def test_true_guesses_save_stalls_and_waste_nothing_and_late_ones_still_wait():
     without, told = prefetched(None), prefetched(Told)
     assert told.total.stall_s < 0.6 * without.total.stall_s
     assert told.total.useful > 0
@@ -145,16 +145,14 @@ def test_true_guesses_save_stalls_and_waste_nothing():
     asked = without.total.hits + without.total.misses
     assert told.total.hits + told.total.late_hits + told.total.misses == asked
     assert sum(layer.stall_s for layer in told.layers) == pytest.approx(told.total.stall_s)
-
-
-def test_a_late_guess_is_no_hit_and_still_waits():
     slow = replace(MACHINE, bytes_per_s=0.25)  # 13 s for an expert, 9 s for a layer
     replay = prefetched(Told, machine=slow, horizon=1)
     assert replay.total.late_hits > 0
     assert replay.total.stall_s > 0
 
 
-def test_wrong_guesses_are_wasted_bytes():
+def test_wrong_guesses_are_wasted_bytes_and_unlikely_ones_are_not_read():
+    assert prefetched(lambda ids: Told(ids, probability=0.1)).total.prefetches == 0
     wrong = prefetched(lambda ids: Told(ids, shift=3))
     summary = wrong.total.summary(MACHINE.expert_bytes)
     assert summary["wasted_bytes"] > 0
@@ -169,10 +167,6 @@ def test_no_more_is_loaded_in_vain_than_the_rules_allow(waste):
     assert wrong.prefetches - wrong.useful <= waste * loads + 5 + 4
     allowed = prefetched(lambda ids: Told(ids, shift=3), waste=1.0).total
     assert allowed.prefetches - allowed.useful > 2 * (wrong.prefetches - wrong.useful)
-
-
-def test_unlikely_guesses_are_not_read():
-    assert prefetched(lambda ids: Told(ids, probability=0.1)).total.prefetches == 0
 
 
 def test_a_controller_keeps_guesses_that_pay_and_drops_others():

@@ -10,11 +10,8 @@ from parallel_checks import (
     moepp_layer_bytes,
 )
 from parallel_layer import (
-    Answer,
     Problem,
-    assert_same,
-    dense_answer,
-    expert_gradients,
+    assert_equal_to_dense,
     make_problem,
     rank_parameters,
     rank_routing,
@@ -23,18 +20,6 @@ from parallel_layer import (
 
 from moe_runtime.parallel import ExpertSlots, combine, dispatch
 from moe_runtime.routing import Routing
-
-
-def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[Answer]) -> None:
-    expected = dense_answer(problem)
-    assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
-    assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
-    weights_grad = expected.weights_grad.masked_fill(problem.ids_TK == problem.num_experts, 0.0)
-    assert_same(torch.cat([a.weights_grad for a in answers]), weights_grad, "weights.grad")
-    totals = expert_gradients(problem, slots, [a.parameter_grads for a in answers])
-    for actual, wanted in zip(totals, expected.parameter_grads, strict=True):
-        assert_same(actual, wanted, "parameter gradients")
-
 
 CASES = {
     "even": {"tokens": [13, 13], "num_experts": 6, "num_choices": 2},
@@ -84,12 +69,9 @@ def test_hierarchical_equals_flat(grid, ranks):
     flat = ranks(4).run(dispatch_and_combine, problem, slots)
     hierarchical = ranks(4).run(dispatch_and_combine, problem, slots, grid)
     for one, other in zip(flat, hierarchical, strict=True):
-        for a, b in zip(
-            [one.y_TD, one.x_grad, one.weights_grad, *one.parameter_grads],
-            [other.y_TD, other.x_grad, other.weights_grad, *other.parameter_grads],
-            strict=True,
-        ):
-            assert torch.equal(a, b)
+        for field in ("y_TD", "x_grad", "weights_grad"):
+            assert torch.equal(getattr(one, field), getattr(other, field))
+        assert all(map(torch.equal, one.parameter_grads, other.parameter_grads))
 
 
 @pytest.mark.parametrize(
@@ -151,22 +133,15 @@ def test_rows_lie_in_slot_order():
     assert dispatched.counts_S.tolist() == [2, 1, 2]
 
 
-class TestBadInput:
+def test_bad_input():
     routing = Routing(torch.zeros((3, 1), dtype=torch.int64), torch.ones(3, 1), 2)
-
-    def test_other_number_of_tokens(self):
-        with pytest.raises(ValueError, match=r"x must be \[3, D\]"):
-            dispatch(torch.ones(2, 4), self.routing)
-
-    def test_slots_of_another_group(self):
-        with pytest.raises(ValueError, match="placed on 2 ranks, the group has 1"):
-            dispatch(torch.ones(3, 4), self.routing, slots=ExpertSlots.contiguous(2, 2))
-
-    def test_slots_of_another_model(self):
-        with pytest.raises(ValueError, match="belongs to another model"):
-            dispatch(torch.ones(3, 4), self.routing, slots=ExpertSlots.contiguous(5, 1))
-
-    def test_results_missing(self):
-        dispatched = dispatch(torch.ones(3, 4), self.routing)
-        with pytest.raises(ValueError, match="expected 3 rows of results"):
-            combine(dispatched.rows_RD[:-1], dispatched)
+    for num_tokens, slots, message in (
+        (2, ExpertSlots.contiguous(2, 1), r"x must be \[3, D\]"),
+        (3, ExpertSlots.contiguous(2, 2), "placed on 2 ranks, the group has 1"),
+        (3, ExpertSlots.contiguous(5, 1), "belongs to another model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dispatch(torch.ones(num_tokens, 4), routing, slots=slots)
+    dispatched = dispatch(torch.ones(3, 4), routing)
+    with pytest.raises(ValueError, match="expected 3 rows of results"):
+        combine(dispatched.rows_RD[:-1], dispatched)

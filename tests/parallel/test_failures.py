@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from parallel_failures import (
@@ -35,17 +36,26 @@ def test_a_rank_that_dies_is_named_at_once(pool):
         assert message.startswith("rank 1 of 3 has ended")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_rank_killed_at_any_moment_is_named(seed, pool, tmp_path):
-    """In forward passes, backward passes and sums of gradients, with chunks and panels."""
+def strike(pool: RankPool, folder: Path, seed: int, number: int, *settings: float) -> int:
+    """Sends a signal to a rank that trains: in forward passes, backward passes and sums of
+    gradients, with chunks and panels. Returns the rank."""
     draw = random.Random(seed)
     victim = draw.randrange(3)
-    pool.start(train_until_failure, draw.choice([1, 2, 4]), draw.choice([1, 2]), str(tmp_path))
-    # A group that is still being made is torch's affair.
-    while len(list(tmp_path.iterdir())) < pool.size:
+    shape = draw.choice([1, 2, 4]), draw.choice([1, 2])
+    pool.start(train_until_failure, *shape, str(folder), *settings)
+    # torch handles failures while a group is being made.
+    while len(list(folder.iterdir())) < pool.size:
         time.sleep(0.01)
     time.sleep(draw.uniform(0.0, 0.3))
-    pool.processes[victim].kill()
+    pid = pool.processes[victim].pid
+    assert pid is not None
+    os.kill(pid, number)
+    return victim
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_killed_at_any_moment_is_named(seed, pool, tmp_path):
+    victim = strike(pool, tmp_path, seed, signal.SIGKILL)
     results = pool.collect()
     assert results[victim] == (False, f"rank {victim} ended")
     for rank in {0, 1, 2} - {victim}:
@@ -94,17 +104,7 @@ def test_who_waits_elsewhere_is_not_named():
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(12))
 def test_a_rank_stopped_at_any_moment_is_named_alone(seed, pool, tmp_path):
-    """By SIGSTOP, in forward passes, backward passes and sums of gradients."""
-    draw = random.Random(seed)
-    victim = draw.randrange(3)
-    shape = draw.choice([1, 2, 4]), draw.choice([1, 2])
-    pool.start(train_until_failure, *shape, str(tmp_path), TIMEOUT_S)
-    while len(list(tmp_path.iterdir())) < pool.size:
-        time.sleep(0.01)
-    time.sleep(draw.uniform(0.0, 0.3))
-    pid = pool.processes[victim].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    victim = strike(pool, tmp_path, seed, signal.SIGSTOP, TIMEOUT_S)
     for rank in {0, 1, 2} - {victim}:
         is_ok, outcome = pool.collect_of(rank)
         assert is_ok, outcome

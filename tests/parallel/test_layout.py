@@ -70,24 +70,16 @@ def test_ranks_of_megatrons_example():
     assert layout.groups("expert", "etp", "ep") == [list(range(8))]
 
 
-class TestBadInput:
-    def test_dense_product(self):
-        message = r"tp \* cp \* pp = 3 \* 1 \* 1 = 3 does not divide the 8 ranks"
+def test_bad_input():
+    for degrees, message in (
+        ({"tp": 3}, r"tp \* cp \* pp = 3 \* 1 \* 1 = 3 does not divide the 8 ranks"),
+        ({"etp": 2, "ep": 2, "edp": 4}, r"edp = 2 \* 2 \* 1 \* 4 = 16, but there are 8 ranks"),
+        ({"ep": 0}, "ep must be at least 1, got 0"),
+    ):
         with pytest.raises(ValueError, match=message):
-            ParallelLayout(world_size=8, tp=3)
-
-    def test_expert_product(self):
-        message = r"etp \* ep \* pp \* edp = 2 \* 2 \* 1 \* 4 = 16, but there are 8 ranks"
-        with pytest.raises(ValueError, match=message):
-            ParallelLayout(world_size=8, etp=2, ep=2, edp=4)
-
-    def test_zero(self):
-        with pytest.raises(ValueError, match="ep must be at least 1, got 0"):
-            ParallelLayout(world_size=8, ep=0)
-
-    def test_unknown_dimension(self):
-        with pytest.raises(ValueError, match="expert side has the dimensions etp, ep, edp, pp"):
-            ParallelLayout(world_size=8).groups("expert", "tp")
+            ParallelLayout(world_size=8, **degrees)
+    with pytest.raises(ValueError, match="expert side has the dimensions etp, ep, edp, pp"):
+        ParallelLayout(world_size=8).groups("expert", "tp")
 
 
 def one_of_each_programme(layouts: Iterable[ParallelLayout]) -> list[ParallelLayout]:
@@ -124,17 +116,11 @@ def test_two_ranks_train_like_one(ranks):
     assert ranks(2).run(train_layouts, layouts, 10, Overlap(degree=2)) == [len(layouts)] * 2
 
 
-def test_every_layout_of_four_ranks_trains_like_one(ranks):
-    """Three steps under each that runs a programme of its own: the third has what the optimizer
-    made of two gradients."""
+@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_every_layout_of_four_ranks_trains_like_one(steps, ranks):
+    """Under each that runs a programme of its own; the third step follows two updates."""
     layouts = one_of_each_programme(legal_layouts(4))
-    assert ranks(4).run(train_layouts, layouts, 3, Overlap()) == [len(layouts)] * 4
-
-
-@pytest.mark.long
-def test_ten_steps_under_every_layout_of_four_ranks(ranks):
-    layouts = one_of_each_programme(legal_layouts(4))
-    assert ranks(4).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * 4
+    assert ranks(4).run(train_layouts, layouts, steps, Overlap()) == [len(layouts)] * 4
 
 
 def test_layouts_of_eight_ranks_with_every_pair_of_sizes(ranks):

@@ -3,13 +3,10 @@
 import dataclasses
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import quantized_checkpoints
 import torch
 from parallel_load import gradients, outputs, refusal, refusal_of, too_many
 from rank_pool import RankPool
@@ -17,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
 
 import moe_runtime
-from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.inference.expert_partition import ExpertPartition, add_up
 from moe_runtime.inference.inspection import inspect_checkpoint
@@ -29,11 +25,17 @@ from moe_runtime.types import ExpertKey, ModelSignature
 Ranks = Callable[[int], RankPool]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shared")
-    tiny_text_model(300).save_pretrained(folder)
-    return folder
+def assert_same(together: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for theirs in together:
+        assert torch.equal(theirs["logits"], alone["logits"])
+        assert torch.equal(theirs["tokens"], alone["tokens"])
+
+
+class Several(LocalTransport):
+    """One of several processes, which is not sent anything."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -44,9 +46,7 @@ def test_processes_give_the_bits_of_one(size, checkpoint, ranks):
         options |= {"prefetch": "enforce", "dtype": "bfloat16"}
     alone = outputs(str(checkpoint), options)
     together = ranks(size).run(outputs, str(checkpoint), options)
-    for theirs in together:
-        assert torch.equal(theirs["logits"], alone["logits"])
-        assert torch.equal(theirs["tokens"], alone["tokens"])
+    assert_same(together, alone)
     # Every visit of an expert is one process's: nobody computes what another one does.
     parts = [theirs["stats"] for theirs in together]
     assert sum(map(visits, parts)) == visits(alone["stats"])
@@ -66,22 +66,14 @@ def test_processes_give_the_gradients_of_one(checkpoint, ranks):
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "planes"])
-def test_quantised_and_packed_experts_are_divided_too(kind, tmp_path, ranks):
+def test_quantised_and_packed_experts_are_divided_too(kind, checkpoint_in, ranks):
     """Each process reads its own, and computes what one process computes from the same codes."""
-    if kind == "planes":
-        tiny_text_model(300).bfloat16().save_pretrained(tmp_path / "plain")
-        folder = pack_checkpoint(tmp_path / "plain", tmp_path / "packed").folder
-    else:
-        sample = next(s for s in quantized_checkpoints.SAMPLES if s.name == kind)
-        family = replace(sample.family, config=sample.family.config | {"vocab_size": 300})
-        folder = quantized_checkpoints.write(replace(sample, family=family), tmp_path).folder
+    folder = checkpoint_in(kind)
     smallest = inspect_checkpoint(folder, max_tokens=64).smallest_budget_bytes
     options: dict[str, Any] = {"host_memory": smallest}
     alone = outputs(str(folder), options)
     together = ranks(2).run(outputs, str(folder), options)
-    for theirs in together:
-        assert torch.equal(theirs["logits"], alone["logits"])
-        assert torch.equal(theirs["tokens"], alone["tokens"])
+    assert_same(together, alone)
     assert all(0 < r["stats"].bytes_read < alone["stats"].bytes_read for r in together)
     if kind != "gpt_oss-mxfp4":  # its router has another name
         *expected, _ = gradients(str(folder), options)
@@ -101,9 +93,7 @@ def test_a_placement_map_changes_no_bit(checkpoint, tmp_path, ranks):
     path = tmp_path / "map.json"
     placed(slots, 2).save(path)
     alone = outputs(str(checkpoint), {})
-    for theirs in ranks(2).run(outputs, str(checkpoint), {"placement": str(path)}):
-        assert torch.equal(theirs["logits"], alone["logits"])
-        assert torch.equal(theirs["tokens"], alone["tokens"])
+    assert_same(ranks(2).run(outputs, str(checkpoint), {"placement": str(path)}), alone)
     with pytest.raises(CheckpointError, match="the placement map is for 2 ranks, there are 1"):
         outputs(str(checkpoint), {"placement": str(path)})
 
@@ -138,8 +128,7 @@ def test_one_process_says_that_a_map_has_no_effect(checkpoint, tmp_path):
 
 
 def test_an_expert_with_copies_goes_where_the_fewest_rows_are():
-    transport = LocalTransport()
-    transport.size = 2
+    transport = Several(2)
     slots = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]] * 3)
     share = ExpertPartition(transport, [8] * 3, placed(slots, 2))
     # Five rows are rank 1's alone; of the copies the largest go to rank 0 until it has as many.
@@ -150,11 +139,9 @@ def test_an_expert_with_copies_goes_where_the_fewest_rows_are():
 
 
 def test_a_map_that_leaves_a_process_idle():
-    transport = LocalTransport()
-    transport.size = 2
     slots = np.array([[*range(8), *[-1] * 8]] * 3)
     with pytest.raises(ValueError, match="leaves process 1 of 2 without experts"):
-        ExpertPartition(transport, [8] * 3, placed(slots, 2))
+        ExpertPartition(Several(2), [8] * 3, placed(slots, 2))
 
 
 def visits(stats: Any) -> int:
@@ -186,8 +173,7 @@ def test_more_processes_than_experts(tmp_path, ranks):
 
 
 def test_shares_are_runs_of_equal_length():
-    transport = LocalTransport()
-    transport.size = 3
+    transport = Several(3)
     share = ExpertPartition(transport, [8])
     owners = []
     for expert in range(8):

@@ -4,14 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parallel_layer import (
-    Answer,
-    Problem,
-    assert_same,
-    dense_answer,
-    expert_gradients,
-    make_problem,
-)
+from parallel_layer import assert_equal_to_dense, assert_same, dense_answer, make_problem
 from parallel_moves import (
     adaptive,
     adjoint_gap,
@@ -55,32 +48,13 @@ def random_placement(num_ranks: int, num_experts: int, seed: int) -> ExpertSlots
     return ExpertSlots.from_ranks(ranks, num_experts)
 
 
-def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[Answer]) -> None:
-    expected = dense_answer(problem)
-    assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
-    assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
-    totals = expert_gradients(problem, slots, [a.parameter_grads for a in answers])
-    for actual, wanted in zip(totals, expected.parameter_grads, strict=True):
-        assert_same(actual, wanted, "parameter gradients")
-
-
 @pytest.mark.parametrize("skew", ["zipf", "one"])
-def test_any_degree_equals_degree_one(skew, ranks):
+def test_any_overlap_equals_dense(skew, ranks):
+    """Chunks; and six columns in two, four (uneven) and six panels, with and without chunks."""
     problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
     slots = ExpertSlots.contiguous(5, 2)
-    for degree in (1, 2, 4, 8):
-        for is_local_first in (True, False):
-            overlap = Overlap(degree=degree, is_local_first=is_local_first)
-            answers = ranks(2).run(overlapped, problem, slots, overlap)
-            assert_equal_to_dense(problem, slots, answers)
-
-
-@pytest.mark.parametrize("skew", ["zipf", "one"])
-def test_columns_in_panels_equal_all_at_once(skew, ranks):
-    """Six columns in two, four (uneven) and six panels, with and without chunks."""
-    problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
-    slots = ExpertSlots.contiguous(5, 2)
-    for panels, degree, is_local_first in ((2, 1, True), (4, 2, False), (6, 4, True)):
+    chunks = [(1, degree, local) for degree in (1, 2, 4, 8) for local in (True, False)]
+    for panels, degree, is_local_first in (*chunks, (2, 1, True), (4, 2, False), (6, 4, True)):
         overlap = Overlap(degree=degree, is_local_first=is_local_first, panels=panels)
         answers = ranks(2).run(overlapped, problem, slots, overlap)
         assert_equal_to_dense(problem, slots, answers)
@@ -95,18 +69,12 @@ def test_a_function_cannot_make_panels():
 
 
 def test_any_placement_equals_one_process(ranks):
+    """Flat, and the last one over two machines."""
     for seed in range(6):
-        problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=seed, skew="zipf")
-        slots = random_placement(4, 6, seed)
-        answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=2))
+        problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=3, seed=seed, skew="zipf")
+        slots, grid = random_placement(4, 6, seed), (2, 2) if seed == 5 else None
+        answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=4), "exact", grid)
         assert_equal_to_dense(problem, slots, answers)
-
-
-def test_chunks_over_two_dimensions(ranks):
-    problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=3, seed=8, skew="zipf")
-    slots = random_placement(4, 6, 3)
-    answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=4), "exact", (2, 2))
-    assert_equal_to_dense(problem, slots, answers)
 
 
 def test_copies_get_the_sum_of_their_gradients(ranks):
@@ -142,31 +110,21 @@ def named_experts(found: list) -> dict[str, torch.Tensor]:
 
 class TestSparseCopies:
     def test_any_plan_equals_plain_expert_parallelism(self, ranks):
+        """In half of the cases the plan gets more copies after the gate (calibration)."""
         owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
-        for seed in range(6):
+        for seed in range(8):
             random = torch.Generator().manual_seed(seed)
-            copies = [
-                torch.randperm(6, generator=random)[: int(torch.randint(7, (), generator=random))]
-                for _ in range(4)
-            ]
-            problem = make_problem([5, 8, 0, 3], num_experts=6, num_choices=3, seed=seed)
-            plan = [experts.tolist() for experts in copies]
-            overlap = Overlap(degree=1 + seed % 2, is_local_first=seed > 2)
-            answers = ranks(4).run(with_copies, problem, owners, plan, seed % 2 == 0, overlap)
-            assert_equal_to_dense(problem, owners, answers)
-
-    def test_any_calibration_equals_plain_expert_parallelism(self, ranks):
-        owners = ExpertSlots.from_ranks([[0, 3], [1], [2, 4, 5], []], 6)
-        for seed, is_again in ((0, False), (1, True), (2, True)):
-            random = torch.Generator().manual_seed(seed)
-            plans = [
-                [torch.randperm(6, generator=random)[:number].tolist() for number in numbers]
-                for numbers in ((1, 0, 3, 2), (2, 4, 0, 3))
-            ]
-            problem = make_problem([5, 8, 0, 3], num_experts=6, num_choices=3, seed=seed)
-            answers = ranks(4).run(
-                with_copies, problem, owners, plans[0], is_again, Overlap(), plans[1]
+            plan, extra = (
+                [
+                    torch.randperm(6, generator=random)[:number].tolist()
+                    for number in torch.randint(7, (4,), generator=random).tolist()
+                ]
+                for _ in range(2)
             )
+            problem = make_problem([5, 8, 0, 3], num_experts=6, num_choices=3, seed=seed)
+            overlap = Overlap(degree=1 + seed % 2, is_local_first=seed % 4 > 1)
+            settings = (plan, seed % 2 == 0, overlap, extra if seed > 3 else None)
+            answers = ranks(4).run(with_copies, problem, owners, *settings)
             assert_equal_to_dense(problem, owners, answers)
 
     def test_training_with_copies_is_training_without(self, ranks):
@@ -191,10 +149,12 @@ class TestSparseCopies:
 
     def test_what_is_hidden_and_what_cannot_be(self):
         assert hidden_experts(2e-3, 1e9, 400_000) == 5
-        with pytest.raises(ValueError, match="needs token_s and expert_s"):
-            CopyRules(max_experts=1, slots_per_rank=1, token_s=1.0)
-        with pytest.raises(ValueError, match="window must be at least 1"):
-            CopyRules(max_experts=1, slots_per_rank=1, window=0)
+        for wrong, message in (
+            ({"token_s": 1.0}, "needs token_s and expert_s"),
+            ({"window": 0}, "window must be at least 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                CopyRules(max_experts=1, slots_per_rank=1, **wrong)
         rules = CopyRules(max_experts=1, slots_per_rank=1, ranks_per_node=2)
         with pytest.raises(ValueError, match="1 ranks are no whole number of machines of 2"):
             SparseExperts(4, 8, 8, rules=rules)
@@ -341,11 +301,8 @@ class TestMoves:
                 place = old.experts_of(rank).index(expert)
                 assert place >= new.slots_per_rank or new.experts_of(rank)[place] == expert
 
-    def test_expert_left_out(self):
-        old = ExpertSlots.from_ranks([[0, 1], [2]], 3)
+    def test_experts_that_lie_nowhere_or_do_not_exist(self):
         with pytest.raises(ValueError, match="expert 1 lies nowhere"):
-            keep_in_place([[0], [2]], old)
-
-    def test_map_of_another_model(self):
+            ExpertSlots.from_ranks([[0], [2]], 3)
         with pytest.raises(ValueError, match="hold expert 7 of a layer of 3"):
             ExpertSlots.from_ranks([[0, 1], [2, 7]], 3)

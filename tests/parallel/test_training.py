@@ -23,6 +23,7 @@ from parallel_runs import (
     train_with_links,
 )
 from rank_pool import RankFailed, RankPool
+from safetensors.torch import load_file
 from training_runs import CONFIG, training_records, write_run
 
 from moe_runtime.parallel.placement_map import PlacementMap
@@ -44,7 +45,6 @@ ROUTED = ROUTED.replace(
 SPLIT = {
     "experts": (2, ("parallel.ep=2",)),
     "copies and a sharded dense part": (2, ("parallel.ep=1", "parallel.zero=3")),
-    "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.zero=3")),
     "gradients reduced once": (2, ("parallel.zero=1", "parallel.overlap=2")),
     "gathered until the backward pass": (2, ("parallel.zero=2", "parallel.transport=panels")),
     "experts moved by load": (
@@ -54,9 +54,12 @@ SPLIT = {
     "copies for a pass": (2, ("parallel.experts=sparse", "parallel.copies=2")),
     "rows or weights travel": (2, ("parallel.experts=switching",)),
     "chosen": (2, tuple(f"parallel.{name}=auto" for name in ("overlap", "transport", "experts"))),
+    "machines": (4, ("parallel.transport=hierarchical", "parallel.ranks_per_node=2")),
+}
+LONG_SPLIT = {
+    "sequences and a sharded dense part": (2, ("parallel.cp=2", "parallel.zero=3")),
     "stages without an exchange to choose": (2, ("parallel.pp=2", "parallel.transport=auto")),
     "copies without an exchange to choose": (2, ("parallel.ep=1", "parallel.overlap=auto")),
-    "machines": (4, ("parallel.transport=hierarchical", "parallel.ranks_per_node=2")),
 }
 
 
@@ -77,15 +80,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.parent / "out"
 
 
-@pytest.mark.parametrize(("size", "split"), SPLIT.values(), ids=SPLIT.keys())
+@pytest.mark.parametrize(
+    ("size", "split"),
+    [
+        *(pytest.param(*split, id=name) for name, split in SPLIT.items()),
+        *(pytest.param(*s, id=name, marks=pytest.mark.long) for name, s in LONG_SPLIT.items()),
+    ],
+)
 def test_several_processes_train_what_one_does(size, split, alone, tmp_path, ranks):
     path = write_run(tmp_path, config=ROUTED)
-    shares = ranks(size).run(train, str(path), split, 4)
+    shares = ranks(size).run(train, str(path), split, 3)
     if any("parallel.zero" in setting for setting in split):
         assert all(share < 0.7 for share in shares)
     else:
         assert shares == [1.0] * size
-    expected = [record for record in training_records(alone) if record["step"] <= 4]
+    expected = [record for record in training_records(alone) if record["step"] <= 3]
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
@@ -167,23 +176,35 @@ def test_a_lost_machine_costs_one_step(alone, tmp_path, ranks):
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
-def test_any_number_of_processes_goes_on(alone, tmp_path, ranks):
-    """One process, two with sliced experts, four with copies and FSDP2, four with divided heads,
-    four in two stages, one again, and four in two stages of divided heads."""
+SLICED: tuple[int, tuple[str, ...]] = (2, ("parallel.etp=2",))
+COPIED = (4, ("parallel.ep=2", "parallel.zero=3"))
+HEADS = (4, ("parallel.tp=2", "parallel.zero=3", "parallel.ep=2"))
+STAGES = (4, ("parallel.pp=2", "parallel.zero=3"))
+STAGED_HEADS = (4, ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=gpipe"))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [None, SLICED, HEADS, None, STAGED_HEADS],
+        pytest.param([None, COPIED, STAGES, SLICED, COPIED, HEADS], marks=pytest.mark.long),
+    ],
+)
+def test_any_number_of_processes_goes_on(splits, alone, tmp_path, ranks):
+    """One process, two with sliced experts, four with copies and FSDP2, with divided heads, in two
+    stages: a step of each, from the checkpoint before."""
     path = str(write_run(tmp_path, config=ROUTED))
-    train(path, (), 2)
-    ranks(2).run(train, path, ("parallel.etp=2",), 4, True)
-    four = ("parallel.ep=2", "parallel.zero=3")
-    ranks(4).run(train, path, four, 5, True)
-    heads = ("parallel.tp=2", "parallel.zero=3", "parallel.ep=2")
-    assert all(share < 0.7 for share in ranks(4).run(train, path, heads, 6, True))
-    ranks(4).run(train, path, ("parallel.pp=2", "parallel.zero=3"), 7, True)
-    train(path, (), 8, True)
-    four = ("parallel.pp=2", "parallel.tp=2", "parallel.schedule=gpipe")
-    ranks(4).run(train, path, four, 9, True)
+    for step, split in enumerate(splits, 1):
+        if split is None:
+            train(path, (), step, step > 1)
+        else:
+            shares = ranks(split[0]).run(train, path, split[1], step, step > 1)
+            assert "parallel.zero=3" not in split[1] or all(share < 0.7 for share in shares)
     names = [found.name for found in sorted((tmp_path / "out" / "checkpoints").iterdir())]
-    assert names == ["step-00000008.pt", "step-00000009.shards"]
-    expected = [record for record in training_records(alone) if record["step"] <= 9]
+    kinds = ["pt" if split is None else "shards" for split in splits[-2:]]
+    first = len(splits) - 1
+    assert names == [f"step-{first + i:08}.{kind}" for i, kind in enumerate(kinds)]
+    expected = [record for record in training_records(alone) if record["step"] <= len(splits)]
     assert_same_records(training_records(tmp_path / "out"), expected)
 
 
@@ -209,9 +230,9 @@ def test_stages_train_what_one_process_does(size, split, alone, tmp_path, ranks)
         assert float(moved.median()) <= 1e-12, name
 
 
-def test_several_processes_leave_the_model_that_one_leaves(tmp_path, ranks):
-    from safetensors.torch import load_file
-
+@pytest.mark.parametrize("split", ["parallel.pp=2", "run.host_memory=1GiB"])
+def test_several_processes_leave_the_model_that_one_leaves(split, tmp_path, ranks):
+    """Divided into stages, and with their experts off memory."""
     exportable = CONFIG.replace("micro_batches = 2", "micro_batches = 4")
     models = []
     for folder in ("one", "two"):
@@ -219,8 +240,9 @@ def test_several_processes_leave_the_model_that_one_leaves(tmp_path, ranks):
         if folder == "one":
             train(path, ("run.steps=3",), 3, False, True)
         else:
-            ranks(2).run(train, path, ("run.steps=3", "parallel.pp=2"), 3, False, True)
+            ranks(2).run(train, path, ("run.steps=3", split), 3, False, True)
         models.append(load_file(tmp_path / folder / "out" / "model" / "model.safetensors"))
+    assert not list((tmp_path / "two" / "out").glob("experts/*.records"))
     assert models[0].keys() == models[1].keys()
     for name, tensor in models[0].items():
         # Written as fp32.
@@ -287,36 +309,17 @@ def test_experts_off_memory_over_any_number_of_processes(alone, tmp_path, ranks)
     form of a checkpoint into every other."""
     path = str(write_run(tmp_path, config=ROUTED))
     (small, _) = ranks(2).run(smallest_budget, path)
-    ranks(2).run(train, path, (f"run.host_memory={small}B",), 3)
-    ranks(4).run(train, path, ("run.host_memory=1GiB",), 5, True)
-    train(path, ("run.host_memory=1GiB",), 6, True)
-    train(path, (), 7, True)
-    ranks(2).run(train, path, ("run.host_memory=1GiB",), 8, True)
-    ranks(2).run(train, path, ("parallel.ep=2",), 9, True)
-    train(path, ("run.host_memory=1GiB",), 10, True)
+    ranks(2).run(train, path, (f"run.host_memory={small}B",), 2)
+    ranks(4).run(train, path, ("run.host_memory=1GiB",), 3, True)
+    train(path, ("run.host_memory=1GiB",), 4, True)
+    train(path, (), 5, True)
+    ranks(2).run(train, path, ("run.host_memory=1GiB",), 6, True)
+    ranks(2).run(train, path, ("parallel.ep=2",), 7, True)
+    train(path, ("run.host_memory=1GiB",), 8, True)
     found = training_records(tmp_path / "out")
     assert any(record.get("read_bytes", 0) > 0 for record in found)
-    assert_same_records(without_traffic(found), without_traffic(training_records(alone)))
-
-
-def test_experts_off_memory_over_processes_leave_the_model_that_one_leaves(tmp_path, ranks):
-    from safetensors.torch import load_file
-
-    exportable = CONFIG.replace("micro_batches = 2", "micro_batches = 4")
-    models = []
-    for folder in ("one", "two"):
-        path = str(write_run(tmp_path / folder, config=exportable))
-        if folder == "one":
-            train(path, ("run.steps=3",), 3, False, True)
-        else:
-            away = ("run.steps=3", "run.host_memory=1GiB")
-            ranks(2).run(train, path, away, 3, False, True)
-        models.append(load_file(tmp_path / folder / "out" / "model" / "model.safetensors"))
-    assert not list((tmp_path / "two" / "out" / "experts").glob("*.records"))
-    assert models[0].keys() == models[1].keys()
-    for name, tensor in models[0].items():
-        # Written as fp32.
-        torch.testing.assert_close(models[1][name], tensor, rtol=1e-5, atol=1e-7)
+    expected = [record for record in training_records(alone) if record["step"] <= 8]
+    assert_same_records(without_traffic(found), without_traffic(expected))
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from moe_runtime.parallel.communication.watch import CollectiveMonitor, Inquiry, Note, Notes
+from moe_runtime.parallel.communication.watch import CollectiveMonitor, Note, Notes, find_missing
 
 
 def waits(*others: str, step: int = 1) -> Callable[[int], Note]:
@@ -29,16 +29,19 @@ def look_twice(
     others: str, notes: dict[str, Callable[[int], Note]], ended: str = ""
 ) -> tuple[set[str], set[str], set[str]]:
     """What process `a` finds out about those it waits for: ended, missing, waiting."""
-    look = 0
-    inquiry = Inquiry(
-        "a",
-        others,
-        lambda process: [notes[process](look)] if process in notes else [],
-        lambda process: process in ended,
-    )
-    for look in range(2):  # noqa: B007
-        inquiry.look()
-    return inquiry.ended, inquiry.missing, inquiry.waiting
+    stamps: dict[tuple[str, str], str] = {}
+
+    def look(number: int) -> tuple[set[str], set[str], set[str]]:
+        return find_missing(
+            "a",
+            others,
+            lambda process: [notes[process](number)] if process in notes else [],
+            lambda process: process in ended,
+            stamps,
+        )
+
+    look(0)
+    return look(1)
 
 
 def test_who_waits_at_another_step_is_not_missing():
@@ -80,48 +83,46 @@ def test_notes_are_the_processes_whatever_the_group():
     store = HashStore()
     one, other = (notes_of(store, name, f"of {name}") for name in ("one", "two"))
     assert one.of("two") == ()
-    other.wait_for(["a", "c"], 5)
+    other.write(["a", "c"], 5)
     (first,) = one.of("two")
     assert (first.has_given_up, first.step, first.others) == (False, 5, ("a", "c"))
-    other.wait_for(["a", "c"], 5)
+    other.write(["a", "c"], 5)
     (again,) = one.of("two")
     assert again.stamp != first.stamp
-    other.give_up_on(["c"], 5)
+    other.write(["c"], 5, gives_up=True)
     (given_up,) = one.of("two")
     assert (given_up.has_given_up, given_up.others) == (True, ("c",))
-    other.take_back()
+    other.remove()
     assert one.of("two") == ()
 
 
 def test_who_goes_on_in_another_group_takes_back_whom_it_named():
     store = HashStore()
     first, second = (notes_of(store, "caught", group) for group in "ab")
-    first.give_up_on(["x"], 5)
+    first.write(["x"], 5, gives_up=True)
     assert second.is_left  # so a wait in group b that ends well takes it back
-    second.take_back()
+    second.remove()
     assert not first.is_left
-    asked = Inquiry("q", ["caught"], second.of, lambda process: process == "caught")
-    asked.look()
-    assert asked.ended == {"caught"}
+    found = find_missing("q", ["caught"], second.of, lambda process: process == "caught", {})
+    assert found[0] == {"caught"}
 
 
 def test_threads_that_wait_keep_notes_of_their_own():
     store = HashStore()
     first, second = (notes_of(store, "threads", group) for group in "ab")
-    first.give_up_on(["x"], 5)
-    waits = threading.Thread(target=second.wait_for, args=(["y"], 9))
+    first.write(["x"], 5, gives_up=True)
+    waits = threading.Thread(target=second.write, args=(["y"], 9))
     waits.start()
     waits.join()
     assert [(n.has_given_up, n.others) for n in first.of("threads")] == [
         (True, ("x",)),
         (False, ("y",)),
     ]
-    asked = Inquiry("q", ["threads"], first.of, lambda process: process == "threads")
-    asked.look()
-    assert (asked.ended, asked.missing) == (set(), {"x"})
-    first.take_back()
+    found = find_missing("q", ["threads"], first.of, lambda process: process == "threads", {})
+    assert found[:2] == (set(), {"x"})
+    first.remove()
     assert [note.others for note in first.of("threads")] == [("y",)]
-    first.take_all_back()
+    first.remove(of_all_threads=True)
     assert first.of("threads") == ()
 
 
@@ -182,10 +183,10 @@ def test_what_arrives_just_after_a_slice_counts(alone):
 
 def test_a_wait_or_a_block_that_ends_well_takes_back_the_note_of_another_group(alone):
     first, second = CollectiveMonitor(alone), CollectiveMonitor(alone)
-    first._notes.give_up_on(["x"], 5)
+    first._notes.write(["x"], 5, gives_up=True)
     second.wait(Arrives(0), 1, True, "a sum")
     assert not first._notes.is_left
-    first._notes.give_up_on(["x"], 5)
+    first._notes.write(["x"], 5, gives_up=True)
     with second.over_torch("agreeing"):
         pass
     assert not first._notes.is_left

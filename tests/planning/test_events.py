@@ -10,6 +10,7 @@ from moe_runtime.lab.simulate.scaling import TaskGraph
 
 def test_a_chain_adds_up_and_a_fork_does_not():
     graph = TaskGraph()
+    assert graph.run().makespan_s == 0
     first = graph.add(1.0, resource=0)
     left = graph.add(2.0, resource=0, after=[first])
     right = graph.add(5.0, resource=1, after=[first])
@@ -30,14 +31,6 @@ def test_a_resource_takes_what_is_ready_first():
     timeline = graph.run()
     # Task 1 has the lowest number but is ready last: 0-2, 2-6, then 6-7.
     assert timeline.start_s.tolist() == [0, 6, 0, 2]
-
-
-def test_tasks_without_a_resource_run_side_by_side():
-    graph = TaskGraph()
-    for _ in range(5):
-        graph.add(2.0)
-    assert graph.run().makespan_s == 2
-    assert TaskGraph().run().makespan_s == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

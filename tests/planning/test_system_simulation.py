@@ -116,7 +116,7 @@ def test_a_request_alone_takes_a_step_for_each_token():
 def test_a_queue_of_equal_requests_waits_as_theory_says():
     """Prompts that fill a step each, random arrivals: the mean wait of M/D/1."""
     rate = 0.6
-    asked = poisson_arrivals(40_000, rate, 8, 1, seed=3)
+    asked = poisson_arrivals(20_000, rate, 8, 1, seed=3)
     found = simulate_serving(machine(1), MODEL, asked, step_tokens=8, times=ConstantSteps)
     assert found.first_s.mean() == pytest.approx(1 + rate / (2 * (1 - rate)), rel=0.05)
 
@@ -264,10 +264,6 @@ def test_files(tmp_path):
         (head + "now,1,2\n", "line 2: expected a time and two counts"),
         (head + "2023-11-16 18:17:03,1,2\n", "fewer than two requests"),
         (head + "2023-11-16 18:17:03," + 30 * "9" + ",2\n", "line 2: expected a time and two"),
-        (
-            head + "2023-11-16 18:17:03,1,2\n" + 200_000 * "9" + ",1,2\n",
-            "after line 2: field larger",
-        ),
         (200_000 * "a" + ",b\n", "after line 0: field larger"),
         (head + "0001-01-01 00:00:00,1,2\n", "line 2: expected a time and two counts"),
     ):

@@ -147,34 +147,24 @@ def test_bad_input():
     devices = Devices(num_nodes=1, gpus_per_node=2)
     with pytest.raises(ValueError, match="affinity makes no replicas"):
         Affinity()(profile_of(np.ones((1, 4, 4))), devices, num_replicas=2)
-    with pytest.raises(ValueError, match="num_starts"):
-        Affinity(num_starts=0)
+    for wrong in ({"num_starts": 0}, {"time_limit_s": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Affinity(**wrong)
 
 
-class TestDeadline:
-    def test_what_is_left_and_shares_of_it(self):
-        now = [10.0]
-        deadline = Deadline(4.0, clock=lambda: now[0])
-        half = deadline.part(0.5)
-        now[0] = 11.0
-        assert (deadline.left_s, half.left_s) == (3.0, 1.0)
-        now[0] = 12.0
-        assert half.has_passed
-        assert not deadline.has_passed
-
-    def test_a_sweep_whose_time_is_over_leaves_the_start(self):
-        random = np.random.default_rng(0)
-        transitions = random.integers(0, 50, (3, 6, 6)).astype(float)
-        start = np.stack([random.permutation(6) % 3 for _ in range(4)])
-        costs = hop_costs(Devices(num_nodes=1, gpus_per_node=3))
-        assert not np.array_equal(sweep(start, transitions, costs), start)
-        over = Deadline(0.0)
-        assert np.array_equal(sweep(start, transitions, costs, over), start)
-
-    def test_without_time_there_still_is_a_placement(self):
-        transitions = np.random.default_rng(0).integers(0, 50, (3, 8, 8)).astype(float)
-        devices = Devices(num_nodes=2, gpus_per_node=2)
-        placement = Affinity(time_limit_s=1e-9)(profile_of(transitions), devices, num_replicas=0)
-        assert (placement.copies == 1).all()
-        with pytest.raises(ValueError, match="time_limit_s must be positive, got 0"):
-            Affinity(time_limit_s=0)
+def test_a_search_ends_with_its_time():
+    now = [10.0]
+    deadline = Deadline(4.0, clock=lambda: now[0])
+    half = deadline.part(0.5)
+    now[0] = 11.0
+    assert (deadline.left_s, half.left_s) == (3.0, 1.0)
+    now[0] = 12.0
+    assert (half.has_passed, deadline.has_passed) == (True, False)
+    random = np.random.default_rng(0)
+    transitions = random.integers(0, 50, (3, 8, 8)).astype(float)
+    devices = Devices(num_nodes=2, gpus_per_node=2)
+    start = np.stack([random.permutation(8) % 4 for _ in range(4)])
+    assert not np.array_equal(sweep(start, transitions, hop_costs(devices)), start)
+    assert np.array_equal(sweep(start, transitions, hop_costs(devices), Deadline(0.0)), start)
+    placement = Affinity(time_limit_s=1e-9)(profile_of(transitions), devices, num_replicas=0)
+    assert (placement.copies == 1).all()

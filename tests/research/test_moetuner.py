@@ -61,32 +61,22 @@ def test_attraction_is_the_best_within_the_bound(seed, slack):
     assert gains[np.arange(6), found].sum() == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("nodes", "gpus"), [(1, 3), (3, 1), (1, 2)])
-def test_mapping_is_the_best_there_is(nodes, gpus, seed):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("nodes", "gpus", "pairs"), [(1, 3, 2), (3, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_mapping_is_the_best_there_is(nodes, gpus, pairs, seed):
+    """The least over all orders of the devices in each layer."""
     devices = Devices(num_nodes=nodes, gpus_per_node=gpus)
     num_gpus = devices.num_gpus
-    traffic = np.random.default_rng(seed).integers(0, 50, (2, num_gpus, num_gpus)).astype(float)
+    size = (pairs, num_gpus, num_gpus)
+    traffic = np.random.default_rng(seed).integers(0, 50, size).astype(float)
     costs = hop_costs(devices)
     orders = [np.array(order) for order in itertools.permutations(range(num_gpus))]
     best = min(
         peak_traffic(np.stack(choice), traffic, costs)
-        for choice in itertools.product(orders, repeat=3)
+        for choice in itertools.product(orders, repeat=pairs + 1)
     )
-    mapping = map_clusters(traffic, costs, time_limit_s=PATIENCE_S)
-    assert mapping.is_optimal
-    assert mapping.peak_traffic == pytest.approx(best, rel=2e-4)
-    assert peak_traffic(mapping.gpus_LQ, traffic, costs) == mapping.peak_traffic
-
-
-def test_mapping_on_two_nodes_is_the_best_there_is():
-    """Four devices on two nodes: the least over all pairs of orders."""
-    traffic = np.random.default_rng(7).integers(0, 50, (1, 4, 4)).astype(float)
-    costs = hop_costs(Devices(num_nodes=2, gpus_per_node=2))
-    orders = [np.array(order) for order in itertools.permutations(range(4))]
-    best = min(peak_traffic(np.stack([a, b]), traffic, costs) for a in orders for b in orders)
-    mapping = map_clusters(traffic, costs, time_limit_s=PATIENCE_S)
-    assert mapping.peak_traffic == pytest.approx(best, rel=2e-4)
+    found = map_clusters(traffic, costs, time_limit_s=PATIENCE_S)
+    assert peak_traffic(found, traffic, costs) == pytest.approx(best, rel=2e-4)
 
 
 def test_peak_traffic_is_a_literal_count():
@@ -132,15 +122,11 @@ def test_more_slack_keeps_more_tokens():
     assert kept(2.0) == pytest.approx(1.0)
 
 
-def test_placement_holds_every_expert_once():
+@pytest.mark.parametrize("time_limit_s", [0.5, 1e-6])
+def test_placement_holds_every_expert_once(time_limit_s):
+    """Also where time runs out: the heuristic's placement stands."""
     devices = Devices(num_nodes=2, gpus_per_node=2)
-    placement = TwoStage(time_limit_s=0.5)(random_profile(1), devices, num_replicas=0)
-    assert (np.sort(placement.expert_of_slot, axis=1) == np.arange(8)).all()
-
-
-def test_time_runs_out_and_the_heuristic_stands():
-    devices = Devices(num_nodes=1, gpus_per_node=4)
-    placement = TwoStage(time_limit_s=1e-6)(random_profile(2), devices, num_replicas=0)
+    placement = TwoStage(time_limit_s=time_limit_s)(random_profile(1), devices, num_replicas=0)
     assert (np.sort(placement.expert_of_slot, axis=1) == np.arange(8)).all()
 
 
@@ -186,13 +172,3 @@ def test_bad_input():
         TwoStage()(random_profile(0), devices, num_replicas=4)
     with pytest.raises(ValueError, match="load_slack"):
         TwoStage(load_slack=-1.0)
-
-
-def test_without_time_there_still_is_a_placement():
-    random = np.random.default_rng(0)
-    loads = random.integers(1, 60, (1, 3, 8)).astype(float)
-    transitions = random.integers(0, 50, (2, 8, 8)).astype(float)
-    profile = RoutingProfile(loads_BLE=loads, transitions_LEE=transitions)
-    devices = Devices(num_nodes=1, gpus_per_node=4)
-    placement = TwoStage(time_limit_s=1e-9)(profile, devices, num_replicas=0)
-    assert (placement.copies == 1).all()

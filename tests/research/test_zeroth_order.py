@@ -157,21 +157,27 @@ def test_what_is_frozen_keeps_its_bits(tmp_path, frozen, share):
     training.close()
 
 
-def test_a_step_that_is_no_number_moves_nothing(tmp_path):
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_losses_that_are_not_finite_move_nothing(tmp_path, factor):
     model = stack(bias=True)
     model.layers[1].experts.requires_grad_(False)
     training = offloaded(model, tmp_path, 0.3, SETTINGS)
     (window,) = windows(1, 1)
     take(training, window, 0)
     before = [training.stacked(layer) for layer in range(LAYERS)]
-    training.backward([lambda: model.loss(window[0]) * float("nan")])
-    assert training.step().is_skipped
+    training.backward([lambda: model.loss(window[0]) * factor])
+    measured = training.step()
+    assert measured.is_skipped
+    assert measured.bad_parameters
+    assert training.skipped_steps == 1
     for layer, stacked in enumerate(before):
         moved = training.stacked(layer)
         for name, tensor in stacked.items():
             # moved to both sides and back, in as many roundings
             assert_close = torch.equal if layer == 1 else torch.allclose
             assert assert_close(moved[name], tensor), (layer, name)
+    take(training, window, 2)
+    assert all(t.isfinite().all() for t in training.stacked(0).values())
     training.close()
 
 
@@ -189,20 +195,6 @@ def test_each_expert_moves_once_in_each_direction(tmp_path):
     once = 2 * LAYERS * EXPERTS * layout.section_bytes
     assert training.records.traffic.needed_bytes - needed == once
     assert training.records.traffic.written_bytes - written == once
-    training.close()
-
-
-def test_losses_that_are_not_finite_move_nothing(tmp_path):
-    inputs = windows(3, 1)
-    training = offloaded(model := stack(), tmp_path, 0.3, SETTINGS)
-    take(training, inputs[0], 0)
-    training.backward([lambda: model.loss(inputs[1][0]) * torch.inf])
-    measured = training.step()
-    assert measured.bad_parameters
-    assert measured.is_skipped
-    assert training.skipped_steps == 1
-    take(training, inputs[2], 2)
-    assert all(t.isfinite().all() for t in training.stacked(0).values())
     training.close()
 
 

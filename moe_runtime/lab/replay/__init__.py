@@ -1,1 +1,1 @@
-"""What caching policies, predictors and prefetching would have made of a trace."""
+"""Replays traces with caching policies, predictors and prefetching."""

@@ -1,4 +1,4 @@
-"""Chooses an eviction policy by replaying what a model did lately."""
+"""Chooses an eviction policy by replaying the recent routing of a model."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from moe_runtime.policies.prediction.base import shape_of
 from moe_runtime.types import ModelSignature
 
 FALLBACK = "lru"
-"""What is chosen where nothing is known: close to the best on most texts, and free.
+"""The choice without recorded routing: close to the best on most texts, and free.
 
 ``lfu-aging`` misses less where hot experts stay, and more where they soon are others.
 """
@@ -27,10 +27,10 @@ LEAST_GAIN = 0.02
 """Share of LRU's misses that another policy must save, or the difference is an accident."""
 LEAST_GAIN_ONLINE = 0.1
 ESTIMATE_S, LISTENING_S = 2e-5, 1.2e-4
-"""Seconds that it takes of each layer of a step on a processor of two cores: to estimate, and for
-listening and experts that pass through, as measured on the pocket model."""
+"""Seconds of each layer of a step on a processor of two cores: for the estimate, and for listening
+and for experts that stream through, measured on the pocket model."""
 LINK_BYTES_PER_S = 1e9
-"""What a disk gives, to tell whether the misses that an online policy saves are worth its time."""
+"""Speed of a disk, to compare the misses that an online policy saves with its time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def choose_policy(
 ) -> PolicyChoice:
     """Replays the latest steps through the candidates and takes the one that misses least.
 
-    Of ``reuse`` that was taught the lesson says how it does on steps that it did not learn from.
+    For ``reuse`` with a trained network, the lesson has its misses on held-out steps.
     """
     if num_slots >= signature.num_layers * signature.num_experts:
         return _fallback("all experts fit, nothing is ever evicted")

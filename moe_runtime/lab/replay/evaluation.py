@@ -19,7 +19,7 @@ _TIMED_CALLS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """What a predictor found, for one look-ahead distance.
+    """Recall of a predictor, for one look-ahead distance.
 
     Attributes:
         at_k: ``[L]`` share of visited experts among the K likeliest; nan where a layer has no
@@ -57,14 +57,11 @@ class Evaluation:
     num_tokens: int
 
     def at(self, distance: int) -> Recall:
-        for recall in self.recalls:
-            if recall.distance == distance:
-                return recall
-        raise KeyError(distance)
+        return {recall.distance: recall for recall in self.recalls}[distance]
 
 
 class Control(Estimator):
-    """Reads the answer: what its recall lacks to 1 is an error of the measurement."""
+    """Knows the answer: a recall below 1 is an error of the measurement."""
 
     name = CONTROL
 
@@ -84,7 +81,7 @@ def evaluate(
     """Measures estimators on sequences that they were not trained on.
 
     Args:
-        hidden_TLD: ``[T, L, D]`` what the gates were given, for predictors that look at it.
+        hidden_TLD: ``[T, L, D]`` inputs of the gates, for predictors that use them.
     """
     if routes.num_tokens == 0 or any(distance < 1 for distance in distances):
         raise ValueError(f"expected tokens and positive distances, got {distances}")

@@ -23,13 +23,13 @@ from moe_runtime.policies.prediction.base import Routes, shape_of
 from moe_runtime.types import ExpertKey, ModelSignature
 
 ALWAYS = ("random", "lru", "belady", "belady-bypass")
-"""Policies that stand beside every other one."""
+"""Policies that are replayed for comparison."""
 SCOPES = ("per-layer", "global")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is replayed, beside the workload."""
+    """Settings of a replay."""
 
     policies: Sequence[str]
     capacities: Sequence[float]
@@ -218,5 +218,5 @@ def _with_predictor(
 
 def _predictor(experiment: Experiment) -> TrackedPredictor:
     assert experiment.trained is not None
-    # A replay must not leave behind what it learned from the requests that ended in it.
+    # A copy: a predictor learns from the requests that end in a replay.
     return TrackedPredictor(copy.deepcopy(experiment.trained))

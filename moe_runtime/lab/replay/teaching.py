@@ -1,7 +1,7 @@
-"""Trains the network of the policy ``reuse``, and a predictor of the coming layers, on what a model
-routed, if that saves misses and finds more.
+"""Trains the network of the policy ``reuse``, and a predictor, on the recorded routing of a model.
 
-As a program, with a file of kept routing and the checkpoint, it does so in the background.
+The network is kept if it saves misses, the predictor if it finds more than counts. As a program,
+with a file of kept routing and the checkpoint, the module does so in the background.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ _HELD_OUT = 5  # the latest fifth of the steps is held out
 _MOST_CELLS = 1 << 26
 """Tokens x layers x experts that are taught from in the background: each takes five bytes."""
 _TIMED_EVENTS, _JUDGED_TOKENS = 2000, 1000
-_NUM_LAST = 64  # tokens by which the last teaching is found in what is kept now
+_NUM_LAST = 64  # tokens that mark the end of the last teaching in the kept routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeachingResult:
-    """What training brought, counted on steps that were not learned from."""
+    """Result of training, counted on held-out steps."""
 
     tokens: int
     held_out_tokens: int
@@ -102,7 +102,7 @@ def teach_reuse(
         return found
 
     def beginning() -> Maker:
-        """As the next run begins: with what is kept, but no remembered tokens."""
+        """The start of the next run: with the kept arrays, but no remembered tokens."""
         nonlocal estimator
         estimator = new_estimator(shape)
         estimator.restore(taught)
@@ -159,8 +159,8 @@ def _policy_s(workload: Workload, estimator: Any) -> float:
 
 
 def is_due(trace: Trace, lesson: Lesson | None) -> bool:
-    """Whether kept routing is worth teaching from: as much is new as the last teaching saw, or
-    half of what is kept at most."""
+    """Whether kept routing is worth teaching from: it has as many new tokens as the last teaching
+    saw, or half of the largest file."""
     if trace.num_tokens < LEAST_KEPT_TOKENS:
         return False
     if len(np.unique(trace.token_request)) < _LEAST_REQUESTS:
@@ -177,13 +177,13 @@ def is_due(trace: Trace, lesson: Lesson | None) -> bool:
 
 
 def _marks(trace: Trace) -> np.ndarray:
-    """``[T]`` int64 by which a token and where it went are found again."""
+    """``[T]`` int64: a hash of each token and its routing."""
     paths = trace.expert_ids.reshape(trace.num_tokens, -1).astype(np.int64)
     return (paths * np.arange(1, paths.shape[1] + 1)).sum(axis=1) * 2**32 + trace.token_id
 
 
 def start_teaching(trace: Trace, checkpoint: Path) -> bool:
-    """Starts a process that teaches from what was just kept, if that is due; nobody waits for it.
+    """Starts a background process that teaches from the kept routing, if that is due.
 
     Returns:
         Whether it was started.
@@ -216,7 +216,7 @@ def start_teaching(trace: Trace, checkpoint: Path) -> bool:
 
 
 def teach_kept(routing: Path, checkpoint: Path) -> bool:
-    """Teaches from a file of kept routing, if that is due and nobody else does.
+    """Teaches from a file of kept routing, if that is due and no other process does.
 
     Returns:
         Whether a lesson was written.

@@ -3,7 +3,7 @@
 The policy, the predictor and the admission of guesses are the objects that run live.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import cast
 
@@ -16,7 +16,7 @@ from moe_runtime.types import ExpertKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What moving and computing costs."""
+    """Costs of moving and of computing experts."""
 
     bytes_per_s: float
     latency_s: float
@@ -24,7 +24,7 @@ class Machine:
     layer_s: float
     expert_s: float
     known_ahead_s: float = 0.0
-    predict_s: float = 0.0  # what guessing after a layer takes
+    predict_s: float = 0.0  # of guessing after a layer
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.expert_bytes <= 0:
@@ -82,7 +82,7 @@ class LinkModel:
         return key in self._arrived
 
     def demand(self, keys: list[ExpertKey], now_s: float) -> float:
-        """Transfers experts that a layer waits for; what is left of queued ones comes first."""
+        """Transfers experts that a layer waits for; queued ones need only their rest."""
         self.advance(now_s)
         left = [self._queue.pop(key, self._transfer_s) for key in keys]
         self._free_at += sum(left)
@@ -91,7 +91,7 @@ class LinkModel:
 
 @dataclass(eq=False)
 class LayerCounts:
-    """What happened in one layer, or in all of them."""
+    """Counts of one layer, or of all of them."""
 
     events: int = 0
     hits: int = 0
@@ -102,9 +102,10 @@ class LayerCounts:
     useful: int = 0
     stall_s: float = 0.0
 
-    def add(self, other: "LayerCounts") -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    @classmethod
+    def total(cls, layers: Iterable["LayerCounts"]) -> "LayerCounts":
+        rows = list(layers)
+        return cls(**{f.name: sum(getattr(row, f.name) for row in rows) for f in fields(cls)})
 
     def summary(self, expert_bytes: int) -> dict[str, float]:
         """Rates and bytes, as reports show them."""
@@ -123,13 +124,15 @@ class LayerCounts:
         }
 
 
-@dataclass(eq=False)
+@dataclass(kw_only=True, eq=False)
 class TimedReplay:
+    """A replay's counts; ``stalls`` are the step, the layer, and the begin and end of each wait."""
+
     layers: list[LayerCounts]
-    total: LayerCounts = field(default_factory=LayerCounts)
-    seconds: float = 0.0
-    num_tokens: int = 0
-    stalls: list[tuple[int, int, float, float]] = field(default_factory=list)
+    total: LayerCounts
+    seconds: float
+    num_tokens: int
+    stalls: list[tuple[int, int, float, float]]
 
     @property
     def tokens_per_s(self) -> float:
@@ -147,41 +150,38 @@ def replay_timed(
     rules: PrefetchRules | None = None,
     controller: Controller | None = None,
 ) -> TimedReplay:
-    """Replays a workload in modelled time. A controller decides step by step whether guesses are
-    made, as in the mode ``auto``; without one they always are."""
-    return _Replayer(workload, policy, num_slots, machine, predictor, rules, controller).run()
+    """Replays a workload in modelled time.
+
+    A controller decides step by step whether guesses are made, as in the mode ``auto``; without one
+    they always are.
+    """
+    admission = Admission(rules or PrefetchRules(), workload.trace.signature.num_layers)
+    return _Replay(workload, policy, num_slots, machine, predictor, admission, controller).run()
 
 
-class _Replayer:
-    def __init__(
-        self,
-        workload: Workload,
-        policy: EvictionPolicy[ExpertKey],
-        num_slots: int,
-        machine: Machine,
-        predictor: Predictor | None,
-        rules: PrefetchRules | None,
-        controller: Controller | None,
-    ) -> None:
-        self._workload = workload
-        self._policy = policy
-        self._num_slots = num_slots
-        self._machine = machine
-        self._predictor = predictor
-        self._controller = controller
-        self._predict_s = 0.0
-        self._step_start: StepCost | None = None  # clocks and counters at its beginning
-        self._link = LinkModel(machine)
-        num_layers = workload.trace.signature.num_layers
-        self._top_k = workload.trace.signature.top_k
-        self._admission = Admission(rules or PrefetchRules(), num_layers)
-        self._counts = [LayerCounts() for _ in range(num_layers)]
-        self._guesses: dict[ExpertKey, bool] = {}  # prefetched; whether its layer is to come
-        self._now_s = 0.0
+@dataclass(eq=False)
+class _Replay:
+    _workload: Workload
+    _policy: EvictionPolicy[ExpertKey]
+    _num_slots: int
+    _machine: Machine
+    _predictor: Predictor | None
+    _admission: Admission
+    _controller: Controller | None
+    _now_s: float = 0.0
+    _predict_s: float = 0.0
+    _step_start: StepCost | None = None  # clocks and counters at its beginning
+    _guesses: dict[ExpertKey, bool] = field(default_factory=dict)
+    """Prefetched experts; whether their layer is still to come."""
+
+    def __post_init__(self) -> None:
+        signature = self._workload.trace.signature
+        self._link, self._top_k = LinkModel(self._machine), signature.top_k
+        self._counts = [LayerCounts() for _ in range(signature.num_layers)]
 
     def run(self) -> TimedReplay:
         workload = self._workload
-        result = TimedReplay(self._counts, num_tokens=workload.trace.num_tokens)
+        stalls: list[tuple[int, int, float, float]] = []
         routing = workload.routing(0, workload.num_events)
         watchers = [w for w in (self._policy.watcher, self._predictor) if w]
         for number, (begins, routed) in enumerate(routing):
@@ -195,23 +195,24 @@ class _Replayer:
             stalled_s = self._serve(routed.layer, keys)
             if stalled_s:
                 step = int(workload.step[number])
-                result.stalls.append((step, routed.layer, self._now_s, self._now_s + stalled_s))
+                stalls.append((step, routed.layer, self._now_s, self._now_s + stalled_s))
             self._guess(routed.layer)
             compute_s = self._machine.layer_s + len(keys) * self._machine.expert_s
             self._now_s += stalled_s + compute_s
             self._admission.idle(compute_s, self._machine.transfer_s)
-        for counts in self._counts:
-            result.total.add(counts)
-        result.seconds = self._now_s
-        return result
+        return TimedReplay(
+            layers=self._counts,
+            total=LayerCounts.total(self._counts),
+            seconds=self._now_s,
+            num_tokens=workload.trace.num_tokens,
+            stalls=stalls,
+        )
 
     def _control(self) -> None:
-        """Tells the controller of the step that ended."""
+        """Gives the controller the costs of the step that ended."""
         if self._controller is None:
             return
-        total, transfer_s = LayerCounts(), self._machine.transfer_s
-        for counts in self._counts:
-            total.add(counts)
+        total, transfer_s = LayerCounts.total(self._counts), self._machine.transfer_s
         now = StepCost(
             seconds=self._now_s,
             stall_s=total.stall_s,
@@ -270,7 +271,7 @@ class _Replayer:
                 if key in policy:
                     policy.touch(key)
             for key in missing:
-                if self._make_room(key, frozenset()):
+                if self._make_room(key, lambda _: True):
                     policy.insert(key)
                 else:
                     policy.decline(key)
@@ -279,7 +280,7 @@ class _Replayer:
         kept: set[ExpertKey] = set()
         num_streamed = max(0, len(keys) - policy.most_held(keys, self._num_slots))
         for key in reversed(missing[num_streamed:]):  # those wanted most first
-            if self._make_room(key, in_use, reserved=len(kept)):
+            if self._make_room(key, lambda held: held not in in_use, reserved=len(kept)):
                 kept.add(key)
         for key in keys:
             if key in kept:
@@ -288,13 +289,18 @@ class _Replayer:
                 policy.touch(key)
 
     def _make_room(
-        self, incoming: ExpertKey, in_use: frozenset[ExpertKey], *, reserved: int = 0
+        self,
+        incoming: ExpertKey,
+        may_go: Callable[[ExpertKey], bool],
+        *,
+        reserved: int = 0,
+        is_guess: bool = False,
     ) -> bool:
-        """Finds a slot for an expert that was used; says whether there is one."""
+        """Finds a slot for an expert, evicting another if needed; whether there is one."""
         if self._room() > reserved or self._drop_stale_guess():
             return True
-        victim = self._policy.victim(lambda held: held not in in_use, incoming)
-        if victim is None or self._policy.declines(incoming, victim):
+        victim = self._policy.victim(lambda held: may_go(cast(ExpertKey, held)), incoming)
+        if victim is None or (not is_guess and self._policy.declines(incoming, victim)):
             return False
         self._policy.remove(victim)
         return True
@@ -316,7 +322,7 @@ class _Replayer:
         del self._guesses[key]
 
     def _guess(self, now: int) -> None:
-        """Prefetches what is likely, absent and affordable, the most useful first."""
+        """Prefetches likely and absent experts within the budget, the most useful first."""
         admission = self._admission
         if self._predictor is None or not (self._controller is None or self._controller.is_active):
             return
@@ -336,17 +342,9 @@ class _Replayer:
                 return
             if key in self._policy or key in self._guesses:
                 continue
-            if self._free_slot_for(key, admission.gives_way(key, probability, chance)):
+            gives_way = admission.gives_way(key, probability, chance)
+            if self._make_room(key, gives_way, is_guess=True):
                 self._guesses[key] = True
                 self._link.prefetch(key)
                 self._counts[key.layer].prefetches += 1
                 admission.spend((key, probability))
-
-    def _free_slot_for(self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]) -> bool:
-        if self._room() > 0 or self._drop_stale_guess():
-            return True
-        victim = self._policy.victim(lambda held: gives_way(cast(ExpertKey, held)), incoming)
-        if victim is None:
-            return False
-        self._policy.remove(victim)
-        return True

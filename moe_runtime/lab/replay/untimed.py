@@ -18,7 +18,7 @@ MakePolicy = Callable[[Events], EvictionPolicy[ExpertKey]]
 
 @dataclass(frozen=True, eq=False)
 class DemandReplay:
-    """What a cache without prefetching did; ``hits`` ``[N]`` counts resident experts."""
+    """A replay without prefetching; ``hits`` ``[N]`` counts resident experts of each event."""
 
     workload: Workload
     hits: np.ndarray
@@ -64,7 +64,7 @@ def replay_demand(
     reset_per_sequence: bool = False,
     sizes: Mapping[ExpertKey, int] | None = None,
 ) -> DemandReplay:
-    """Replays without prefetching: every miss is loaded when it is asked for."""
+    """Replays without prefetching: every miss is loaded on demand."""
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
     counted = None
     if sizes is None:

@@ -1,1 +1,1 @@
-"""Reports: what a trace or a run's statistics say, as one self-contained page and as plots."""
+"""Reports on a trace or on a run's statistics: one self-contained page, and plots."""

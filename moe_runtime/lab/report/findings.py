@@ -1,4 +1,4 @@
-"""What a report says about a trace: measured, replayed and predicted, in a bounded time.
+"""Findings of a report on a trace: measured, replayed and predicted, in a bounded time.
 
 In a trace of training a forward pass is one micro-batch; those with the same `step_update` are one
 optimizer step.
@@ -16,7 +16,7 @@ from moe_runtime.lab.replay.evaluation import Evaluation, evaluate
 from moe_runtime.lab.replay.experiment import Experiment, Row, run_experiment
 from moe_runtime.lab.replay.timed import Machine, TimedReplay
 from moe_runtime.lab.traces.format import Trace
-from moe_runtime.lab.traces.routes import routes_of, split_sequences, without_repeats
+from moe_runtime.lab.traces.routes import routes_of, split_numbers, unrepeated
 from moe_runtime.lab.traces.workload import Workload, workload_of
 from moe_runtime.policies.prediction import make_estimator
 from moe_runtime.policies.prediction.base import Routes
@@ -32,7 +32,7 @@ _SEQUENCE_TOKENS = 8_000
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """What a report on a trace is asked for; ``capacity`` is the share of the experts that fit."""
+    """Options of a report on a trace; ``capacity`` is the share of the experts that fit."""
 
     policies: Sequence[str]
     predictors: Sequence[str]
@@ -44,7 +44,7 @@ class ReportSettings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingReuse:
-    """What micro-batches and steps had in common; ``use`` ``[L, E]`` is a share of the steps."""
+    """Experts that micro-batches and steps share; ``use`` ``[L, E]`` is a share of the steps."""
 
     num_steps: int
     num_passes: int
@@ -59,7 +59,7 @@ class TrainingReuse:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TraceFindings:
-    """Everything that is drawn of a trace.
+    """Everything that a report draws of a trace.
 
     Attributes:
         loads: ``[L, E]`` share of the tokens that visit each expert.
@@ -133,10 +133,11 @@ def _judge(
     trace: Trace, settings: ReportSettings, on_progress: Callable[[str], None]
 ) -> tuple[list[Evaluation], int]:
     """Recall on sequences that were held out; nothing where there is only one."""
-    unique = without_repeats(_latest_sequences(routes_of(trace)))
+    routes = _latest_sequences(routes_of(trace))
+    unique = routes.select(unrepeated(routes))
     if unique.num_sequences < 2 or not settings.predictors:
         return [], 0
-    train, test = split_sequences(unique, test_share=0.5)
+    train, test = map(unique.select, split_numbers(unique.num_sequences, test_share=0.5))
     estimators = []
     for name in settings.predictors:
         on_progress(f"training {name}")
@@ -159,7 +160,7 @@ def _latest_sequences(routes: Routes) -> Routes:
 def _replay_in_time(
     trace: Trace, settings: ReportSettings
 ) -> tuple[Workload, dict[str, TimedReplay]]:
-    """Replays the last requests; what prefetches has learned from those before them."""
+    """Replays the last requests, with a predictor trained on those before them."""
     first = trace.num_steps - _latest_steps(trace, settings.max_accesses).num_steps
     everything = workload_of(trace)
     starts = everything.step[everything.sequence_starts]
@@ -196,7 +197,7 @@ def popularity_curves(loads_LE: np.ndarray) -> np.ndarray:
 
 
 def reuse_distances(workload: Workload) -> np.ndarray:
-    """How many other experts of its layer were used since an expert was used last.
+    """Number of other experts of the layer used since the last use of an expert.
 
     Returns:
         ``[L, E + 1]`` int64: accesses by distance; the last column counts first uses.
@@ -237,17 +238,16 @@ def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> Tr
     """Measures reuse in a trace of training; None of other traces."""
     if trace.step_update is None or not trace.num_steps:
         return None
-    used = _used_by_pass(trace)
+    signature = trace.signature
+    used = np.zeros((trace.num_steps, signature.num_layers, signature.num_experts), bool)
+    for step, layer, experts in trace.accesses():
+        used[step, layer, experts] = True
     numbers, step_of_pass = np.unique(trace.step_update, return_inverse=True)
     by_step = np.zeros((len(numbers), *used.shape[1:]), bool)
     for step, found in zip(step_of_pass, used, strict=True):
         by_step[step] |= found
     again = by_step[1:] & by_step[:-1]
-    keys = [
-        ExpertKey(layer, expert)
-        for layer in range(used.shape[1])
-        for expert in range(used.shape[2])
-    ]
+    keys = [ExpertKey(*place) for place in np.ndindex(*used.shape[1:])]
     steps = [[keys[place] for place in np.flatnonzero(found)] for found in by_step]
     return TrainingReuse(
         num_steps=len(numbers),
@@ -260,12 +260,3 @@ def training_reuse(trace: Trace, *, shares: Sequence[float] = HOME_SHARES) -> Tr
         use=by_step.mean(axis=0),
         tiers={share: replay_tiers(steps, keys, round(share * len(keys))) for share in shares},
     )
-
-
-def _used_by_pass(trace: Trace) -> np.ndarray:
-    """Which experts each forward pass asked for: ``[S, L, E]``."""
-    signature = trace.signature
-    used = np.zeros((trace.num_steps, signature.num_layers, signature.num_experts), bool)
-    for step, layer, experts in trace.accesses():
-        used[step, layer, experts] = True
-    return used

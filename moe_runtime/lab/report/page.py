@@ -26,7 +26,7 @@ INK, MUTED, GRID, SURFACE = "#16191d", "#5b6470", "#d9dde2", "#fefefe"
 SERIES = ("#2b7bd6", "#d9701a", "#26976c", "#9460d8", "#d24257", "#7a8794", "#b08a10", "#1497a8")
 """Distinct for most eyes, also in grey, and at least 3:1 against both backgrounds of the page."""
 BYTE_COLOURS = (SERIES[0], SERIES[2], SERIES[4])
-"""Of what was demanded, read ahead and used, and read and never used."""
+"""Of demanded bytes, of bytes read ahead and used, and of bytes never used."""
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface"}
 _FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
 _TEMPLATE = "page.html"
@@ -77,7 +77,7 @@ def render(page: Page) -> str:
 
 
 def _with_code(text: str) -> "Markup":
-    """Sets what stands between backticks as code; everything else is text and nothing more."""
+    """Text between backticks becomes code; all other text is escaped."""
     from markupsafe import Markup, escape
 
     parts = [escape(part) for part in text.split("`")]
@@ -195,7 +195,7 @@ def to_svg(figure: "Figure", name: str) -> str:
 
 
 def _unique_ids(svg: str, prefix: str) -> str:
-    """Keeps one identifier for each thing that is referred to, under a name of this drawing."""
+    """Keeps one identifier for each referenced element, prefixed with the drawing's name."""
     referred = set(re.findall(r'(?:href="#|url\(#)([\w-]+)', svg))
     seen: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""What ``moe-runtime run --json`` printed, as a page: what it is called, and what one learns."""
+"""The output of ``moe-runtime run --json`` as a page."""
 
 import json
 from dataclasses import dataclass

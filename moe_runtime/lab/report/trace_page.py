@@ -1,4 +1,4 @@
-"""A trace's findings as a page: their charts, their names, and what one learns from each."""
+"""A trace's findings as a page: charts, titles and lessons."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -177,7 +177,7 @@ def timeline(found: TraceFindings) -> "Figure":
 
 
 def training_tiers(found: TrainingReuse, ways: Mapping[str, str]) -> "Figure":
-    """How many steps ask for each expert, and what tiers in memory would have found."""
+    """Share of steps that use each expert, and hits of tiers in memory."""
     shares = [100 * share for share in found.tiers]
     with drawing() as new_figure:
         figure = new_figure(figsize=(WIDTH, 3.7))
@@ -204,7 +204,7 @@ def training_tiers(found: TrainingReuse, ways: Mapping[str, str]) -> "Figure":
 
 
 def _step_times(found: TraceFindings) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Milliseconds of the first steps: computing, and waiting by what was prefetched."""
+    """Milliseconds of the first steps: computing, and waiting by kind of prefetch."""
     workload, machine = found.timed_workload, found.settings.machine
     num_steps = workload.trace.num_steps
     compute_s = np.bincount(

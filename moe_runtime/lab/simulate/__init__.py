@@ -1,1 +1,1 @@
-"""What a layer would cost on machines that are not at hand."""
+"""Simulated machines: layers, serving and training."""

@@ -74,8 +74,8 @@ class TaskGraph:
         waiting = list(self._waiting_for)
         ready = [0.0] * count
         free_at = [0.0] * (max(self._resources, default=FREE) + 1)
-        # Tasks leave the heap in the order in which they become ready. What a resource has taken
-        # before is therefore exactly what came to it earlier.
+        # Tasks leave the heap in the order in which they become ready, so a resource has taken
+        # exactly the tasks that came to it earlier.
         heap = [(0.0, task) for task in range(count) if waiting[task] == 0]
         while heap:
             time, task = heapq.heappop(heap)
@@ -99,7 +99,7 @@ class TaskGraph:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class LayerWorkload:
-    """What one layer has to do.
+    """Work of one layer.
 
     Attributes:
         rows_PP: ``[P, P]`` rows (token copies) that each rank sends to each.
@@ -210,7 +210,7 @@ def _phases(
 def _layer_graph(
     cluster: Cluster, workload: LayerWorkload, schedule: LayerSchedule
 ) -> tuple[TaskGraph, np.ndarray]:
-    """The tasks of one layer, and the numbers of those that occupy links."""
+    """The tasks of one layer, and the numbers of tasks that occupy links."""
     graph, links = TaskGraph(), []
     ranks = range(cluster.num_ranks)
     slow = np.ones(cluster.num_ranks) if workload.slowdown_P is None else workload.slowdown_P
@@ -287,7 +287,7 @@ def _compute(
     ready: list[int],
     previous: list[int],
 ) -> list[int]:
-    """Adds a computation on every rank, after its data and after what was computed before."""
+    """Adds a computation on every rank, after its data and its previous computation."""
     return [
         graph.add(float(seconds_P[rank]), resource=processor, after={ready[rank], previous[rank]})
         for rank, processor in enumerate(processors)
@@ -315,8 +315,8 @@ class ShortcutCosts:
 
     The routed experts' input is an earlier representation, so their tokens or weights travel while
     the backbone computes: with the paper's position 2 the dense feed-forward, the next attention
-    and the shared expert. The experts take their turn between two of these operations, or before or
-    after all of them; what is left of the backbone hides the way back.
+    and the shared expert. The experts run between two of these operations, or before or after all
+    of them; the rest of the backbone hides the way back.
     """
 
     backbone_s: tuple[float, ...]
@@ -337,8 +337,21 @@ class ShortcutSchedule:
 
 
 def shortcut_schedules(costs: ShortcutCosts) -> list[ShortcutSchedule]:
-    """Every place of the experts, simulated, from before the backbone to after it."""
-    return [_simulate(costs, position) for position in range(len(costs.backbone_s) + 1)]
+    """Simulates every position of the experts, from before the backbone to after it."""
+    compute_s = sum(costs.backbone_s) + costs.experts_s
+    schedules = []
+    for position in range(len(costs.backbone_s) + 1):
+        graph = TaskGraph()
+        there = graph.add(costs.there_s, resource=_LINK_THERE)
+        before = _chain(graph, costs.backbone_s[:position], [])
+        experts = graph.add(costs.experts_s, resource=_COMPUTE, after=[there, *before])
+        graph.add(costs.back_s, resource=_LINK_BACK, after=[experts])
+        _chain(graph, costs.backbone_s[position:], [experts])
+        block_s = graph.run().makespan_s
+        schedules.append(
+            ShortcutSchedule(position=position, block_s=block_s, exposed_s=block_s - compute_s)
+        )
+    return schedules
 
 
 def best_shortcut_schedule(costs: ShortcutCosts) -> ShortcutSchedule:
@@ -346,20 +359,8 @@ def best_shortcut_schedule(costs: ShortcutCosts) -> ShortcutSchedule:
     return min(shortcut_schedules(costs), key=lambda schedule: schedule.block_s)
 
 
-def _simulate(costs: ShortcutCosts, position: int) -> ShortcutSchedule:
-    graph = TaskGraph()
-    there = graph.add(costs.there_s, resource=_LINK_THERE)
-    before = _chain(graph, costs.backbone_s[:position], [])
-    experts = graph.add(costs.experts_s, resource=_COMPUTE, after=[there, *before])
-    graph.add(costs.back_s, resource=_LINK_BACK, after=[experts])
-    _chain(graph, costs.backbone_s[position:], [experts])
-    block_s = graph.run().makespan_s
-    compute_s = sum(costs.backbone_s) + costs.experts_s
-    return ShortcutSchedule(position=position, block_s=block_s, exposed_s=block_s - compute_s)
-
-
 def _chain(graph: TaskGraph, seconds: Sequence[float], after: list[int]) -> list[int]:
-    """Computations one after another; what follows them waits for the last."""
+    """Adds computations one after another; returns the tasks to wait for."""
     for duration_s in seconds:
         after = [graph.add(duration_s, resource=_COMPUTE, after=after)]
     return after
@@ -384,7 +385,7 @@ _RATES = {
 _LINKS = ("intra", "inter")
 _LINK_KEYS = {"alpha_s", "bytes_per_s", "occupies_compute"}
 NO_OVERLAP = LayerSchedule()
-"""One flat all-to-all each way and nothing beside it: what exposed communication is compared to."""
+"""One flat all-to-all each way without overlap: the base of the exposed ratio."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -402,7 +403,7 @@ class SimulatedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
-    """What makes ranks unequal."""
+    """Sources of imbalance between ranks."""
 
     zipf: float = 0.0
     algorithm: str = "round-robin"
@@ -514,18 +515,16 @@ def _workload(
 def read_machine(path: str | os.PathLike[str]) -> Cluster:
     """Reads a machine; its number of ranks is 1 and to be replaced."""
     value = read_toml(path)
-    _check_numbers(value, _RATES | set(_LINKS), "machine", path)
-    missing = {"ranks_per_node", "flops_per_s", *_LINKS} - set(value)
-    if missing:
+    tables = {name: value.pop(name) for name in _LINKS if name in value}
+    check_numbers(value, _RATES, {"ranks_per_node", "flops_per_s"}, path)
+    if missing := set(_LINKS) - tables.keys():
         raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}")
-    links = {}
-    for name in _LINKS:
-        link = _check_numbers(value[name], _LINK_KEYS, name, path)
-        if not {"alpha_s", "bytes_per_s"} <= set(link):
-            raise ValueError(f"{path}: [{name}] needs alpha_s and bytes_per_s")
-        links[name] = Link(**link)
-    rest = {key: item for key, item in value.items() if key not in links}
-    return Cluster(num_ranks=1, **rest, **links)
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: [{name}] must be a table")
+        check_numbers(table, _LINK_KEYS, {"alpha_s", "bytes_per_s"}, f"{path}, [{name}]")
+    intra, inter = (Link(**tables[name]) for name in _LINKS)
+    return Cluster(num_ranks=1, intra=intra, inter=inter, **value)
 
 
 def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -> None:
@@ -546,17 +545,13 @@ def write_machine(cluster: Cluster, path: str | os.PathLike[str], remark: str) -
     write_text(path, "\n".join([*lines, ""]))
 
 
-def _check_numbers(
-    table: Any, known: set[str], where: str, path: str | os.PathLike[str]
-) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise ValueError(f"{path}: [{where}] must be a table")
+def check_numbers(table: dict[str, Any], known: set[str], needed: set[str], place: object) -> None:
+    """Refuses a TOML table that lacks a key, or has unknown keys or values other than numbers."""
     for key, item in table.items():
         if key not in known:
-            raise ValueError(f"{path}: unknown key {key!r}: {nearest(key, known)}")
+            raise ValueError(f"{place}: unknown key {key!r}: {nearest(key, known)}")
         is_flag = key == "occupies_compute"
-        if key in _LINKS:
-            continue
         if isinstance(item, bool) != is_flag or not isinstance(item, int | float):
-            raise ValueError(f"{path}: {key} is {item!r}, expected a number")
-    return table
+            raise ValueError(f"{place}: {key} is {item!r}, expected a number")
+    if missing := needed - table.keys():
+        raise ValueError(f"{place}: lacks {', '.join(sorted(missing))}")

@@ -1,7 +1,7 @@
 """Predicts serving and training of a whole model over many ranks, with failures and restarts.
 
-Every rank has the dense weights, its experts, and its own sequences (data parallel attention beside
-expert parallel). All ranks take a step together. A step's time is that of its layers, which
+Every rank has the dense weights, its experts, and its own sequences (data-parallel attention with
+expert parallelism). All ranks take a step together. A step's time is that of its layers, which
 `scaling.predict_layer` simulates.
 
 Legend: P ranks, E experts, N requests.
@@ -13,18 +13,18 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 import numpy as np
 
-from moe_runtime.config import nearest
 from moe_runtime.errors import CapacityError
 from moe_runtime.files import read_toml
 from moe_runtime.lab.simulate.scaling import (
     Imbalance,
     LayerSchedule,
     LayerWorkload,
+    check_numbers,
     expert_loads,
     placed,
     predict_layer,
@@ -33,15 +33,15 @@ from moe_runtime.parallel.cluster import Cluster
 from moe_runtime.policies.placement import Placement, place_experts
 
 WORKING_SHARE = 0.1
-"""Of a rank's memory, what activations and buffers take."""
+"""Share of a rank's memory for activations and buffers."""
 KV_SHARE = 0.1
-"""Of a rank's memory, what keys and values have before experts, if these can come from disk."""
+"""Share of a rank's memory that keys and values get before experts, if these can be on disk."""
 MOST_RESTARTS = 100
-"""Without a request that ended in between."""
+"""Restarts in a row without a request that ended."""
 MOST_TOKENS = 1_000_000
-"""Of a recorded prompt or answer."""
+"""Largest recorded prompt or answer."""
 OPTIMIZER_BYTES = 12
-"""Of each parameter that is trained: moments and a master copy in fp32."""
+"""Bytes of each trained parameter: moments and a master copy in fp32."""
 EVEN = Imbalance()
 
 
@@ -84,16 +84,8 @@ class SimulatedModel:
 
 def read_model(path: str | os.PathLike[str]) -> SimulatedModel:
     """Reads a model's sizes from a TOML file."""
-    value = read_toml(path)
-    known = set(SimulatedModel.__slots__)
-    for key, item in value.items():
-        if key not in known:
-            raise ValueError(f"{path}: unknown key {key!r}: {nearest(key, known)}")
-        if isinstance(item, bool) or not isinstance(item, int | float):
-            raise ValueError(f"{path}: {key} is {item!r}, expected a number")
-    missing = known - {"bytes_per_weight", "bytes_per_activation"} - value.keys()
-    if missing:
-        raise ValueError(f"{path}: lacks {', '.join(sorted(missing))}")
+    value, known = read_toml(path), set(SimulatedModel.__slots__)
+    check_numbers(value, known, known - {"bytes_per_weight", "bytes_per_activation"}, path)
     try:
         return SimulatedModel(**value)
     except ValueError as error:
@@ -103,8 +95,8 @@ def read_model(path: str | os.PathLike[str]) -> SimulatedModel:
 class SimulatedSteps:
     """Seconds of a step of a model on a cluster, by the tokens of each rank.
 
-    Weights are read once a step: an expert's by the rank that has it, if a token chose it. What a
-    rank's memory lacks comes from its disk each time.
+    Weights are read once a step: an expert's by the rank that has it, if a token chose it. Experts
+    that do not fit in a rank's memory come from its disk each time.
     """
 
     def __init__(
@@ -300,13 +292,12 @@ class _Pool:
     step_tokens: int
     failures: Failures
     num_failures: int = 0
-    _failures_s: list[float] = field(default_factory=list)
 
     def run(self, arrivals: Arrivals, read: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``[N]`` times of first and of last tokens; ``read`` are prompt tokens that are computed.
 
-        Prompts are read in order, up to ``step_tokens`` of a rank in a step, beside all answers
-        that are under way. After a failure, all of these begin again.
+        Prompts are read in order, up to ``step_tokens`` of a rank in a step, together with all
+        running answers. After a failure, all of these begin again.
         """
         num_ranks = self.times.cluster.num_ranks
         sizes = arrivals.prompt + arrivals.new
@@ -390,9 +381,9 @@ class _Pool:
     def _idle_until(
         self, now: float, fails_s: float, mean_s: float, random: np.random.Generator
     ) -> tuple[float, float]:
-        """When a request that comes then begins, and the next failure: those before it are over.
+        """The time at which a request that arrives now begins, and the next failure.
 
-        It waits for a restart under way. A hundred failures earlier make no difference.
+        The request waits for a restart under way. Failures before the last hundred are ignored.
         """
         restart_s = self.failures.restart_s
         since_s = min(now - fails_s, 100 * (mean_s + restart_s))
@@ -457,7 +448,7 @@ def simulate_serving(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPrediction:
-    """Seconds of a step by its parts, and what failures leave of the throughput."""
+    """Seconds of a step by its parts, and the throughput that failures leave."""
 
     layers_s: float
     reduce_s: float
@@ -532,7 +523,7 @@ def simulate_training(
 
 
 def best_interval_s(checkpoint_s: float, mean_s: float) -> float:
-    """Young's interval between checkpoints: what they cost equals what failures lose."""
+    """Young's interval between checkpoints: their cost equals the loss by failures."""
     return math.sqrt(2 * max(checkpoint_s, 1.0) * mean_s) if math.isfinite(mean_s) else math.inf
 
 

@@ -1,8 +1,8 @@
 """The trace file: one ``.npz`` without pickles, described array by array in docs/trace-format.md.
 
 The journal of a recording holds blocks of finished steps, so that a crash costs only the last one.
-A block is the length of what follows (8 bytes), its CRC-32 (4 bytes), both little-endian, and a
-whole trace file with the steps since the block before.
+A block is a whole trace file with the steps since the block before. Its length (8 bytes) and its
+CRC-32 (4 bytes), both little-endian, precede it.
 
 Legend: S steps, T tokens over all steps, L Mixture-of-Experts layers, K experts a token visits.
 """
@@ -47,8 +47,8 @@ _MAX_NPY_HEADER_BYTES = 4096
 class Archive:
     """One open ``.npz`` file, which may be damaged or hostile.
 
-    ``numpy.load`` allocates whatever a member's header announces. Here the announced type must be
-    the expected one, and the announced shape must account for every byte of the member, before
+    ``numpy.load`` allocates any size that a member's header announces. Here the announced type must
+    be the expected one, and the announced shape must account for every byte of the member, before
     anything is allocated; nothing is unpickled. ``content`` holds the bytes if ``path`` only names
     them.
     """
@@ -179,7 +179,7 @@ class Trace:
 
     @property
     def absent(self) -> int:
-        """The expert id that stands for "not recorded"."""
+        """The expert id that means "not recorded"."""
         return absent_id(self.expert_ids.dtype)
 
     def tokens_of(self, step: int) -> slice:
@@ -190,7 +190,7 @@ class Trace:
         """Raises `CheckpointError` for a trace in which no token visits an expert."""
         if not self.num_tokens:
             raise CheckpointError(f"{path}: the trace holds no tokens")
-        if not _any(self.expert_ids != self.absent):
+        if not (self.expert_ids != self.absent).any():
             raise CheckpointError(
                 f"{path}: the trace holds {self.num_tokens} tokens, but no expert of any of them "
                 "was recorded"
@@ -230,7 +230,7 @@ class Trace:
         )
 
     def accesses(self) -> Iterator[tuple[int, int, np.ndarray]]:
-        """What an expert store was asked for, in order of time.
+        """Requests to an expert store, in order of time.
 
         Yields:
             ``(step, layer, experts)``: the distinct experts that this layer used in this step,
@@ -252,7 +252,7 @@ def expert_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 def absent_id(dtype: np.dtype[Any]) -> int:
-    """The value that stands for "not recorded" in a column of expert ids."""
+    """The value that means "not recorded" in a column of expert ids."""
     return int(np.iinfo(dtype).max)
 
 
@@ -266,7 +266,7 @@ def one_step(
     update: int | None = None,
     expert_bytes: int | None = None,
 ) -> Trace:
-    """A step of T tokens of which no layer is recorded yet; ``update`` as ``Trace.step_update``."""
+    """A step of T tokens without recorded layers yet; ``update`` as ``Trace.step_update``."""
     dtype = expert_dtype(signature.num_experts)
     block = (len(token_ids), signature.num_layers, signature.top_k)
     return Trace(
@@ -362,8 +362,8 @@ class JournalWriter:
     def append(self, data: bytes, at: int) -> int:
         """Hands a block to the operating system; returns where the journal ends now.
 
-        ``at`` is what the call for the block before returned, 0 for the first: what a failed call
-        has written after it is overwritten.
+        ``at`` is the result of the call for the block before, 0 for the first. A later call
+        overwrites the part that a failed one has written.
         """
         frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
         with named_failure(self._path, "trace"):
@@ -374,7 +374,7 @@ class JournalWriter:
 
 
 def is_journal(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a journal does; False also for what cannot be read."""
+    """Whether a file begins as a journal does; False also if it cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -491,29 +491,24 @@ def parse_signature(value: object, path: Path) -> ModelSignature:
 
 
 def _check_values(trace: Trace, path: Path) -> None:
-    """Verifies what the columns say about each other."""
+    """Verifies that the columns are consistent."""
     starts = trace.step_start
     known = trace.expert_ids[trace.expert_ids != trace.absent]
     num_phases = len(PHASES) - (trace.step_update is None)
     updates = np.ones(0, np.int32) if trace.step_update is None else trace.step_update
     problems = {
-        "step_start must rise from 0 to the number of tokens": starts[0] != 0
-        or starts[-1] != trace.num_tokens
-        or bool(np.any(starts[1:] < starts[:-1])),
-        f"step_phase must be below {num_phases}": _any(trace.step_phase >= num_phases),
-        "step_update must rise from at least 1": _any(updates < 1)
-        or _any(updates[1:] < updates[:-1]),
-        "token_request must not be negative": _any(trace.token_request < 0),
-        "token_position must not be negative": _any(trace.token_position < 0),
-        "token_id must lie in [-1, vocab_size)": _any(trace.token_id < -1)
-        or _any(trace.token_id >= trace.signature.vocab_size),
-        "expert_ids must be below num_experts": _any(known >= trace.signature.num_experts),
+        "step_start must rise from 0 to the number of tokens": np.concatenate(
+            [starts[:1] != 0, starts[-1:] != trace.num_tokens, starts[1:] < starts[:-1]]
+        ),
+        f"step_phase must be below {num_phases}": trace.step_phase >= num_phases,
+        "step_update must rise from at least 1": np.diff(updates, prepend=1) < 0,
+        "token_request must not be negative": trace.token_request < 0,
+        "token_position must not be negative": trace.token_position < 0,
+        "token_id must lie in [-1, vocab_size)": (trace.token_id < -1)
+        | (trace.token_id >= trace.signature.vocab_size),
+        "expert_ids must be below num_experts": known >= trace.signature.num_experts,
     }
-    for expectation, violated in problems.items():
-        if violated:
+    for expectation, violations in problems.items():
+        if violations.any():
             raise CheckpointError(f"{path}: the trace is damaged: {expectation}")
     check_weights(trace.gate_weights, "gate_weights", path)
-
-
-def _any(mask: np.ndarray) -> bool:
-    return bool(mask.any())

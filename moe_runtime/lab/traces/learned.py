@@ -23,29 +23,25 @@ from moe_runtime.types import ModelSignature
 _MAX_HEADER_BYTES = 1 << 16
 _DEFAULT_MAX_BYTES = 2 << 30
 _DTYPES = {"|u1", "<u2", "<i8", "<f4", "<f8"}
+_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
     format: str
-    version: int
     owner: str
     remedy: str
 
 
-_TRAINED = _Kind(
-    format="moe-runtime-predictor", version=1, owner="predictor", remedy="train it again"
-)
-_CACHED = _Kind(format="moe-runtime-learned", version=1, owner="learner", remedy="remove it")
-
-
-_LESSON = _Kind(format="moe-runtime-lesson", version=1, owner="lesson", remedy="remove it")
+_TRAINED = _Kind(format="moe-runtime-predictor", owner="predictor", remedy="train it again")
+_CACHED = _Kind(format="moe-runtime-learned", owner="learner", remedy="remove it")
+_LESSON = _Kind(format="moe-runtime-lesson", owner="lesson", remedy="remove it")
 _LESSON_ARRAYS = {"capacities": "<f8", "misses": "<i8", "last_marks": "<i8", "facts": "<f8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Lesson:
-    """What teaching the policy ``reuse`` brought, on tokens that it did not learn from."""
+    """Result of teaching the policy ``reuse``, on tokens that it did not learn from."""
 
     tokens: int  # that it saw, those held out included
     last_marks: np.ndarray  # ``[N]`` int64 by which the last of them are found
@@ -56,7 +52,7 @@ class Lesson:
     recall: float  # recall@K of the predictor that was trained along; 0 where none was kept
 
     def share_of_lru(self, capacity: float) -> float:
-        """Misses that the policy has for each one of LRU."""
+        """Misses of the policy for each miss of LRU."""
         shares = self.misses[1 + self.is_kept] / np.maximum(self.misses[0], 1)
         return float(np.interp(capacity, self.capacities, shares))
 
@@ -64,7 +60,7 @@ class Lesson:
 def write_predictor(
     path: str | os.PathLike[str], estimator: Estimator, signature: ModelSignature
 ) -> None:
-    """Writes what an estimator learned; the file appears under its name when it is complete."""
+    """Writes a trained estimator; the file appears under its name when it is complete."""
     _write(path, _TRAINED, estimator.name, signature, estimator.state())
 
 
@@ -75,18 +71,16 @@ def read_predictor(
     max_bytes: int = _DEFAULT_MAX_BYTES,
 ) -> Estimator:
     """Reads and verifies a trained predictor."""
-    with Archive(path, max_bytes=max_bytes) as archive:
-        header, found = _read_header(archive, _TRAINED)
-        if signature is not None and not same_model(found, signature):
-            raise CheckpointError(
-                f"{archive.path}: was trained for {shown_model(found)}, but the model is "
-                f"{shown_model(signature)}; train one from a trace of this model"
-            )
-        state = _read_arrays(archive, header)
+    name, found, state = _read(path, _TRAINED, max_bytes)
+    if signature is not None and not same_model(found, signature):
+        raise CheckpointError(
+            f"{path}: was trained for {shown_model(found)}, but the model is "
+            f"{shown_model(signature)}; train one from a trace of this model"
+        )
     try:
-        return PREDICTORS[header["predictor"]].from_state(shape_of(found), state)
+        return PREDICTORS[name].from_state(shape_of(found), state)
     except ValueError as error:
-        raise CheckpointError(f"{archive.path}: the predictor is damaged: {error}") from error
+        raise CheckpointError(f"{path}: the predictor is damaged: {error}") from error
 
 
 def check_predictor(predictor: str | Path) -> None:
@@ -104,25 +98,21 @@ def read_predictor_signature(path: str | os.PathLike[str]) -> ModelSignature:
 
 
 def learned_path(name: str, signature: ModelSignature, checkpoint: Path) -> Path:
-    """Where a learner's arrays lie, if any were kept."""
+    """The file of a learner's arrays, there or not."""
     return cached_path("learned", signature, checkpoint, f"-{name}")
 
 
 def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> bool:
-    """Restores what a learner learned in earlier processes, if anything was kept."""
+    """Restores a learner's arrays of earlier processes, if any were kept."""
     if not os.path.exists(path):
         return False
-    most_bytes = most_learned_bytes(shape_of(signature)) + _MAX_HEADER_BYTES
     try:
-        with Archive(path, max_bytes=most_bytes) as archive:
-            header, found = _read_header(archive, _CACHED)
-            if header.get("learner") != learner.name or found != signature:
-                raise CheckpointError(
-                    f"{path}: holds what {header.get('learner')!r} learned of "
-                    f"{shown_model(found)}, expected {learner.name!r} and "
-                    f"{shown_model(signature)}; remove it"
-                )
-            state = _read_arrays(archive, header)
+        name, found, state = _read(path, _CACHED, _most_cached_bytes(signature))
+        if name != learner.name or found != signature:
+            raise CheckpointError(
+                f"{path}: holds what {name!r} learned of {shown_model(found)}, expected "
+                f"{learner.name!r} and {shown_model(signature)}; remove it"
+            )
         try:
             learner.restore(state)
         except ValueError as error:
@@ -134,37 +124,33 @@ def restore_learned(learner: Learner, signature: ModelSignature, path: Path) -> 
 
 
 def keep_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
-    """Writes what a learner learned, if anything, for later runs.
+    """Writes a learner's arrays, if any, for later runs.
 
     A file that holds more or another network, which was trained meanwhile, is left as it is.
     """
     state = learner.learned()
     if not state:
         return
+    found: Mapping[str, np.ndarray] = {}
     with contextlib.suppress(OSError, CheckpointError):
-        if os.path.exists(path):
-            most_bytes = most_learned_bytes(shape_of(signature)) + _MAX_HEADER_BYTES
-            with (
-                contextlib.suppress(CheckpointError),
-                Archive(path, max_bytes=most_bytes) as archive,
-            ):
-                found = _read_arrays(archive, _read_header(archive, _CACHED)[0])
-                networks = [name for name in found if name.startswith("network_")]
-                if found.keys() > state.keys() or any(
-                    not np.array_equal(found[name], state[name]) for name in networks
-                ):
-                    return
+        found = _read(path, _CACHED, _most_cached_bytes(signature))[2]
+    networks = [name for name in found if name.startswith("network_")]
+    if found.keys() > state.keys() or any(
+        not np.array_equal(found[name], state[name]) for name in networks
+    ):
+        return
+    with contextlib.suppress(OSError, CheckpointError):
         write_learned(learner, signature, path)
 
 
 def write_learned(learner: Learner, signature: ModelSignature, path: Path) -> None:
-    """Writes what a learner learned."""
+    """Writes a learner's arrays."""
     make_folders(path.parent)
     _write(path, _CACHED, learner.name, signature, learner.learned())
 
 
 def write_lesson(lesson: Lesson, signature: ModelSignature, checkpoint: Path) -> None:
-    """Writes what a teaching brought, in the place of the one before."""
+    """Writes a lesson, in the place of the one before."""
     facts = np.array([lesson.tokens, lesson.is_kept, lesson.policy_s, lesson.recall])
     arrays = [lesson.capacities, lesson.misses, lesson.last_marks, facts]
     path = learned_path(_LESSON.owner, signature, checkpoint)
@@ -173,17 +159,15 @@ def write_lesson(lesson: Lesson, signature: ModelSignature, checkpoint: Path) ->
 
 
 def read_lesson(signature: ModelSignature, checkpoint: Path) -> Lesson | None:
-    """What the last teaching brought; None where there was none, or, with a warning, where it
-    cannot be read."""
+    """The last lesson; None if there is none, or, with a warning, if it cannot be read."""
     path = learned_path(_LESSON.owner, signature, checkpoint)
     if not os.path.exists(path):
         return None
     try:
-        with Archive(path, max_bytes=_MAX_HEADER_BYTES) as archive:
-            header, found = _read_header(archive, _LESSON)
-            if found != signature or header["arrays"] != _LESSON_ARRAYS:
-                raise CheckpointError(f"{path}: is of another model or form; remove it")
-            arrays = _read_arrays(archive, header)
+        _, found, arrays = _read(path, _LESSON, _MAX_HEADER_BYTES)
+        types = {name: array.dtype.str for name, array in arrays.items()}
+        if found != signature or types != _LESSON_ARRAYS:
+            raise CheckpointError(f"{path}: is of another model or form; remove it")
         capacities, misses, last_marks, facts = (arrays[name] for name in _LESSON_ARRAYS)
         fits = capacities.ndim == 1 <= capacities.size and misses.shape == (3, len(capacities))
         fits = fits and last_marks.ndim == 1 and facts.shape == (4,)
@@ -205,6 +189,10 @@ def read_lesson(signature: ModelSignature, checkpoint: Path) -> Lesson | None:
     )
 
 
+def _most_cached_bytes(signature: ModelSignature) -> int:
+    return most_learned_bytes(shape_of(signature)) + _MAX_HEADER_BYTES
+
+
 def _write(
     path: str | os.PathLike[str],
     kind: _Kind,
@@ -215,14 +203,25 @@ def _write(
     arrays = {each: np.ascontiguousarray(array) for each, array in state.items()}
     header = {
         "format": kind.format,
-        "version": kind.version,
+        "version": _VERSION,
         kind.owner: name,
         "signature": dataclasses.asdict(signature),
         "arrays": {each: array.dtype.str for each, array in arrays.items()},
     }
-    header_bytes = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+    header_bytes = np.frombuffer(json.dumps(header).encode(), np.uint8)
     with named_failure(path, kind.owner), write_atomically(path) as file:
         np.savez_compressed(file, allow_pickle=False, header=header_bytes, **arrays)
+
+
+def _read(
+    path: str | os.PathLike[str], kind: _Kind, max_bytes: int
+) -> tuple[str, ModelSignature, dict[str, np.ndarray]]:
+    """The name of the file's writer, the model, and the arrays."""
+    with Archive(path, max_bytes=max_bytes) as archive:
+        header, signature = _read_header(archive, kind)
+        types = header["arrays"].items()
+        arrays = {name: archive.read(name, np.dtype(dtype)) for name, dtype in types}
+    return str(header.get(kind.owner)), signature, arrays
 
 
 def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSignature]:
@@ -230,10 +229,10 @@ def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSi
     header = archive.read_json("header", max_bytes=_MAX_HEADER_BYTES, what="the header")
     if not isinstance(header, dict) or header.get("format") != kind.format:
         raise CheckpointError(f"{archive.path}: not a {kind.owner} of moe-runtime")
-    if header.get("version") != kind.version:
+    if header.get("version") != _VERSION:
         raise CheckpointError(
             f"{archive.path}: {kind.owner} version {header.get('version')!r} is not known, "
-            f"expected {kind.version}; {kind.remedy}"
+            f"expected {_VERSION}; {kind.remedy}"
         )
     arrays = header.get("arrays")
     if not isinstance(arrays, dict) or not set(map(str, arrays.values())) <= _DTYPES:
@@ -244,7 +243,3 @@ def _read_header(archive: Archive, kind: _Kind) -> tuple[dict[str, Any], ModelSi
             f"{', '.join(sorted(PREDICTORS))}"
         )
     return header, parse_signature(header.get("signature"), archive.path)
-
-
-def _read_arrays(archive: Archive, header: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: archive.read(name, np.dtype(dtype)) for name, dtype in header["arrays"].items()}

@@ -1,4 +1,4 @@
-"""Reads routing that other programs recorded; what does not fit together is a one-line error."""
+"""Reads routing that other programs recorded; inconsistent files are a one-line error."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def read_any_trace(path: str | os.PathLike[str], *, num_experts: int | None = No
         return read_megatron_trace(path, num_experts=num_experts)
     is_plain = False
     if not is_journal(path):
-        # of others `read_trace` also says what an interrupted recording left
+        # for other files `read_trace` also names the journal of an interrupted recording
         with contextlib.suppress(CheckpointError), Archive(path, max_bytes=_MAX_BYTES) as archive:
             is_plain = "ids" in archive and "header" not in archive
     if is_plain:

@@ -1,4 +1,4 @@
-"""The latest routing of a model, kept between runs in the user's cache: what `auto` replays.
+"""The latest routing of a model, kept between runs in the user's cache, for `auto` to replay.
 
 Only decoded tokens are kept: a prompt visits nearly every expert and streams past the cache.
 """
@@ -24,22 +24,22 @@ from moe_runtime.types import ModelSignature
 KEPT_STEPS, KEPT_TOKENS = 512, 4096
 """Decode steps and tokens that a run keeps in memory at most, the latest ones."""
 FILE_STEPS, FILE_TOKENS = 12288, 12288
-"""The same of the file, which holds those of many runs; the latest step is kept in any case."""
+"""The same for the file, which holds many runs; the latest step is always kept."""
 BURST = 64
-"""Passes that are looked at one after another: the first ones of a run, and later ones while all
-take at most ``MOST_SHARE`` of its time."""
+"""Passes recorded in a row: the first of a run, and later ones while all of them take at most
+``MOST_SHARE`` of its time."""
 MOST_SHARE, LAYER_S = 0.01, 2e-5
-"""``LAYER_S`` is what listening to a layer takes on a processor of two cores."""
+"""``LAYER_S`` is the time to record a layer on a processor of two cores."""
 WRITE_EVERY_S = 300.0
 """Seconds between two writes of a run."""
 _MAX_BYTES = 256 << 20
 _DIGEST_BYTES = 6
 _END_BYTES = 1 << 16
-"""Of each file's end, what tells checkpoints of one shape apart."""
+"""Bytes at the end of each file, which differ between checkpoints of one shape."""
 
 
 def recent_path(signature: ModelSignature, checkpoint: Path) -> Path:
-    """Where the latest routing of a model lies, if there is any."""
+    """The file of a model's latest routing, there or not."""
     return cached_path("routing", signature, checkpoint)
 
 
@@ -62,13 +62,13 @@ def cached_path(folder: str, signature: ModelSignature, checkpoint: Path, suffix
 
 
 def read_recent(signature: ModelSignature, checkpoint: Path) -> Trace | None:
-    """The latest routing of a model; None where none was kept, or, with a warning, where it cannot
-    be read."""
+    """The latest routing of a model; None if there is none or, with a warning, if it cannot be
+    read."""
     return _read(recent_path(signature, checkpoint), signature)
 
 
 class RecentRouting:
-    """Records the latest decode steps of a run, as a ``TraceRecorder`` does all of it."""
+    """Records the latest decode steps of a run, with the methods of a ``TraceRecorder``."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RecentRouting:
         clock: Callable[[], float] = time.monotonic,
         on_kept: Callable[[Trace], object] | None = None,
     ) -> None:
-        """``on_kept`` is called at the end with all that is kept, if that is more than before."""
+        """``on_kept`` is called at the end with all kept routing, if some was added."""
         self._on_kept = on_kept
         self._signature = signature
         self._path = recent_path(signature, checkpoint)
@@ -87,15 +87,15 @@ class RecentRouting:
         self._requests = 0
         self._running = 0
         self._num_seen = 0  # passes that were looked at
-        self._before: list[Trace] | None = None  # what earlier runs kept, once it was read
+        self._before: list[Trace] | None = None  # of earlier runs, once it was read
         self._steps: deque[Trace] = deque()
-        # of each step what its layers said, until it is written
+        # the layers' routing of each step, until it is written
         self._routed: deque[list[tuple[int, np.ndarray, np.ndarray]]] = deque()
         self._num_tokens = 0
         self._rows: slice | np.ndarray | None = None  # tokens of the step that are kept
 
     def wants_step(self) -> bool:
-        """Whether the pass that begins is looked at."""
+        """Whether to record the pass that begins."""
         self._rows = None
         now_s = self._clock()
         if now_s - self._written_s >= WRITE_EVERY_S:
@@ -108,7 +108,7 @@ class RecentRouting:
         return False
 
     def hold(self) -> None:
-        """Nothing is held: of several runs at once the last one's routing is kept."""
+        """Does nothing: of several runs at once, the last one's routing is kept."""
 
     def begin_request(self, *, num_sequences: int = 1) -> None:
         self._requests += self._running
@@ -152,14 +152,14 @@ class RecentRouting:
         self._num_tokens, self._rows = 0, None
 
     def close(self) -> None:
-        """Adds what was recorded to the file; the oldest steps make room for it."""
+        """Adds the recorded steps to the file; the oldest steps make room."""
         kept = self._write()
         self.discard()
         if kept is not None and self._on_kept is not None:
             self._on_kept(kept)
 
     def _write(self) -> Trace | None:
-        """Puts what was recorded after what earlier runs kept, and returns both."""
+        """Appends the recorded steps to those of earlier runs, and returns all."""
         self._written_s = self._clock()
         if not self._steps:
             return None

@@ -37,12 +37,12 @@ class TraceRecorder:
 
     Args:
         path: file to write, conventionally ``*.npz``. It is replaced only when the recording is
-            closed, and never left half written; a recording without steps leaves it as it was. What
-            a killed recording left beside it gets another name (``MoERuntimeWarning``).
+            closed, and never left half written; a recording without steps leaves it as it was. The
+            journal of a killed recording gets another name (``MoERuntimeWarning``).
         expert_bytes: of the largest expert of the model, if that is known.
         trains: whether the forward passes belong to optimizer steps, whose numbers are recorded.
         block_tokens: tokens after which a block of finished steps is appended to the journal.
-        block_s: seconds after which one is, whatever its size.
+        block_s: seconds after which a block of any size is appended.
 
     Raises:
         CheckpointError: the file could not be written there, or another process has begun its
@@ -87,7 +87,7 @@ class TraceRecorder:
         self.close()
 
     def wants_step(self) -> bool:
-        """Whether the pass that begins is looked at: every one is."""
+        """Whether to record the pass that begins: always."""
         return True
 
     @property
@@ -163,7 +163,7 @@ class TraceRecorder:
             layer: index among the Mixture-of-Experts layers.
             expert_ids: ``[T, K]`` (or fewer columns, for a layer that uses fewer experts), -1 for
                 a choice of no expert.
-            weights: ``[T, K]`` what the experts' outputs are multiplied by.
+            weights: ``[T, K]`` factors of the experts' outputs.
 
         Raises:
             ValueError: no step was begun, or layer, shape or ids do not fit the model.
@@ -203,7 +203,7 @@ class TraceRecorder:
         """Writes the file, if a step was recorded. Later calls do nothing.
 
         Raises:
-            CheckpointError: the file cannot be written; what was finished is in the journal.
+            CheckpointError: the file cannot be written; finished steps are in the journal.
         """
         if self._closed:
             return

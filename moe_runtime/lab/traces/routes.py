@@ -26,7 +26,7 @@ def same_model(one: ModelSignature, other: ModelSignature) -> bool:
 
 
 def shown_model(signature: ModelSignature) -> str:
-    """What files say of their model, for messages."""
+    """The model of a file, for messages."""
     one = signature
     return (
         f"{one.model_type} with {one.num_layers} layers of {one.num_experts} experts, {one.top_k} "
@@ -48,11 +48,6 @@ def routes_of(trace: Trace) -> Routes:
         token_ids=trace.token_id[order].astype(np.int64),
         offsets=np.append(starts, trace.num_tokens).astype(np.int64),
     )
-
-
-def without_repeats(routes: Routes) -> Routes:
-    """Leaves out sequences that mostly repeat an earlier one."""
-    return routes.select(unrepeated(routes))
 
 
 def unrepeated(routes: Routes) -> list[int]:
@@ -127,16 +122,10 @@ def side_by_side(trace: Trace, *, count: int) -> Trace:
     )
 
 
-def split_sequences(routes: Routes, *, test_share: float, seed: int = 0) -> tuple[Routes, Routes]:
-    """Splits whole sequences at random into training and test."""
-    train, test = split_numbers(routes.num_sequences, test_share=test_share, seed=seed)
-    return routes.select(train), routes.select(test)
-
-
 def split_numbers(
     num_sequences: int, *, test_share: float, seed: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The numbers of the sequences to train on, and of those to test on."""
+    """Numbers of sequences for training, and of those for testing, drawn at random."""
     order = np.random.default_rng(seed).permutation(num_sequences)
     num_test = round(test_share * num_sequences)
     if not 0 < num_test < num_sequences:

@@ -56,7 +56,7 @@ class Timeline:
         self._events.append(event)
 
     def read_track(self, tier: str, number: int, lane: int) -> int:
-        """The row of the reads into one tier that are under way beside ``lane`` others."""
+        """The row of reads into one tier that run beside ``lane`` others."""
         track = _FIRST_READ_TRACK + _TRACKS_OF_TIER * number + lane
         if track not in self._tracks:
             self._tracks.add(track)
@@ -64,13 +64,13 @@ class Timeline:
         return track
 
     def hold(self) -> None:
-        """Begins the file beside its place, so that no other process can; else `flush` does."""
+        """Creates the draft file now, so that no other process can; else `flush` does."""
         with self._flushing, self._named_failure():
             if self._output is None and not self._closed:
                 self._output = OutputFile(self._path, is_draft=True)
 
     def flush(self) -> None:
-        """Hands what was noted to the operating system."""
+        """Writes the events so far."""
         with self._flushing, self._named_failure():
             events = self._waiting()
             if self._closed or not events:
@@ -108,7 +108,7 @@ class Timeline:
         self._events.append(event)
 
     def _waiting(self) -> list[dict[str, Any]]:
-        """The events that are not in the file yet; those that are go."""
+        """The events that are not in the file yet; drops those that are."""
         _, flushed = self._flushed
         if flushed and self._events and self._events[0] is flushed[0]:
             del self._events[: len(flushed)]

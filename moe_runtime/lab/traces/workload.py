@@ -18,11 +18,11 @@ from moe_runtime.types import ExpertKey
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What a store was asked for, in order of time.
+    """Requests to an expert store, in order of time.
 
     Attributes:
         keys: ``[N]`` the distinct experts of every event. A step of one token keeps the gate's
-            order; a step of several lists those wanted most last, as the store is asked for them.
+            order; a step of several lists the most wanted last, as the store gets them.
         step: ``[N]`` int64, the step of each event.
         layer: ``[N]`` int64, the layer of each event.
         key_numbers: ``[U]`` int32, all keys one after another: layer times E plus expert.

@@ -1,1 +1,1 @@
-"""Messages between processes, and who is waited for."""
+"""Messages between processes, and detection of missing ranks."""

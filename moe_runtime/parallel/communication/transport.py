@@ -1,14 +1,13 @@
 """How rows travel between the ranks of an expert-parallel group, and groups that come and go.
 
-Another way of moving rows (shared memory, one-sided writes) fits under dispatch by the protocol
-`Transport`. Groups of `open_group` are independent of the default group and use gloo.
+Another way to move rows (shared memory, one-sided writes) implements the protocol `Transport`.
+Groups of `open_group` are independent of the default group and use gloo.
 
 Shape suffixes: P ranks, C chunks, N numbers, R rows or bytes, D model.
 """
 
 from __future__ import annotations
 
-import functools
 import platform
 import socket
 import statistics
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +27,7 @@ from moe_runtime.errors import RankFailureError
 from moe_runtime.parallel.cluster import Link, fit_link
 from moe_runtime.parallel.communication.watch import (
     DEFAULT_TIMEOUT_S,
+    Arriving,
     CollectiveMonitor,
     check_agreement,
     device_of,
@@ -61,7 +62,7 @@ class Transport(Protocol):
     ) -> Pending:
         """Starts moving rows, ordered by destination; `reverse` takes them back along the route.
 
-        `out` is where to write what arrives, to save a copy; may be ignored.
+        `out` is memory for the arriving rows, to save a copy; may be ignored.
         """
         ...
 
@@ -78,21 +79,28 @@ class FlatTransport:
     Args:
         timeout_s: Seconds after which waiting for another rank is an error that names it. On a GPU
             the backend's own timeout holds.
+        what: Name of the rows in errors.
 
     Raises:
         ValueError: This process is not in the group, or the timeout is not positive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        what: str = "rows",
+    ) -> None:
+        self.group = group
         self._watch = CollectiveMonitor(group, timeout_s)
-        self.rank = self._watch.rank
-        self.size = self._watch.size
+        self.rank, self.size = self._watch.rank, self._watch.size
+        self._what = what
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
         splits = [1] * self.size
-        sent_PN = numbers_PN.contiguous().to(device_of(self._group, numbers_PN.device))
-        arrived = self._watch.all_to_all(self._group, sent_PN, splits, splits, "counts")
+        sent_PN = numbers_PN.contiguous().to(device_of(self.group, numbers_PN.device))
+        arrived = self._watch.all_to_all(sent_PN, splits, splits, f"counts of {self._what}")
         return arrived.wait().to(numbers_PN.device)
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[_FlatRoute]:
@@ -104,7 +112,7 @@ class FlatTransport:
     ) -> Pending:
         assert isinstance(route, _FlatRoute)
         send, receive = (route.receive, route.send) if reverse else (route.send, route.receive)
-        return self._watch.all_to_all(self._group, rows_RD.contiguous(), send, receive, "rows", out)
+        return self._watch.all_to_all(rows_RD.contiguous(), send, receive, self._what, out)
 
 
 class LocalTransport:
@@ -122,23 +130,16 @@ class LocalTransport:
     def exchange(
         self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
     ) -> Pending:
-        return Arrived(rows_RD)
-
-
-class Arrived:
-    """Rows that need not travel."""
-
-    def __init__(self, rows_RD: Tensor) -> None:
-        self._rows_RD = rows_RD
-
-    def wait(self) -> Tensor:
-        return self._rows_RD
+        return Arriving(lambda: rows_RD)
 
 
 @dataclass(frozen=True, slots=True)
 class _GridRoute:
-    """Rows of one chunk as blocks: sent to and received from each (node, local rank); in the middle
-    of each local rank of this node for each node's rank of this local number."""
+    """Rows of one chunk between each (node, local rank) and this rank, and of the step between.
+
+    In the middle, this rank has rows from each local rank of its node for each node's rank of its
+    own local number.
+    """
 
     sent_NM: Tensor
     middle_MN: Tensor
@@ -165,91 +166,53 @@ class HierarchicalTransport:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._inside, self._across = inside, across
-        self._watch_inside = CollectiveMonitor(inside, timeout_s)
-        self._watch_across = CollectiveMonitor(across, timeout_s)
-        self._num_inside, self._num_nodes = self._watch_inside.size, self._watch_across.size
-        self.size = self._num_inside * self._num_nodes
-        self.rank = self._watch_across.rank * self._num_inside + self._watch_inside.rank
+        self._inside = FlatTransport(inside, timeout_s=timeout_s, what="rows inside the node")
+        self._across = FlatTransport(across, timeout_s=timeout_s, what="rows between nodes")
+        self.size = self._inside.size * self._across.size
+        self.rank = self._across.rank * self._inside.size + self._inside.rank
 
     def parts(self) -> tuple[FlatTransport, FlatTransport]:
         """Exchanges within this node alone, and with the ranks of the same local number alone."""
-        inside = FlatTransport(self._inside, timeout_s=self._watch_inside.timeout_s)
-        return inside, FlatTransport(self._across, timeout_s=self._watch_across.timeout_s)
+        return self._inside, self._across
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
-        ones_NM = torch.ones((self._num_nodes, self._num_inside), dtype=torch.int64)
-        sent_PN = numbers_PN.to(device_of(self._inside, numbers_PN.device))
+        ones_NM = torch.ones((self._across.size, self._inside.size), dtype=torch.int64)
+        sent_PN = numbers_PN.to(device_of(self._inside.group, numbers_PN.device))
         arrived = self.exchange(sent_PN, _GridRoute(ones_NM, ones_NM.T, ones_NM))
         return arrived.wait().to(numbers_PN.device)
 
     def routes(self, sent_CP: Tensor, received_CP: Tensor) -> list[_GridRoute]:
-        num_chunks = sent_CP.shape[0]
-        grid = (num_chunks, self._num_nodes, self._num_inside)
+        grid = (len(sent_CP), self._across.size, self._inside.size)
         sent_CNM, received_CNM = sent_CP.reshape(grid), received_CP.reshape(grid)
-        splits = [1] * self._num_inside
-        device = device_of(self._inside, sent_CNM.device)
-        sent_MCN = sent_CNM.permute(2, 0, 1).contiguous().to(device)
-        middle_MCN = self._watch_inside.all_to_all(
-            self._inside, sent_MCN, splits, splits, "counts of the middle step"
-        )
-        middle_MCN = middle_MCN.wait().cpu()
+        middle_MCN = self._inside.exchange_numbers(sent_CNM.permute(2, 0, 1)).cpu()
+        middle_CMN = middle_MCN.transpose(0, 1)
         return [
-            _GridRoute(sent_CNM[c], middle_MCN[:, c], received_CNM[c]) for c in range(num_chunks)
+            _GridRoute(*counts) for counts in zip(sent_CNM, middle_CMN, received_CNM, strict=True)
         ]
 
     def exchange(
         self, rows_RD: Tensor, route: object, *, reverse: bool = False, out: Tensor | None = None
     ) -> Pending:
         assert isinstance(route, _GridRoute)
+        sent_NM, middle_MN, received_NM = route.sent_NM, route.middle_MN, route.received_NM
+        inside = _FlatRoute(sent_NM.sum(dim=0).tolist(), middle_MN.sum(dim=1).tolist())
+        across = _FlatRoute(middle_MN.sum(dim=0).tolist(), received_NM.sum(dim=1).tolist())
+        # The first step is under way at once; waiting for its rows starts the second one.
         if reverse:
-            return self._exchange_back(rows_RD, route)
-        first = self._watch_inside.all_to_all(
-            self._inside,
-            _swap_blocks(rows_RD, route.sent_NM),
-            route.sent_NM.sum(dim=0).tolist(),
-            route.middle_MN.sum(dim=1).tolist(),
-            "rows inside the node",
-        )
+            first = self._across.exchange(rows_RD, across, reverse=True)
 
-        def finish() -> Tensor:
-            return self._watch_across.all_to_all(
-                self._across,
-                _swap_blocks(first.wait(), route.middle_MN),
-                route.middle_MN.sum(dim=0).tolist(),
-                route.received_NM.sum(dim=1).tolist(),
-                "rows between nodes",
-            ).wait()
+            def finish() -> Tensor:
+                middle_RD = _swap_blocks(first.wait(), middle_MN.T)
+                arrived_RD = self._inside.exchange(middle_RD, inside, reverse=True).wait()
+                return _swap_blocks(arrived_RD, sent_NM.T)
+        else:
+            first = self._inside.exchange(_swap_blocks(rows_RD, sent_NM), inside)
 
-        return _TwoSteps(finish)
+            def finish() -> Tensor:
+                middle_RD = _swap_blocks(first.wait(), middle_MN)
+                return self._across.exchange(middle_RD, across).wait()
 
-    def _exchange_back(self, rows_RD: Tensor, route: _GridRoute) -> Pending:
-        first = self._watch_across.all_to_all(
-            self._across,
-            rows_RD.contiguous(),
-            route.received_NM.sum(dim=1).tolist(),
-            route.middle_MN.sum(dim=0).tolist(),
-            "rows between nodes",
-        )
-
-        def finish() -> Tensor:
-            arrived = self._watch_inside.all_to_all(
-                self._inside,
-                _swap_blocks(first.wait(), route.middle_MN.T),
-                route.middle_MN.sum(dim=1).tolist(),
-                route.sent_NM.sum(dim=0).tolist(),
-                "rows inside the node",
-            ).wait()
-            return _swap_blocks(arrived, route.sent_NM.T)
-
-        return _TwoSteps(finish)
-
-
-class _TwoSteps:
-    """The first step is under way; `wait` starts the second one."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self.wait = functools.cache(finish)
+        return Arriving(finish)
 
 
 def _swap_blocks(rows_RD: Tensor, sizes_AB: Tensor) -> Tensor:
@@ -288,7 +251,7 @@ def software_facts() -> dict[str, str]:
 
 
 def arithmetic_facts() -> dict[str, str]:
-    """What decides the bits of a matrix product besides its operands, for `require_same`."""
+    """Facts that decide the bits of a matrix product, operands aside, for `require_same`."""
     instructions = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "the processor's instructions": instructions,
@@ -358,12 +321,11 @@ def measure_link(transport: Transport, **options: Any) -> Link:
 
 
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
-"""What processes share before they have a group: a place for keys and values."""
+"""Keys and values that processes share before they have a group."""
 
 
 def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> Store:
-    """What all processes of a service share: opened by its keeper (port 0: a free one), joined by
-    others."""
+    """The store of a service: its keeper opens it (port 0 takes a free one), others join."""
     limit = timedelta(seconds=timeout_s)
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host, port, is_master=is_keeper, wait_for_workers=False, timeout=limit
@@ -396,7 +358,7 @@ def open_group(
 
 
 def open_transport(store: Store, name: str, rank: int, size: int, *, timeout_s: float) -> Transport:
-    """As `open_group`, as the transport that dispatch takes; nothing is made for one process."""
+    """As `open_group`, as a transport for dispatch; one process makes no group."""
     if size == 1:
         return LocalTransport()
     group = open_group(store, name, rank, size, timeout_s=timeout_s)
@@ -422,12 +384,7 @@ def exchange_bytes(
         return {}, notes
     (route,) = transport.routes(numbers_PN[None, :, 0], received_PN[None, :, 0])
     sent = b"".join(messages[rank] for rank in sorted(messages))
-    arrived_R1 = transport.exchange(_as_rows(sent), route).wait()
+    sent_R1 = torch.from_numpy(np.frombuffer(bytearray(sent), np.uint8))[:, None]
+    arrived_R1 = transport.exchange(sent_R1, route).wait()
     parts = arrived_R1.flatten().split(received_PN[:, 0].tolist())
     return {rank: part.numpy().tobytes() for rank, part in enumerate(parts) if part.numel()}, notes
-
-
-def _as_rows(data: bytes) -> Tensor:
-    if not data:
-        return torch.empty((0, 1), dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).unsqueeze(1)

@@ -1,21 +1,22 @@
 """Waiting for a collective, and naming the rank that is missing.
 
-A rank that has waited for some time leaves a note in the key-value store: that a thread of its
-process waits, and for which processes. It renews the note while that is so. When the wait ends
-badly, the search follows the notes to the process that writes or renews none.
+A rank that has waited for some time leaves a note in the key-value store: the processes that one of
+its threads waits for. It renews the note while it waits. When a wait fails, the search follows the
+notes to the process that writes or renews none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,37 +29,43 @@ from moe_runtime.errors import RankFailureError
 # Raised whenever ranks of two versions of this room would not understand each other.
 PROTOCOL = 4
 DEFAULT_TIMEOUT_S = 300.0
-# How long others are given to be seen waiting, as a share of the timeout.
+# Share of the timeout in which other ranks must show that they wait.
 _NOTE_SHARE = 0.2
-# Notes that a rank leaves in that time while it waits; the first comes after as long.
+# Notes that a waiting rank writes in that time; the first comes after one interval.
 _NOTES = 4
 _MAX_NOTE_S = 2.0
 _POLL_S = 0.02
 
 
 def backend_limit(timeout_s: float) -> timedelta:
-    """How long a group's own collectives may wait, so that the missing rank is known in time."""
+    """Timeout of a group's own collectives: shorter, which leaves time to find the missing rank."""
     return timedelta(seconds=timeout_s - min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE))
 
 
 def device_of(group: dist.ProcessGroup, preferred: torch.device) -> torch.device:
-    """Where a group's backend takes a tensor: where it lies if it may (NCCL knows GPUs only)."""
+    """The device a group's backend takes tensors on: `preferred` if it can (NCCL needs a GPU)."""
     kinds = [device.type for device in group._device_types]
     if preferred.type in kinds:
         return preferred
-    kind = kinds[0]
-    return torch.device(kind, torch.accelerator.current_device_index())
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+class Arriving:
+    """Rows under way; `wait()` returns what arrived, in the order of the ranks that sent it."""
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self.wait = functools.cache(wait)
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a thread of a process says of itself.
+    """What one thread of a process has written.
 
     Attributes:
-        has_given_up: It waits no longer, has named `others` as missing, and its process may end.
-        stamp: Differs from one note of a thread to its next.
+        has_given_up: It no longer waits: it has named `others` as missing, and may end.
+        stamp: Differs between two notes of a thread.
         step: The exchange it waits in, counted by its group.
-        others: The processes that it waits for, or that it has named.
+        others: The processes that it waits for, or has named.
     """
 
     has_given_up: bool
@@ -68,23 +75,23 @@ class Note:
     thread: str = ""
 
 
-@dataclass
-class _Written:
-    """The notes of one process: a line for each of its threads, whichever groups it waits in."""
+class _OwnNotes:
+    """The notes of this process, one line for each of its threads."""
 
-    lines: dict[int, str] = field(default_factory=dict)
-    count: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.by_thread: dict[int, str] = {}
+        self.stamps = itertools.count()
+        self.lock = threading.Lock()
 
 
 @functools.cache
-def _written_by(process: str) -> _Written:
-    """One for each process, as one key of the store holds all its notes."""
-    return _Written()
+def _notes_by(process: str) -> _OwnNotes:
+    """Shared by all groups of a process: one key of the store holds all its notes."""
+    return _OwnNotes()
 
 
 class Notes:
-    """The notes of all processes that share a store, whatever groups they form."""
+    """The notes of all processes that share a store, in any group."""
 
     def __init__(self, store: dist.Store, process: str) -> None:  # pyright: ignore[reportPrivateImportUsage]
         """`process` is the name of this process, without spaces."""
@@ -93,36 +100,32 @@ class Notes:
             store = store.underlying_store
         self._store = store
         self._process = process
-        self._own = _written_by(process)
+        self._own = _notes_by(process)
 
     @property
     def is_left(self) -> bool:
-        """Whether a note of this thread may lie in the store, from a wait in any group."""
-        return threading.get_ident() in self._own.lines
+        """Whether the store may hold a note of this thread, from a wait in any group."""
+        return threading.get_ident() in self._own.by_thread
 
-    def wait_for(self, others: Iterable[str], step: int) -> None:
-        """Notes that this thread waits now; to be repeated while it does."""
-        self._write("waits", step, others)
-
-    def give_up_on(self, others: Iterable[str], step: int) -> None:
-        """Notes the processes that this thread has named as missing."""
-        self._write("names", step, others)
-
-    def take_back(self) -> None:
-        """Removes the note of this thread."""
+    def write(self, others: Iterable[str], step: int, *, gives_up: bool = False) -> None:
+        """Notes that this thread waits for processes now, or has named them as missing."""
+        thread = threading.get_ident()
         with self._own.lock:
-            self._own.lines.pop(threading.get_ident(), None)
+            kind, stamp = "names" if gives_up else "waits", next(self._own.stamps)
+            self._own.by_thread[thread] = " ".join([kind, f"{thread} {stamp} {step}", *others])
             self._put()
 
-    def take_all_back(self) -> None:
-        """Removes the notes of all threads of this process."""
+    def remove(self, *, of_all_threads: bool = False) -> None:
+        """Removes the note of this thread, or those of all threads of this process."""
         with self._own.lock:
-            self._own.lines.clear()
+            if of_all_threads:
+                self._own.by_thread.clear()
+            self._own.by_thread.pop(threading.get_ident(), None)
             self._put()
 
     def of(self, process: str) -> tuple[Note, ...]:
         """The last note of each thread of a process that has not gone on since."""
-        key = self._key(process)
+        key = f"moe/waiting/{process}"
         lines = self._store.get(key).decode().splitlines() if self._store.check([key]) else []
         notes: list[Note] = []
         for line in lines:
@@ -130,87 +133,59 @@ class Notes:
             notes.append(Note(kind == "names", stamp, int(step), tuple(others), thread))
         return tuple(notes)
 
-    def _write(self, kind: str, step: int, others: Iterable[str]) -> None:
-        thread = threading.get_ident()
-        with self._own.lock:
-            self._own.count += 1
-            words = (kind, str(thread), str(self._own.count), str(step), *others)
-            self._own.lines[thread] = " ".join(words)
-            self._put()
-
     def _put(self) -> None:
-        self._store.set(self._key(self._process), "\n".join(self._own.lines.values()))
-
-    def _key(self, process: str) -> str:
-        return f"moe/waiting/{process}"
+        self._store.set(f"moe/waiting/{self._process}", "\n".join(self._own.by_thread.values()))
 
 
-class Inquiry:
-    """Follows the notes from one process, time and again, to the processes they end at.
+def find_missing(
+    process: str,
+    others: Iterable[str],
+    notes_of: Callable[[str], Sequence[Note]],
+    has_ended: Callable[[str], bool],
+    first_stamps: dict[tuple[str, str], str],
+) -> tuple[set[str], set[str], set[str]]:
+    """Follows the notes from one process, which waits for others, to the processes they end at.
 
-    Attributes:
-        ended: Processes that are gone without having named another.
-        missing: Processes that live, as far as is known, and have not been seen to wait.
-        waiting: Processes that wait, as a second note of theirs has shown.
+    Args:
+        first_stamps: By process and thread; filled in the first call, kept for later ones.
+
+    Returns:
+        Processes that are gone and had not named another; those that are not known to be gone and
+        were not seen to wait; those that wait, as their second note has shown.
     """
-
-    def __init__(
-        self,
-        process: str,
-        others: Iterable[str],
-        notes_of: Callable[[str], Sequence[Note]],
-        has_ended: Callable[[str], bool],
-    ) -> None:
-        self._process = process
-        self._others = tuple(others)
-        self._notes_of = notes_of
-        self._has_ended = has_ended
-        self._first_stamps: dict[tuple[str, str], str] = {}
-        self.ended: set[str] = set()
-        self.missing: set[str] = set()
-        self.waiting: set[str] = set()
-
-    def look(self) -> None:
-        """Reads the notes again and finds which processes have ended, are missing, or wait."""
-        self.ended, self.missing, self.waiting = set(), set(), set()
-        notes_by_process = self._notes_ahead()
-        ahead, seen = list(self._others), {self._process}
-        while ahead:
-            process = ahead.pop()
-            if process in seen:
-                continue
-            seen.add(process)
-            notes = notes_by_process[process]
-            if named := [note for note in notes if note.has_given_up]:
-                ahead += _others_of(named)
-            elif self._has_ended(process):
-                self.ended.add(process)
-            elif any(note.stamp != self._first_stamps[process, note.thread] for note in notes):
-                self.waiting.add(process)
-                ahead += _others_of(notes)
-            else:
-                self.missing.add(process)
-
-    def _notes_ahead(self) -> dict[str, Sequence[Note]]:
-        """The notes of all processes that any note leads to."""
-        found: dict[str, Sequence[Note]] = {}
-        ahead = [*self._others]
-        while ahead:
-            process = ahead.pop()
-            if process not in found:
-                notes = found[process] = self._notes_of(process)
-                for note in notes:
-                    self._first_stamps.setdefault((process, note.thread), note.stamp)
-                ahead += _others_of(notes)
-        return found
-
-
-def _others_of(notes: Iterable[Note]) -> list[str]:
-    return [other for note in notes for other in note.others]
+    others = tuple(others)
+    # Stamps of all processes that any note leads to: each needs two notes before it is followed.
+    notes_by_process: dict[str, Sequence[Note]] = {}
+    ahead = [*others]
+    while ahead:
+        one = ahead.pop()
+        if one not in notes_by_process:
+            notes = notes_by_process[one] = notes_of(one)
+            for note in notes:
+                first_stamps.setdefault((one, note.thread), note.stamp)
+            ahead += [other for note in notes for other in note.others]
+    ended, missing, waiting = set[str](), set[str](), set[str]()
+    ahead, seen = [*others], {process}
+    while ahead:
+        one = ahead.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        notes = notes_by_process[one]
+        named = [note for note in notes if note.has_given_up]
+        if not named and has_ended(one):
+            ended.add(one)
+        elif named or any(note.stamp != first_stamps[one, note.thread] for note in notes):
+            if not named:
+                waiting.add(one)
+            ahead += [other for note in named or notes for other in note.others]
+        else:
+            missing.add(one)
+    return ended, missing, waiting
 
 
 class CollectiveMonitor:
-    """Waits for the collectives of one process group, `timeout_s` at most."""
+    """Runs and waits for the collectives of one process group, `timeout_s` at most."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Leaves this process's address in the store."""
@@ -218,9 +193,9 @@ class CollectiveMonitor:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError("this process is not a member of the process group")
+        self.group = group
         # Asked of the group itself, which need not be part of the default group.
-        rank = self.rank = group.rank()
-        self.size = group.size()
+        self.rank, self.size = group.rank(), group.size()
         self.timeout_s = timeout_s
         self._note_s = min(_MAX_NOTE_S, timeout_s * _NOTE_SHARE)
         self._store = group.get_group_store()
@@ -229,47 +204,55 @@ class CollectiveMonitor:
         self._met: list[str] | None = None
         self._process = f"{socket.gethostname()}:{os.getpid()}"
         self._notes = Notes(self._store, self._process)
-        # A process that forms a new group goes on, whatever it named as missing before.
-        self._notes.take_all_back()
-        self._store.set(f"moe/process/{rank}", f"{self._process} {PROTOCOL}")
+        # A process that forms a new group goes on, even if it has named another as missing.
+        self._notes.remove(of_all_threads=True)
+        self._store.set(f"moe/process/{self.rank}", f"{self._process} {PROTOCOL}")
 
     def all_to_all(
         self,
-        group: dist.ProcessGroup,
         rows: Tensor,
         send_splits: list[int],
         receive_splits: list[int],
         what: str,
         out: Tensor | None = None,
-    ) -> PendingRows:
+    ) -> Arriving:
         """Starts a variable all-to-all of the rows (the first dimension) of a contiguous tensor."""
-        self._meet()
         if out is None:
             out = rows.new_empty((sum(receive_splits), *rows.shape[1:]))
-        self._step += 1
-        try:
-            work = dist.all_to_all_single(
-                out, rows, receive_splits, send_splits, group=group, async_op=True
-            )
-        except RuntimeError as error:
-            raise self._failure(error, self._step, time.monotonic(), what) from error
-        assert work is not None
-        return PendingRows(self, work, out, rows, self._step, what)
+        arrived, splits = out, (receive_splits, send_splits)
+        work, step = self._start(
+            what,
+            lambda: dist.all_to_all_single(arrived, rows, *splits, group=self.group, async_op=True),
+        )
 
-    def all_reduce(self, group: dist.ProcessGroup, values: Tensor, what: str) -> None:
+        def wait() -> Tensor:  # holds `rows` until they have left
+            self.wait(work, step, rows.device.type == "cpu", what)
+            return arrived
+
+        return Arriving(wait)
+
+    def all_reduce(self, values: Tensor, what: str) -> None:
         """Sums a tensor over the ranks, in place."""
+        work, step = self._start(
+            what, lambda: dist.all_reduce(values, group=self.group, async_op=True)
+        )
+        self.wait(work, step, values.device.type == "cpu", what)
+
+    def _start(
+        self, what: str, collective: Callable[[], dist.Work | None]
+    ) -> tuple[dist.Work, int]:
         self._meet()
         self._step += 1
         try:
-            work = dist.all_reduce(values, group=group, async_op=True)
+            work = collective()
         except RuntimeError as error:
             raise self._failure(error, self._step, time.monotonic(), what) from error
         assert work is not None
-        self.wait(work, self._step, values.device.type == "cpu", what)
+        return work, self._step
 
     @contextlib.contextmanager
     def over_torch(self, what: str) -> Iterator[None]:
-        """Names the missing rank when a collective of torch's own fails within the block.
+        """Names the missing rank when one of torch's own collectives fails within the block.
 
         FSDP2, `DTensor`s and checkpoints wait as long as the backend lets them, which
         `backend_limit` makes shorter than `timeout_s`. All ranks enter the block.
@@ -279,7 +262,8 @@ class CollectiveMonitor:
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_an_exchange(error):
+            # gloo marks its errors in their text alone
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise self._failure(error, self._step, started, what) from error
         self._go_on()
@@ -300,7 +284,7 @@ class CollectiveMonitor:
         while True:
             left = deadline - time.monotonic()
             slice_s = max(min(self._note_s / _NOTES, left), 0.001)
-            # Asked before: what comes just after a slice is no failure.
+            # Asked before: rows that come just after a slice are no failure.
             is_last = left <= 0 or work.is_completed()
             try:
                 work.wait(timedelta(seconds=slice_s))
@@ -314,10 +298,9 @@ class CollectiveMonitor:
                 return
 
     def _has_one_ended(self, step: int) -> bool:
-        """Notes that this rank waits; whether a process has ended, the keeper of the store
-        included."""
+        """Notes that this rank waits; whether a process has ended, the store's included."""
         try:
-            self._notes.wait_for(self._members(), step)
+            self._notes.write(self._members(), step)
         except RuntimeError:
             return True
         return bool(self.ended_ranks())
@@ -326,7 +309,7 @@ class CollectiveMonitor:
         if self._notes.is_left:
             # Without the store no process reads it.
             with contextlib.suppress(RuntimeError):
-                self._notes.take_back()
+                self._notes.remove()
 
     def _meet(self) -> None:
         """Waits for all addresses, once; refuses a rank of another protocol before messages."""
@@ -337,7 +320,7 @@ class CollectiveMonitor:
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
-                raise self._named(missing, f"did not arrive within {self.timeout_s:g} s", "")
+                raise self._named(missing, f"did not arrive within {self.timeout_s:g} s")
             time.sleep(_POLL_S)
         members, protocols = zip(*(self._value(key).split() for key in keys), strict=True)
         theirs_P1 = torch.tensor([int(protocol) for protocol in protocols]).view(-1, 1)
@@ -372,9 +355,9 @@ class CollectiveMonitor:
         elsewhere = sorted(culprits - set(members))
         reason = f"in exchange {step} ({what}): {_first_line(error)}"
         if ranks:
-            return self._named(ranks, did, f"; rank {self.rank} waited for it {reason}")
+            return self._named(ranks, f"{did}; rank {self.rank} waited for it {reason}")
         if elsewhere:
-            # Whom this rank waited for waits in another group.
+            # The ranks that this rank waited for wait in another group.
             return RankFailureError(
                 f"process {', '.join(elsewhere)} (host and number) of another group {did}; rank "
                 f"{self.rank} of {self.size} waited for others that wait for it, {reason}"
@@ -383,54 +366,47 @@ class CollectiveMonitor:
             f"exchange {step} ({what}) failed although every rank reached it: {_first_line(error)}"
         )
 
-    def _named(self, ranks: tuple[int, ...], did: str, where: str) -> RankFailureError:
+    def _named(self, ranks: tuple[int, ...], did: str) -> RankFailureError:
         noun = "rank" if len(ranks) == 1 else "ranks"
         names = ", ".join(map(str, ranks))
-        return RankFailureError(f"{noun} {names} of {self.size} {did}{where}", ranks=ranks)
+        return RankFailureError(f"{noun} {names} of {self.size} {did}", ranks=ranks)
 
     def _culprits(self, members: list[str], step: int, started: float) -> tuple[set[str], str]:
         """The processes at fault, and what they did; none if all reached the exchange."""
-        inquiry = Inquiry(self._process, members, self._notes.of, _has_ended)
+        first_stamps: dict[tuple[str, str], str] = {}
         called = time.monotonic()
         deadline = max(started + self.timeout_s, called + self._note_s)
         while True:
-            self._notes.wait_for(members, step)
-            inquiry.look()
+            self._notes.write(members, step)
+            ended, missing, waiting = find_missing(
+                self._process, members, self._notes.of, _has_ended, first_stamps
+            )
             # A connection closes a little before its process is seen to be gone.
-            if inquiry.ended or time.monotonic() > (
-                deadline if inquiry.missing else called + self._note_s
-            ):
+            if ended or time.monotonic() > (deadline if missing else called + self._note_s):
                 break
             time.sleep(_POLL_S)
-        did = "has ended" if inquiry.ended else f"did not arrive within {self.timeout_s:g} s"
-        culprits = inquiry.ended or inquiry.missing or self._at_another_step(members, step)
-        self._notes.give_up_on(culprits, step)
-        self._stay_for(inquiry.waiting)
-        return culprits, did
-
-    def _at_another_step(self, members: list[str], step: int) -> set[str]:
-        """Processes that wait in another exchange of this group."""
-        return {
+        did = "has ended" if ended else f"did not arrive within {self.timeout_s:g} s"
+        at_another_step = {
             process
             for process in members
             for note in self._notes.of(process)
             if list(note.others) == members and note.step != step
         }
-
-    def _stay_for(self, waiting: set[str]) -> None:
-        """Lives until those that wait know as well: this process may keep the store, or look
-        missing."""
+        culprits = ended or missing or at_another_step
+        self._notes.write(culprits, step, gives_up=True)
+        # Lives until those that wait know too: it may keep the store, or look missing itself.
         until = time.monotonic() + self._note_s
-        while time.monotonic() < until:
-            if all(self._has_given_up(process) or _has_ended(process) for process in waiting):
-                return
+        while time.monotonic() < until and not all(
+            self._has_given_up(process) or _has_ended(process) for process in waiting
+        ):
             time.sleep(_POLL_S)
+        return culprits, did
 
     def _has_given_up(self, process: str) -> bool:
         return any(note.has_given_up for note in self._notes.of(process))
 
     def _members(self) -> list[str]:
-        """The names of the group's processes by rank; of those that did not come, the rank."""
+        """The names of the group's processes by rank; the rank of one that did not come."""
         if self._met is not None:
             return self._met
         found = [self._value(f"moe/process/{rank}").split() for rank in range(self.size)]
@@ -440,35 +416,8 @@ class CollectiveMonitor:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-class PendingRows:
-    """Rows that travel. Keeps what is being sent alive until it has left."""
-
-    def __init__(
-        self,
-        watch: CollectiveMonitor,
-        work: dist.Work,
-        out: Tensor,
-        sent: Tensor,
-        step: int,
-        what: str,
-    ) -> None:
-        self._watch = watch
-        self._work = work
-        self._sent: Tensor | None = sent
-        self.rows = out
-        self._step = step
-        self._what = what
-
-    def wait(self) -> Tensor:
-        """The rows that arrived, in the order of the ranks that sent them."""
-        if self._sent is not None:
-            self._watch.wait(self._work, self._step, self.rows.device.type == "cpu", self._what)
-            self._sent = None
-        return self.rows
-
-
 def check_agreement(what: Iterable[tuple[str, int]], theirs_PN: Tensor, rank: int) -> None:
-    """Compares this rank's numbers with `[P, N]` int64 those of all ranks, on the CPU."""
+    """Compares this rank's named numbers with those of all ranks, `[P, N]` int64 on the CPU."""
     names, own = zip(*what, strict=True)
     differs = theirs_PN != torch.tensor(own, dtype=torch.int64)
     if not bool(differs.any()):
@@ -495,11 +444,6 @@ def _has_ended(process: str) -> bool:
         return Path("/proc").is_dir()
     # The state follows the command's closing bracket; Z is an ended, uncollected process.
     return stat.rpartition(")")[2].split()[0] in "ZX"
-
-
-def _is_of_an_exchange(error: RuntimeError) -> bool:
-    """Whether a collective failed; gloo says so in its text alone."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -1,8 +1,8 @@
 """How rows are encoded while they travel between ranks.
 
 `exact` is the default. `bf16` and `fp8` are lossy; only rows that leave their rank are rounded.
-With `fp8`, dispatched rows travel as e4m3 with one fp32 scale for every 128 columns (DeepSeek-V3),
-and what is summed afterwards (outputs and gradients) travels as bf16.
+With `fp8`, dispatched rows travel as e4m3 with one fp32 scale for every 128 columns (DeepSeek-V3).
+Outputs and gradients, which are summed afterwards, travel as bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Wire(Protocol):
     """A way to write rows."""
 
     def encode(self, rows_RD: Tensor) -> Tensor:
-        """`[R, anything]`: what is sent for each row."""
+        """`[R, anything]`: the encoded rows."""
         ...
 
     def decode(self, sent: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """`[R, width]` in `dtype`, from what arrived."""
+        """`[R, width]` in `dtype`, from encoded rows."""
         ...
 
 

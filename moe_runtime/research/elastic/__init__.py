@@ -56,7 +56,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeReport:
-    """What a change of ranks or placement took.
+    """Costs of a change of ranks or placement.
 
     Attributes:
         num_transfers: experts that travelled between ranks.
@@ -82,7 +82,7 @@ class _Served:
 
 @dataclass(eq=False)
 class _Resize:
-    """A change that was asked for.
+    """A requested change.
 
     `num_ranks` None keeps their number; `algorithm` None moves as few experts as possible;
     `num_replicas` are slots of a layer for second copies, at least; `loads` are those of ranks.
@@ -140,7 +140,7 @@ class RequestFront:
         return asked.future
 
     def close(self, *, at_once: bool) -> None:
-        """Ends the service, when everything that was asked for is done or with the next step."""
+        """Ends the service, after all requests and changes or with the next step."""
         self._gives_up = at_once
         self._commands.put(None)
 
@@ -171,7 +171,7 @@ class RequestFront:
         return replace(orders, ends=self._is_closing and not self._served)
 
     def read(self, rank: int, report: RankReport) -> None:
-        """Takes what a rank generated."""
+        """Takes the tokens that a rank generated."""
         for number, tokens in report.tokens.items():
             served = self._served[number]
             served.tokens += tokens
@@ -299,7 +299,7 @@ def call(store: Store, change: Change, numbers: Tokens) -> None:
 
 
 def _running_future() -> Future[Any]:
-    """A future that cannot be cancelled any more: what it stands for will be done."""
+    """A future that cannot be cancelled."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -447,11 +447,11 @@ class ElasticService:
         return self._orders.change(num_ranks=num_ranks)
 
     def rebalance(self, algorithm: str = "eplb", *, num_replicas: int = 0) -> Future[ChangeReport]:
-        """Places the experts anew by what was counted since the last time.
+        """Places the experts anew by their loads since the last time.
 
         Args:
             algorithm: a name of `moe_runtime.research.placement_solvers.ALGORITHMS`.
-            num_replicas: slots of a layer for second copies, rounded up to what divides.
+            num_replicas: slots of a layer for second copies, rounded up until slots divide.
         """
         check_algorithm(algorithm)
         return self._orders.change(algorithm=algorithm, num_replicas=num_replicas)
@@ -460,7 +460,7 @@ class ElasticService:
         """Ends the service and its workers, by default when everything asked for is done.
 
         Args:
-            at_once: gives up what is not done: waiting for it raises a `RankFailureError`.
+            at_once: gives up unfinished requests: their results raise a `RankFailureError`.
 
         Raises:
             RankFailureError: a rank died or stalled.
@@ -497,8 +497,8 @@ class ElasticService:
 
     def _run(self) -> None:
         assert self._front is not None
-        # Whatever ends the thread must reach those that wait for tokens; a mistake of ours
-        # goes on to be printed as well.
+        # Any error that ends the thread must reach the callers that wait for tokens; one that
+        # is not of the runtime is printed as well.
         with contextlib.suppress(MoERuntimeError):
             try:
                 self._member.serve(self._front)
@@ -534,7 +534,7 @@ def ready_model(path: str | Path, *, dtype: str = "auto", threads: int = 1) -> S
 
 
 def describe(model: SpreadModel) -> str:
-    """What must be equal in all processes of a service, as text."""
+    """Facts that must be equal in all processes of a service, as text."""
     facts = {
         "moe_runtime": __version__,
         "torch": torch.__version__,
@@ -579,7 +579,7 @@ def start_local_workers(
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[BaseProcess]:
     """Starts workers on this machine; they end when the service does, or with this process."""
-    # Forked from a clean process: what has threads, as this one has, must not be forked.
+    # Forked from a clean process: this one has threads and must not be forked.
     context = multiprocessing.get_context("forkserver")
     # Imported once, where the server has not been started for something else.
     context.set_forkserver_preload([__name__])

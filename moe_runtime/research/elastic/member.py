@@ -45,12 +45,12 @@ from moe_runtime.types import ExpertKey
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What all processes concerned get. A rank keeps its number from epoch to epoch.
+    """A change of ranks or placement. A rank keeps its number from epoch to epoch.
 
     Attributes:
         epoch: number of the epoch that it leads to.
         num_old: ranks of the present epoch; 0 at the start.
-        members: numbers of the processes: all that are in either epoch, by rank.
+        members: numbers of the processes in either epoch, by rank.
         slots: `[L][S]` experts of the next placement.
         transfers: `(layer, expert, from rank, to rank)` of every page that travels.
     """
@@ -124,8 +124,8 @@ class ChangePreparation:
         self.rank = rank
         self.arrivals: dict[ExpertKey, torch.Tensor] = {}
         self.transport: Transport | None = None
-        # Kept until all are ready: a group that is let go closes its connections, and a slower
-        # rank may still be making them.
+        # Kept until all are ready: a dropped group closes its connections, and a slower rank may
+        # still be making them.
         self._pages_group: dist.ProcessGroup | None = None
         self._pages = pages
         # A connection of its own: a wait must not hold up the rank's other uses of the store.
@@ -182,7 +182,7 @@ class ChangePreparation:
             work.wait()
 
     def _read_pages(self) -> None:
-        """Reads what no rank has yet: all of it at the start, nothing later."""
+        """Reads experts that no rank has yet: all of them at the start, none later."""
         if self.rank >= self.change.num_new:
             return
         wanted = keys_of(self.change.placement, self.rank)
@@ -192,7 +192,7 @@ class ChangePreparation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticRequest:
-    """What is asked for.
+    """A request for text.
 
     Attributes:
         prompt: token ids, at least one.
@@ -313,14 +313,14 @@ def _is_plain(layer: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
-    """What rank 0 tells all ranks in a step.
+    """Orders of rank 0 to all ranks in a step.
 
     Attributes:
         requests: new ones, with their number and the rank that generates for them.
         prepare: a change to prepare.
         switch: ranks of all requests in the prepared epoch, which begins now.
         abandon: the prepared change is given up.
-        counts_loads: ranks report what was counted since the last time.
+        counts_loads: ranks report their counts since the last time.
         ends: the service ends.
     """
 
@@ -333,7 +333,7 @@ class Orders:
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> Orders:
-        """Of what JSON made of them."""
+        """From parsed JSON."""
         value["requests"] = tuple(
             (number, rank, ElasticRequest(**asked | {"prompt": tuple(asked["prompt"])}))
             for number, rank, asked in value["requests"]
@@ -347,7 +347,7 @@ class Orders:
 
 @dataclass(kw_only=True, slots=True)
 class RankReport:
-    """What a rank tells rank 0: new tokens and finished requests by number, loads if asked for."""
+    """A rank's message to rank 0: new tokens, finished requests, loads if asked for."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
@@ -355,7 +355,7 @@ class RankReport:
 
     @classmethod
     def read(cls, value: dict[str, Any]) -> RankReport:
-        """Of what JSON made of it."""
+        """From parsed JSON."""
         value["tokens"] = {int(number): told for number, told in value["tokens"].items()}
         return cls(**value)
 

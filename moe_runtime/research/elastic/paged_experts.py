@@ -1,7 +1,7 @@
 """Routed experts spread over ranks whose number changes, without a changed bit.
 
-Each expert is a page in memory of its own, found by a table. Pages arrive beside those in use, the
-table is turned, and what is no longer wanted is freed (ElasticMoE's remap of virtual pages).
+Each expert is a page in memory of its own, found by a table. New pages arrive while old ones are in
+use; then the table is switched and unused pages are freed (ElasticMoE's remap of virtual pages).
 
 Every rank computes a row by the calls of one process with all experts: the rows of one rank for one
 expert are a call of their own, and the sum over a token's experts is formed on its own rank. So
@@ -245,9 +245,9 @@ class SpreadModule(OffloadedExperts):
 
 @dataclass(frozen=True, eq=False)
 class SpreadModel:
-    """What a rank generates with: a transformers model whose experts are `modules`, layer by layer.
+    """A rank's model: of transformers, with experts in `modules`, layer by layer.
 
-    `signature` is what placements must be made for; `expert_form`, the types of the experts'
+    Placements must be made for `signature`; `expert_form`, the types of the experts'
     matrices and a checksum of how they lie in pages, must be equal on all ranks.
     """
 
@@ -285,20 +285,16 @@ def load_spread_model(path_or_id: str | Path, *, dtype: str | torch.dtype = "aut
         ),
     )
     finish_dense(model, checkpoint, experts, torch.device("cpu"))
+    pages = [(key, layout.form) for key, layout in sorted(experts.layouts.items())]
+    described = repr((experts.matrices, experts.packings, pages)).encode()
     return SpreadModel(
         model=model,
         modules=tuple(modules),
         spread=spread,
         signature=signature,
         ends=frozenset(end_token_ids(model)),
-        expert_form=_form(experts),
+        expert_form=f"{' and '.join(experts.type_names)} (layout {zlib.crc32(described):08x})",
     )
-
-
-def _form(experts: ExpertMap) -> str:
-    pages = [(key, layout.form) for key, layout in sorted(experts.layouts.items())]
-    described = repr((experts.matrices, experts.packings, pages)).encode()
-    return f"{' and '.join(experts.type_names)} (layout {zlib.crc32(described):08x})"
 
 
 def _width(experts: ExpertMap, layer: int) -> int:

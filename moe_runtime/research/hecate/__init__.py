@@ -2,11 +2,11 @@
 
 The owner of an expert keeps its parameters and optimizer state. For an iteration, chosen experts
 are copied to other ranks (sparse all-gather), which compute their own tokens for them; gradients of
-the copies are summed at the owner (the backward pass of the first). The copies travel behind what
-computes before the layer. Results change by no more than the order of sums.
+the copies are summed at the owner (the backward pass of the first). The copies travel while earlier
+operations compute. Results change by no more than the order of sums.
 
-Rounding of shares is not specified in the paper; here it is by largest remainder, and what an
-expert cannot use goes to the next.
+The paper does not specify how shares are rounded; here it is by largest remainder. Copies that an
+expert cannot use go to the next.
 
 Shape suffixes: T tokens, D model, K choices, R rows, S owned slots of a rank, X slots with copies,
 E experts.
@@ -49,8 +49,8 @@ def plan_copies(
 ) -> list[list[int]]:
     """Copies for the next iteration (Hecate's algorithm 1).
 
-    As many of the hottest experts as can be copied behind the computation before the layer
-    (`max_experts`), within the copies that each device has room for.
+    Copies as many of the hottest experts as the computation before the layer hides
+    (`max_experts`), within the room of each device.
 
     Returns:
         For each device, the experts to copy to it, hottest first; never one that it owns.
@@ -68,13 +68,23 @@ def plan_copies(
     if num_hot <= room:
         return [[e for e in hot if owner_E[e] != device] for device in range(num_devices)]
     copies: list[list[int]] = [[] for _ in range(num_devices)]
+    nodes = _nodes(num_devices, devices_per_node)
     wanted = _shares([loads_E[e] for e in hot], num_devices * room, num_devices - 1)
     for expert, number in zip(hot, wanted, strict=True):
+        holds = [device == owner_E[expert] for device in range(num_devices)]
         for _ in range(number):
-            device = _best_device(expert, owner_E[expert], copies, room, devices_per_node)
+            # in a node without the expert if there is one, where most room is
+            counts = [len(held) for held in copies]
+            device = _pick_device(
+                nodes,
+                [not there and count < room for there, count in zip(holds, counts, strict=True)],
+                [(any(holds[d] for d in node), sum(counts[d] for d in node)) for node in nodes],
+                [(count,) for count in counts],
+            )
             if device is None:
                 break
             copies[device].append(expert)
+            holds[device] = True
     return copies
 
 
@@ -90,12 +100,12 @@ def calibrate(
 ) -> list[list[int]]:
     """More copies for this iteration, now that its loads are known (Hecate's calibration).
 
-    Algorithm 1 again, with the real loads and the memory that is left, for every number of hottest
-    experts. The best plan is taken if the computation that the busiest device is relieved of takes
-    longer than sending the copies, which nothing hides.
+    Algorithm 1 again, with the real loads and the remaining memory, for every number of hottest
+    experts. The best plan is taken if it saves the busiest device more time than sending the copies
+    costs, which nothing hides.
 
     Args:
-        copies: What is copied already, for each device.
+        copies: Experts that are copied already, for each device.
         slots_per_device: Copies that a device has room for, those in `copies` included.
         token_s: Seconds to compute one token, in all passes.
         expert_s: Seconds to copy one expert and to bring its gradient back.
@@ -135,7 +145,7 @@ def calibrate(
 
 
 def _holders(owner_E: Sequence[int], *plans: Sequence[Sequence[int]]) -> list[set[int]]:
-    """Devices that hold each expert: its owner, and those that plans copy it to."""
+    """Devices that hold each expert: its owner, and the targets of copies."""
     holders = [{owner} for owner in owner_E]
     for plan in plans:
         for device, experts in enumerate(plan):
@@ -169,12 +179,19 @@ def reshard(
         raise ValueError(f"{total} experts do not divide by {num_devices} devices")
     free = [total // num_devices] * num_devices
     owners = [[-1] * len(loads_E) for loads_E in loads_LE]
+    nodes = _nodes(num_devices, devices_per_node)
     layers = sorted(range(len(loads_LE)), key=lambda layer: (-max(loads_LE[layer]), layer))
     for layer in layers:
         loads_E = loads_LE[layer]
         carried = [0.0] * num_devices
         for expert in _by_load(loads_E)[num_copied:]:
-            device = _least_loaded(carried, free, devices_per_node)
+            device = _pick_device(
+                nodes,
+                [num > 0 for num in free],
+                [(sum(carried[d] for d in node), sum(free[d] for d in node)) for node in nodes],
+                list(zip(carried, free, strict=True)),
+            )
+            assert device is not None, "there are as many places as experts"
             owners[layer][expert] = device
             carried[device] += loads_E[expert]
             free[device] -= 1
@@ -212,37 +229,23 @@ def _shares(loads: Sequence[float], total: int, most: int) -> list[int]:
     return shares
 
 
-def _best_device(
-    expert: int, owner: int, copies: Sequence[Sequence[int]], room: int, devices_per_node: int
+def _nodes(num_devices: int, devices_per_node: int) -> list[range]:
+    devices = range(num_devices)
+    return [devices[first : first + devices_per_node] for first in devices[::devices_per_node]]
+
+
+def _pick_device(
+    nodes: Sequence[range],
+    is_usable: Sequence[bool],
+    node_order: Sequence[tuple[float, ...]],
+    device_order: Sequence[tuple[float, ...]],
 ) -> int | None:
-    """A device without the expert: in a node without it if there is one, with most room."""
-    holds = [device == owner or expert in held for device, held in enumerate(copies)]
-    nodes: list[tuple[bool, int, int]] = []
-    for first in range(0, len(copies), devices_per_node):
-        devices = range(first, first + devices_per_node)
-        usable = [d for d in devices if not holds[d] and len(copies[d]) < room]
-        if usable:
-            free = sum(room - len(copies[d]) for d in devices)
-            nodes.append((any(holds[d] for d in devices), -free, first))
-    if not nodes:
+    """The first usable device of the first node that has one, in the given orders."""
+    usable = [n for n, node in enumerate(nodes) if any(is_usable[d] for d in node)]
+    if not usable:
         return None
-    first = min(nodes)[2]
-    devices = range(first, first + devices_per_node)
-    usable = [d for d in devices if not holds[d] and len(copies[d]) < room]
-    return min(usable, key=lambda d: (len(copies[d]), d))
-
-
-def _least_loaded(carried: Sequence[float], free: Sequence[int], devices_per_node: int) -> int:
-    """The least loaded device with a free slot, of the least loaded node with one."""
-    nodes: list[tuple[float, int, int]] = []
-    for first in range(0, len(carried), devices_per_node):
-        devices = range(first, first + devices_per_node)
-        num_free = sum(free[d] for d in devices)
-        if num_free:
-            nodes.append((sum(carried[d] for d in devices), num_free, first))
-    first = min(nodes)[2]
-    devices = [d for d in range(first, first + devices_per_node) if free[d]]
-    return min(devices, key=lambda d: (carried[d], free[d], d))
+    best = nodes[min(usable, key=node_order.__getitem__)]
+    return min((d for d in best if is_usable[d]), key=device_order.__getitem__)
 
 
 ExpertsWith = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
@@ -286,7 +289,7 @@ class SparseMaterialisation:
         self._add(copies)
 
     def _add(self, copies: Sequence[Sequence[int]]) -> None:
-        """Plans one more exchange of copies; what a rank holds already is skipped."""
+        """Plans one more exchange of copies; experts that a rank holds already are skipped."""
         owners = self._owners
         if len(copies) != owners.num_ranks:
             raise ValueError(
@@ -326,7 +329,7 @@ class SparseMaterialisation:
     ) -> SparseMaterialisation:
         """A plan with more copies, once the loads are known (calibration); a collective call.
 
-        Copies of this plan in `pending` become those of the new plan: only what is new is sent.
+        Copies of this plan in `pending` become those of the new plan: only new ones are sent.
         """
         longer = copy.copy(self)
         longer._waves = list(self._waves)
@@ -335,10 +338,6 @@ class SparseMaterialisation:
             pending.add(longer._waves[-1])
             pending.num_empty = longer._num_empty
         return longer
-
-    def materialise(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """`[X, ...]` for each parameter: owned slots, copies, and slots that stay empty."""
-        return self.start(parameters).wait()
 
 
 class PendingParameters:
@@ -355,7 +354,7 @@ class PendingParameters:
             pending.append(wave.start(parameter))
 
     def wait(self) -> list[Tensor]:
-        """`[X, ...]` for each parameter."""
+        """`[X, ...]` for each parameter: owned slots, copies, and slots that stay empty."""
         return [
             torch.cat(
                 [
@@ -392,8 +391,8 @@ def sparse_expert_parallel(
     """One layer of experts with copies; gradients arrive at the owners.
 
     Args:
-        experts: What computes the tokens; it may not keep the parameters.
-        parameters: `[S, ...]` what this rank owns.
+        experts: Computes the tokens; it may not keep the parameters.
+        parameters: `[S, ...]` this rank owns.
         copies: `plan.start(parameters)`, started earlier to hide it; made here by default.
         rematerialise: Drops the copies after the forward pass and makes them again in the backward
             pass.
@@ -429,7 +428,7 @@ def sparse_expert_parallel(
 
 
 class _Again:
-    """Replaces materialised parameters among what autograd saves, and makes them again.
+    """Replaces materialised parameters among the saved tensors, and makes them again.
 
     Every stage of the backward pass asks for them, so all ranks exchange them at the same point,
     with or without rows; the last stage drops them.
@@ -464,7 +463,7 @@ class _Again:
         if self._num_left == 0:
             self._num_left = self.num_stages
             with torch.no_grad():
-                self._fetched = self._plan.materialise(self._parameters)
+                self._fetched = self._plan.start(self._parameters).wait()
 
     def forget(self) -> None:
         self._num_left -= 1
@@ -530,7 +529,7 @@ def hidden_experts(compute_s: float, bytes_per_s: float, expert_bytes: int) -> i
 
 
 class SparseExperts(ParallelExperts):
-    """Experts of which each has an owner, and the hot ones copies for an iteration.
+    """Experts with one owner each, and copies of hot ones for an iteration.
 
     Arguments as of `ParallelExperts`, whole experts only. `num_copied` counts the experts that this
     rank sent in the last forward pass.
@@ -571,7 +570,7 @@ class SparseExperts(ParallelExperts):
         return [sum(loads) / len(self._loads) for loads in zip(*self._loads, strict=True)]
 
     def prepare(self) -> None:
-        """Starts this iteration's copies, to be hidden behind what is computed before the layer.
+        """Starts this iteration's copies, which travel while earlier layers compute.
 
         A collective call, once before each forward pass, which makes it otherwise. No parameter may
         change in between.
@@ -582,7 +581,7 @@ class SparseExperts(ParallelExperts):
         self._pending = self._plan.start(self._owned())
 
     def prepare_before(self, module: nn.Module) -> None:
-        """Has `prepare` called before each forward pass of a module, such as the attention."""
+        """Calls `prepare` before each forward pass of a module, such as the attention."""
         module.register_forward_pre_hook(lambda *_: self.prepare())
 
     def forward(

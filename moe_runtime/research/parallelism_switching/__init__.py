@@ -118,24 +118,26 @@ class AdaptiveParallelism:
 
     def _gathered(self, own: StackedExperts, degree: int) -> StackedExperts:
         """The experts that this rank computes with, put together from slices."""
-        run = self.num_shares if degree == 0 else self.num_shares // degree
-        if degree == self.num_shares and degree > 0:
+        if degree == self.num_shares:
             return own
-        exchange = self._exchange(degree)
-        tensors = [None if t is None else exchange.copy(t) for t in own.tensors()]
-        return _join(replace_tensors(own, tensors), run)
-
-    def _exchange(self, degree: int) -> SlotExchange:
+        run = self.num_shares // (degree or 1)
         if degree not in self._gathers:
             size, per_rank = self._transport.size, self._experts_per_rank
-            run = self.num_shares if degree == 0 else self.num_shares // degree
-            wanted = []
-            for rank in range(size):
-                first = 0 if degree == 0 else rank // run * run
-                last = size if degree == 0 else first + run
-                wanted.append([(r, slot) for r in range(first, last) for slot in range(per_rank)])
+            together = run if degree else size
+            wanted = [
+                [
+                    (other, slot)
+                    for other in range(
+                        rank // together * together, (rank // together + 1) * together
+                    )
+                    for slot in range(per_rank)
+                ]
+                for rank in range(size)
+            ]
             self._gathers[degree] = SlotExchange(wanted, per_rank, self._transport)
-        return self._gathers[degree]
+        exchange = self._gathers[degree]
+        tensors = [None if t is None else exchange.copy(t) for t in own.tensors()]
+        return _join(replace_tensors(own, tensors), run)
 
 
 def _join(slices: StackedExperts, run: int) -> StackedExperts:
@@ -199,13 +201,13 @@ class SwitchingExperts(ParallelExperts):
     Args:
         num_experts: `E`; this or the number of ranks divides the other.
         groups: As of `ParallelExperts`; a layout's `etp` is then the ranks that share an expert.
-        link: What an exchange costs; measured here by default, which is a collective call.
+        link: Cost of an exchange; measured here by default, which is a collective call.
 
     Attributes:
-        degrees: what can be chosen: 0 gathers all experts, r sends a row to r ranks.
+        degrees: possible degrees: 0 gathers all experts, r sends a row to r ranks.
         degree: the one to compute with; None lets the link choose for every batch.
         last_degree: the one that the last batch was computed with.
-        link: what an exchange costs; None in a process alone.
+        link: cost of an exchange; None in a process alone.
 
     Raises:
         ValueError: Sizes that do not divide, or another layout than the degrees need.

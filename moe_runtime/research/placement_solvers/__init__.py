@@ -28,7 +28,7 @@ from moe_runtime.policies.placement.base import slots_needed
 
 
 class Deadline:
-    """A moment after which the best that was found counts."""
+    """A moment after which the best result so far counts."""
 
     def __init__(
         self, seconds: float = math.inf, *, clock: Callable[[], float] = time.monotonic
@@ -45,7 +45,7 @@ class Deadline:
         return self.left_s <= 0
 
     def part(self, share: float) -> "Deadline":
-        """A deadline after a share of what is left."""
+        """A deadline after a share of the remaining time."""
         return Deadline(share * self.left_s, clock=self._clock)
 
 
@@ -54,61 +54,37 @@ MAX_PRODUCTS = 12_000
 minute does not even solve the relaxation, and the local search is all there is."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Mapping:
-    """Where the clusters lie.
-
-    Attributes:
-        gpus_LQ: device of each cluster.
-        peak_traffic: sum over neighbouring layers of the busiest device's traffic, in cost units.
-        is_optimal: the solver proved that no mapping is better.
-    """
-
-    gpus_LQ: np.ndarray
-    peak_traffic: float
-    is_optimal: bool
-
-
-def map_clusters(traffic_LQQ: np.ndarray, costs_GG: np.ndarray, *, time_limit_s: float) -> Mapping:
-    """Assigns the clusters of every layer to devices, one to one.
+def map_clusters(
+    traffic_LQQ: np.ndarray, costs_GG: np.ndarray, *, time_limit_s: float
+) -> np.ndarray:
+    """Assigns the clusters of every layer to devices, one to one: ``[L, Q]`` device of each.
 
     `time_limit_s` holds for the search, and for the solver where the programme is small enough.
     Never worse than every cluster on the device of its number.
     """
     num_layers, num_gpus = len(traffic_LQQ) + 1, len(costs_GG)
     deadline = Deadline(time_limit_s)
-    start = np.tile(np.arange(num_gpus), (num_layers, 1))
-    best = min(
-        (
-            _local_search(gpus, traffic_LQQ, costs_GG, deadline)
-            for gpus in (start, _chain(traffic_LQQ, costs_GG))
-        ),
-        key=lambda gpus: peak_traffic(gpus, traffic_LQQ, costs_GG),
-    )
-    peak = peak_traffic(best, traffic_LQQ, costs_GG)
-    if peak == 0 or num_layers == 1:
-        return Mapping(gpus_LQ=best, peak_traffic=peak, is_optimal=True)
-    if len(traffic_LQQ) * num_gpus**4 > MAX_PRODUCTS:
-        return Mapping(gpus_LQ=best, peak_traffic=peak, is_optimal=False)
-    found, is_optimal = _solve(traffic_LQQ, costs_GG, peak, time_limit_s)
-    if found is not None and peak_traffic(found, traffic_LQQ, costs_GG) < peak:
-        best, peak = found, peak_traffic(found, traffic_LQQ, costs_GG)
-    return Mapping(gpus_LQ=best, peak_traffic=peak, is_optimal=is_optimal)
+
+    def peak(gpus_LQ: np.ndarray) -> float:
+        return peak_traffic(gpus_LQ, traffic_LQQ, costs_GG)
+
+    starts = (np.tile(np.arange(num_gpus), (num_layers, 1)), _chain(traffic_LQQ, costs_GG))
+    found = [_local_search(gpus, traffic_LQQ, costs_GG, deadline) for gpus in starts]
+    best = min(found, key=peak)
+    if peak(best) > 0 and num_layers > 1 and len(traffic_LQQ) * num_gpus**4 <= MAX_PRODUCTS:
+        solved = _solve(traffic_LQQ, costs_GG, peak(best), time_limit_s)
+        if solved is not None and peak(solved) < peak(best):
+            return solved
+    return best
 
 
 def peak_traffic(gpus_LQ: np.ndarray, traffic_LQQ: np.ndarray, costs_GG: np.ndarray) -> float:
-    """Sum over neighbouring layers of what the busiest device sends or receives, by cost."""
-    return sum(
-        _peak(gpus_LQ[layer], gpus_LQ[layer + 1], traffic, costs_GG)
-        for layer, traffic in enumerate(traffic_LQQ)
-    )
-
-
-def _peak(
-    here_Q: np.ndarray, there_Q: np.ndarray, traffic_QQ: np.ndarray, costs_GG: np.ndarray
-) -> float:
-    weighed = traffic_QQ * costs_GG[np.ix_(here_Q, there_Q)]
-    return float(max(weighed.sum(axis=1).max(), weighed.sum(axis=0).max()))
+    """Sum over neighbouring layers of the busiest device's traffic in or out, by cost."""
+    total = 0.0
+    for layer, traffic_QQ in enumerate(traffic_LQQ):
+        weighed = traffic_QQ * costs_GG[np.ix_(gpus_LQ[layer], gpus_LQ[layer + 1])]
+        total += float(max(weighed.sum(axis=1).max(), weighed.sum(axis=0).max()))
+    return total
 
 
 def _chain(traffic_LQQ: np.ndarray, costs_GG: np.ndarray) -> np.ndarray:
@@ -153,7 +129,7 @@ def _local_search(
 
 def _solve(
     traffic_LQQ: np.ndarray, costs_GG: np.ndarray, bound: float, time_limit_s: float
-) -> tuple[np.ndarray | None, bool]:
+) -> np.ndarray | None:
     """The integer programme: binary choices, products of neighbouring ones, one peak a layer."""
     num_layers, num_gpus = len(traffic_LQQ) + 1, len(costs_GG)
     unit = max(bound, 1e-300)
@@ -180,10 +156,8 @@ def _solve(
                 programme.at_most([*terms, (-1.0, peaks[layer])], 0.0)
         programme.cost(peaks[layer], 1.0)
     programme.at_most([(1.0, peak) for peak in peaks], 1.0 + 1e-9)
-    solution = programme.solve(time_limit_s=time_limit_s, gap=1e-4)
-    if solution is None:
-        return None, False
-    return solution.values[chosen].argmax(axis=2), solution.is_optimal
+    values = programme.solve(time_limit_s=time_limit_s, gap=1e-4)
+    return None if values is None else values[chosen].argmax(axis=2)
 
 
 def _tie(
@@ -209,7 +183,6 @@ class Affinity:
 
     Args:
         num_starts: random starts; more of them find better placements, each costs the same time.
-        node_hop: cost of a hop to another node, in hops between devices of one node.
         time_limit_s: seconds after which the best placement so far counts; then it depends on the
             machine's speed.
     """
@@ -219,7 +192,6 @@ class Affinity:
         *,
         num_starts: int = 8,
         seed: int = 0,
-        node_hop: float = 2.0,
         time_limit_s: float = math.inf,
     ) -> None:
         if num_starts < 1:
@@ -229,7 +201,6 @@ class Affinity:
         self._time_limit_s = time_limit_s
         self._num_starts = num_starts
         self._seed = seed
-        self._node_hop = node_hop
 
     def __call__(
         self, profile: RoutingProfile, devices: Devices, *, num_replicas: int
@@ -237,7 +208,7 @@ class Affinity:
         if num_replicas:
             raise ValueError(f"affinity makes no replicas, got {num_replicas}; eplb does")
         slots_needed(profile.num_experts, 0, devices.num_gpus)
-        costs = hop_costs(devices, node_hop=self._node_hop)
+        costs = hop_costs(devices)
         random = np.random.default_rng(self._seed)
         best, best_cost = None, np.inf
         deadline = Deadline(self._time_limit_s)
@@ -253,11 +224,11 @@ class Affinity:
         return placement_of(best, devices)
 
 
-def hop_costs(devices: Devices, *, node_hop: float = 2.0) -> np.ndarray:
-    """``[G, G]`` cost of a token's way: 0 on a device, 1 within a node, ``node_hop`` beyond."""
+def hop_costs(devices: Devices) -> np.ndarray:
+    """``[G, G]`` cost of a token's way: 0 on a device, 1 within a node, 2 beyond."""
     gpus = np.arange(devices.num_gpus)
     nodes = devices.node_of(gpus)
-    costs = np.where(nodes[:, None] == nodes[None], 1.0, node_hop)
+    costs = np.where(nodes[:, None] == nodes[None], 1.0, 2.0)
     costs[gpus, gpus] = 0.0
     return costs
 
@@ -347,12 +318,10 @@ class TwoStage:
         load_slack: how far the largest load of a cluster may exceed the least possible, as a share
             of it; more slack leaves more room for affinity.
         time_limit_s: seconds of searches and solver calls together.
-        node_hop: cost of a hop to another node, in hops between devices of one node.
     """
 
     load_slack: float = 0.1
     time_limit_s: float = 30.0
-    node_hop: float = 2.0
 
     def __post_init__(self) -> None:
         if self.load_slack < 0 or self.time_limit_s <= 0:
@@ -375,9 +344,9 @@ class TwoStage:
         )
         gpus = map_clusters(
             cluster_traffic(clusters, profile.transitions_LEE, devices.num_gpus),
-            hop_costs(devices, node_hop=self.node_hop),
+            hop_costs(devices),
             time_limit_s=0.25 * self.time_limit_s,
-        ).gpus_LQ
+        )
         return placement_of(np.take_along_axis(gpus, clusters, axis=1), devices)
 
 
@@ -489,10 +458,10 @@ def balance_clusters(
     for column in chosen.T:
         terms = [(load / unit, z) for load, z in zip(loads_E, column, strict=True)]
         programme.at_most([*terms, (-1.0, top)], 0.0)
-    solution = programme.solve(time_limit_s=time_limit_s, gap=gap)
-    if solution is None:
+    values = programme.solve(time_limit_s=time_limit_s, gap=gap)
+    if values is None:
         return start
-    found = solution.values[chosen].argmax(axis=1)
+    found = values[chosen].argmax(axis=1)
     better = np.bincount(found, weights=loads_E, minlength=num_clusters).max() < largest
     return found if better else start
 
@@ -509,7 +478,7 @@ def attract(
     """Clusters of equal size with the largest sum of gains whose loads stay within a bound.
 
     Args:
-        gains_EQ: what is gained by each expert in each cluster.
+        gains_EQ: gain of each expert in each cluster.
         start: `[E]` clusters that keep the bound; the result is never worse.
         time_limit_s: for the solver; 0 leaves it at swaps.
         gap: relative distance from the optimum that is good enough.
@@ -528,17 +497,12 @@ def attract(
     for column in chosen.T:
         terms = [(load / max_load, z) for load, z in zip(loads_E, column, strict=True)]
         programme.at_most(terms, 1.0 + 1e-9)
-    programme.at_most(
-        [
-            (-gain, z)
-            for gain, z in zip(gains_EQ.reshape(-1) / unit, chosen.reshape(-1), strict=True)
-        ],
-        -value / unit,
-    )
-    solution = programme.solve(time_limit_s=time_limit_s, gap=gap)
-    if solution is None:
+    losses = zip(-gains_EQ.reshape(-1) / unit, chosen.reshape(-1), strict=True)
+    programme.at_most(losses, -value / unit)
+    values = programme.solve(time_limit_s=time_limit_s, gap=gap)
+    if values is None:
         return best
-    found = solution.values[chosen].argmax(axis=1)
+    found = values[chosen].argmax(axis=1)
     return found if gains_EQ[rows, found].sum() > value else best
 
 

@@ -116,7 +116,7 @@ def hidden_states(
         tokens.x_RD = tokens.x_RD + block.feed_forward(block.feed_forward_norm(tokens.x_RD))
     before = tokens.sent.context
     (x_TD,) = tokens.everywhere(model.norm(tokens.x_RD))
-    tokens.sent.context = before  # the result is no part of what layers exchange
+    tokens.sent.context = before  # layers do not exchange the result
     return x_TD.view(*ids_BC.shape, -1), tokens.sent
 
 

@@ -220,19 +220,12 @@ class SpsaExecutor(ExpertsExecutor):
             along = self._directions(key, named, step)
             for distance in () if was_visited else _SIDES:
                 self._shift(named, along, distance)
-            self._descend(key, named, along, step)
-
-    def _descend(
-        self, key: ExpertKey, named: dict[str, Tensor], along: dict[str, Tensor], step: int
-    ) -> None:
-        slope = self.slopes[step]
-        if slope is None:
-            return
-        for tensor in self._records.experts[key].layout.trained:
-            decay = self._settings.weight_decay if tensor.decays else 0.0
-            descend(
-                named[tensor.name], along[tensor.name], slope, rate=self.rates[step], decay=decay
-            )
+            slope, rate = self.slopes[step], self.rates[step]
+            if slope is None:
+                continue
+            for one in self._records.experts[key].layout.trained:
+                decay = self._settings.weight_decay if one.decays else 0.0
+                descend(named[one.name], along[one.name], slope, rate=rate, decay=decay)
 
     def _shift(self, named: dict[str, Tensor], along: dict[str, Tensor], times: int) -> None:
         for name, tensor in named.items():
@@ -313,7 +306,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 PARAMETERS_ALONE = StateFormat(trains=False)
-"""What a record holds: nothing is kept of gradients, because there are none."""
+"""Records hold parameters alone: there are no gradients."""
 _KINDS = {
     "experts": MAPPING,
     "seed": PLAIN,
@@ -324,7 +317,7 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZerothOrderStep(StepOutcome):
-    """What a step measured: the mean `loss` of both sides, their difference over the distance."""
+    """Measured in a step: mean `loss` of both sides, and their difference over the distance."""
 
     loss: float
     slope: float
@@ -385,7 +378,7 @@ class ZerothOrderTraining(ExpertTraining):
 
         Args:
             parts: each computes the loss of one micro-batch, divided by their number where a mean
-                is wanted; called twice. What a model draws at random differs between the two.
+                is wanted; called twice, with other random draws of the model.
             rate: learning rate; the settings' when omitted.
 
         Returns:
@@ -425,7 +418,7 @@ class ZerothOrderTraining(ExpertTraining):
         return losses
 
     def step(self, rate: float | None = None) -> ZerothOrderStep:
-        """Moves everything by what `backward` measured; experts when they are needed next.
+        """Moves everything by the slope of `backward`; experts when they are needed next.
 
         Raises:
             RuntimeError: nothing was measured.
@@ -444,7 +437,8 @@ class ZerothOrderTraining(ExpertTraining):
             tensor.copy_(moved)
             if not is_skipped:
                 along = self._direction(name, tensor)
-                descend(tensor, along, slope, rate=measured.rate, decay=self._decay(name))
+                decay = self._settings.weight_decay if decays(name, self._dense[name]) else 0.0
+                descend(tensor, along, slope, rate=measured.rate, decay=decay)
         self._executor.finish_step(None if is_skipped else slope, measured.rate)
         self.skipped_steps += is_skipped
         return ZerothOrderStep(
@@ -469,7 +463,7 @@ class ZerothOrderTraining(ExpertTraining):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` gave, under any budget.
+        """Restores a `state_dict`, under any budget.
 
         Raises:
             CheckpointError: it is of another model or seed, or damaged.
@@ -493,9 +487,6 @@ class ZerothOrderTraining(ExpertTraining):
 
     def _direction(self, name: str, tensor: Tensor) -> Tensor:
         return direction(tensor, seed=self._settings.seed, step=self._executor.step, name=name)
-
-    def _decay(self, name: str) -> float:
-        return self._settings.weight_decay if decays(name, self._dense[name]) else 0.0
 
     def _use(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -570,7 +561,7 @@ class ZerothOrderConfig:
     untouched: Untouched = "dense_exact"
 
     def __post_init__(self) -> None:
-        # the optimizer knows what its settings may be
+        # the optimizer checks its settings
         ZerothOrder(eps=self.eps, untouched=self.untouched)
 
 

@@ -93,20 +93,27 @@ class Answer:
     parameter_grads: list[Tensor]
 
 
+def masked_experts(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, parameters: list[Tensor]
+) -> Tensor:
+    """Every expert on every token, times the weights of the tokens that chose it."""
+    gate_up, down, gate_up_bias, down_bias = parameters
+    y_TD = torch.zeros_like(x_TD)
+    for expert in range(len(gate_up)):
+        gate, up = (x_TD @ gate_up[expert].T + gate_up_bias[expert]).chunk(2, dim=1)
+        out_TD = (F.silu(gate) * up) @ down[expert].T + down_bias[expert]
+        share_T = (weights_TK * (ids_TK == expert)).sum(dim=1)
+        y_TD = y_TD + share_T[:, None] * out_TD
+    return y_TD
+
+
 def dense_answer(problem: Problem) -> Answer:
-    """Every expert on every token, masked."""
     x_TD, weights_TK = problem.x_TD.clone(), problem.weights_TK.clone()
     parameters = [tensor.clone() for tensor in problem.parameters]
     leaves = [x_TD, weights_TK, *parameters]
     for leaf in leaves:
         leaf.requires_grad_()
-    gate_up, down, gate_up_bias, down_bias = parameters
-    y_TD = torch.zeros_like(x_TD)
-    for expert in range(problem.num_experts):
-        gate, up = (x_TD @ gate_up[expert].T + gate_up_bias[expert]).chunk(2, dim=1)
-        out_TD = (F.silu(gate) * up) @ down[expert].T + down_bias[expert]
-        share_T = (weights_TK * (problem.ids_TK == expert)).sum(dim=1)
-        y_TD = y_TD + share_T[:, None] * out_TD
+    y_TD = masked_experts(x_TD, problem.ids_TK, weights_TK, parameters)
     grads = torch.autograd.grad(y_TD, leaves, problem.grad_TD)
     return Answer(y_TD.detach(), grads[0], grads[1], list(grads[2:]))
 
@@ -131,12 +138,17 @@ def rank_parameters(problem: Problem, slots: ExpertSlots, rank: int) -> list[Ten
     return parameters
 
 
-def run_experts(rows_RD: Tensor, counts_S: Tensor, parameters: list[Tensor]) -> Tensor:
+def stack_of(parameters: list[Tensor]) -> StackedExperts:
     gate_up, down, gate_up_bias, down_bias = parameters
-    experts = StackedExperts(
+    return StackedExperts(
         gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
     )
-    return grouped_expert_mlp(rows_RD, counts_S, experts, activation="silu", impl="reference")
+
+
+def run_experts(rows_RD: Tensor, counts_S: Tensor, parameters: list[Tensor]) -> Tensor:
+    return grouped_expert_mlp(
+        rows_RD, counts_S, stack_of(parameters), activation="silu", impl="reference"
+    )
 
 
 def expert_gradients(
@@ -157,3 +169,14 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(
         actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {text}"
     )
+
+
+def assert_equal_to_dense(problem: Problem, slots: ExpertSlots, answers: list[Answer]) -> None:
+    expected = dense_answer(problem)
+    assert_same(torch.cat([a.y_TD for a in answers]), expected.y_TD, "y")
+    assert_same(torch.cat([a.x_grad for a in answers]), expected.x_grad, "x.grad")
+    weights_grad = expected.weights_grad.masked_fill(problem.ids_TK == problem.num_experts, 0.0)
+    assert_same(torch.cat([a.weights_grad for a in answers]), weights_grad, "weights.grad")
+    totals = expert_gradients(problem, slots, [a.parameter_grads for a in answers])
+    for actual, wanted in zip(totals, expected.parameter_grads, strict=True):
+        assert_same(actual, wanted, "parameter gradients")

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from parallel_checks import gradients, make_group
-from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts
+from parallel_layer import (
+    Answer,
+    Problem,
+    rank_parameters,
+    rank_routing,
+    run_experts,
+    stack_of,
+)
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.layer import MoELayer
@@ -63,17 +71,12 @@ def overlapped(
     rank = dist.get_rank()
     x_TD, routing = rank_routing(problem, rank)
     parameters = rank_parameters(problem, slots, rank)
-    gate_up, down, gate_up_bias, down_bias = parameters
-    stacked = StackedExperts(
-        gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
-    )
-    panels = StackedPanels(stacked, "silu")
     y_TD = expert_parallel(
         x_TD,
         routing,
-        panels
+        StackedPanels(stack_of(parameters), "silu")
         if overlap.panels > 1
-        else lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
+        else partial(run_experts, parameters=parameters),
         make_group(grid),
         slots=slots,
         overlap=overlap,
@@ -91,7 +94,7 @@ def summed_gradients(problem: Problem, slots: ExpertSlots) -> list[list[torch.Te
     y_TD = expert_parallel(
         x_TD,
         routing,
-        lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, parameters),
+        partial(run_experts, parameters=parameters),
         world(),
         slots=slots,
     )
@@ -166,8 +169,7 @@ def own_slices(problem: Problem) -> tuple[AdaptiveParallelism, StackedExperts, l
     slots = ExpertSlots.contiguous(
         problem.num_experts, dist.get_world_size(), num_slices=switch.num_shares
     )
-    own = [problem.parameters[i][slots.experts_of(rank)] for i in range(4)]
-    whole = StackedExperts(gate_up=own[0], down=own[1], gate_up_bias=own[2], down_bias=own[3])
+    whole = stack_of([tensor[slots.experts_of(rank)] for tensor in problem.parameters])
     part = slice_experts(whole, rank % switch.num_shares, switch.num_shares)
     return switch, part, [t.requires_grad_() for t in part.tensors() if t is not None]
 

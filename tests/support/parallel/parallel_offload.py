@@ -76,13 +76,26 @@ def open_training(
     return training
 
 
-def own_experts(training: OffloadedTraining) -> dict[str, Tensor]:
-    """Parameters of this rank's experts by logical name."""
-    found = {}
+def own_parameters(training: OffloadedTraining) -> dict[str, Tensor]:
+    """Copies of this rank's parameters; those of its experts by logical name."""
+    found = {name: p.detach().clone() for name, p in here(training.model).items()}
     for key in training.optimizer.records.experts:
         for name, tensor in training.expert(key).items():
             found[f"layers.{key.layer}.experts.{name}.{key.expert}"] = tensor
     return found
+
+
+def closed(training: OffloadedTraining) -> dict[str, Tensor]:
+    found = own_parameters(training)
+    training.close()
+    return found
+
+
+def own_parts(model: Stack, window: list[Tensor]) -> list[Callable[[], Tensor]]:
+    """The losses of this rank's micro-batches."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = window[rank::size]
+    return [partial(share_of, model.loss, x, len(own)) for x in own]
 
 
 def train_offloaded_over_ranks(
@@ -90,9 +103,7 @@ def train_offloaded_over_ranks(
     grouped: bool = True, dtype: torch.dtype = torch.float64, frozen: str | None = None,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:  # fmt: skip
     """Trains from the last checkpoint in the folder, or the beginning; one after every step."""
-    alone = not dist.is_initialized()
-    groups = None if alone else make_groups()
-    rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    groups = make_groups() if dist.is_initialized() else None
     model = stack(dtype=dtype, bias=True) if groups is None else spread_stack(groups, dtype)
     freeze(model, frozen)
     file, state = folder / "checkpoint.pt", None
@@ -108,8 +119,7 @@ def train_offloaded_over_ranks(
     every = inputs_of()
     while len(losses) < until:
         step = len(losses)
-        own = [x.to(dtype) for x in every[step][rank::size]]
-        parts = [partial(share_of, model.loss, x, len(own)) for x in own]
+        parts = own_parts(model, [x.to(dtype) for x in every[step]])
         if grouped:
             found = training.backward(parts, rate=rate_of(step))
         else:
@@ -120,10 +130,7 @@ def train_offloaded_over_ranks(
         losses.append(mean_over_ranks(float(sum(found))))
         save(training, file, losses)
         training.check()
-    parameters = {name: p.detach().clone() for name, p in here(model).items()}
-    parameters |= own_experts(training)
-    training.close()
-    return parameters, losses, norms
+    return closed(training), losses, norms
 
 
 def mean_over_ranks(value: float) -> float:
@@ -144,9 +151,8 @@ def other_bits_than_in_memory(folder: Path, share: float) -> list[str]:
     experts = [p for name, p in named.items() if ".experts." in name]
     dense = [p for name, p in named.items() if ".experts." not in name]
     for step, window in enumerate(inputs_of()):
-        own = [x.float() for x in window[dist.get_rank() :: dist.get_world_size()]]
-        for x in own:
-            share_of(model.loss, x, len(own)).backward()
+        for part in own_parts(model, [x.float() for x in window]):
+            part().backward()
         groups.reduce_dense_gradients(dense)
         groups.reduce_expert_gradients(experts)
         adamw.step(rate_of(step))
@@ -177,10 +183,7 @@ def without_tokens(folder: Path) -> dict[str, Tensor]:
         training.backward([lambda x=x: model(x).square().sum()], rate=rate_of(step))
         training.step(rate_of(step))
         training.check()
-    found = {name: p.detach().clone() for name, p in here(model).items()}
-    found |= own_experts(training)
-    training.close()
-    return found
+    return closed(training)
 
 
 def with_a_bad_gradient(folder: Path, culprit: int) -> tuple[tuple[str, ...], int, bool]:
@@ -188,16 +191,13 @@ def with_a_bad_gradient(folder: Path, culprit: int) -> tuple[tuple[str, ...], in
     groups = make_groups()
     model = spread_stack(groups)
     training = open_training(model, moe_runtime.AdamW(), folder, 0.0, groups)
-    before = {name: p.detach().clone() for name, p in here(model).items()}
-    before |= own_experts(training)
+    before = own_parameters(training)
     factor = float("inf") if dist.get_rank() == culprit else 1.0
     x = inputs_of(1)[0][dist.get_rank()]
     training.backward([lambda: model.loss(x) * factor])
     outcome = training.step()
-    after = dict(model.named_parameters()) | own_experts(training)
+    skipped, after = training.skipped_steps, closed(training)
     same = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    skipped = training.skipped_steps
-    training.close()
     return outcome.bad_parameters, skipped, same
 
 
@@ -210,8 +210,7 @@ def train_until_failure(folder: Path, settings: moe_runtime.AdamW) -> str:
     try:
         while True:
             step = len(losses)
-            own = inputs_of()[step % STEPS][dist.get_rank() :: dist.get_world_size()]
-            parts = [partial(share_of, model.loss, x, len(own)) for x in own]
+            parts = own_parts(model, inputs_of()[step % STEPS])
             losses.append(float(sum(training.backward(parts, rate=rate_of(step)))))
             training.step(rate_of(step))
             if len(losses) <= STEPS:
@@ -224,8 +223,7 @@ def after_a_norm_too_early(folder: Path, grouped: bool) -> dict[str, Tensor]:
     """One step, begun again once more gradients were refused behind the norm."""
     model = spread_stack(make_groups())
     training = open_training(model, moe_runtime.AdamW(weight_decay=0.1), folder, 0.5, make_groups())
-    own = inputs_of(1)[0][dist.get_rank() :: dist.get_world_size()]
-    parts = [partial(share_of, model.loss, x, len(own)) for x in own]
+    parts = own_parts(model, inputs_of(1)[0])
 
     def go_back(part: Callable[[], Tensor]) -> None:
         if grouped:
@@ -242,10 +240,7 @@ def after_a_norm_too_early(folder: Path, grouped: bool) -> dict[str, Tensor]:
         go_back(part)
     training.clip_grad_norm(math.inf)
     training.step(rate_of(0))
-    parameters = {name: p.detach().clone() for name, p in here(model).items()}
-    parameters |= own_experts(training)
-    training.close()
-    return parameters
+    return closed(training)
 
 
 def refusals(folder: Path) -> list[str]:
@@ -269,6 +264,6 @@ def refusals(folder: Path) -> list[str]:
 
 
 def expert_key(name: str) -> ExpertKey:
-    """Of a logical name of `own_experts`."""
+    """Of a logical name of `own_parameters`."""
     words = name.split(".")
     return ExpertKey(int(words[1]), int(words[-1]))

@@ -44,6 +44,18 @@ from moe_runtime.training.sharded import whole_model
 from moe_runtime.training.train_run import finish, prepare, start
 
 
+def begun(
+    path: str, settings: tuple[str, ...] = (), *, resume: bool = False
+) -> tuple[SeveralRanks, LanguageModel, Any]:
+    """A run of all processes, with its experts in memory: its ranks, model and trainer."""
+    config = read_tree(TrainConfig, Path(path), settings=settings)
+    ranks = SeveralRanks(config)
+    with ranks.first_alone():
+        preparation = prepare(config, Path(path).parent)
+    trainer = start(preparation, resume=resume, ranks=ranks)
+    return ranks, preparation.model, trainer
+
+
 def train(
     path: str,
     settings: tuple[str, ...],
@@ -137,18 +149,14 @@ def resumed(
     memory.mkdir(exist_ok=True)
     torch.set_default_dtype(torch.float64)
     try:
-        config = read_tree(TrainConfig, Path(path), settings=settings)
-        ranks = SeveralRanks(config)
         with (
             mock.patch("moe_runtime.training.snapshots.MEMORY", memory),
             warnings.catch_warnings(record=True) as told,
         ):
             warnings.simplefilter("always", MoERuntimeWarning)
-            with ranks.first_alone():
-                preparation = prepare(config, Path(path).parent)
-            trainer = start(preparation, resume=True, ranks=ranks)
-        shards: Any = trainer._shards
-        found = {name: tensor.detach().clone() for name, tensor in shards.tensors().items()}
+            *_, trainer = begun(path, settings, resume=True)
+        tensors = trainer._shards.tensors()
+        found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         trainer.close()
         return trainer.step, found, [str(one.message) for one in told]
     finally:
@@ -200,12 +208,9 @@ def final_parameters(path: Path) -> dict[str, Tensor]:
 
 def order_of_shortcut(path: str) -> list[str]:
     """In which order the rows for experts of another process and the attention before them go."""
-    config = read_tree(TrainConfig, Path(path))
-    ranks = SeveralRanks(config)
-    with ranks.first_alone():
-        preparation = prepare(config, Path(path).parent)
-    with contextlib.closing(start(preparation, resume=False, ranks=ranks)):
-        (block,) = preparation.model.own_blocks()
+    _, model, trainer = begun(path)
+    with contextlib.closing(trainer):
+        (block,) = model.own_blocks()
         assert isinstance(block, ShortcutBlocks)
         found: list[str] = []
         transfer, launch, land = AsyncAllToAll, AsyncAllToAll.launch, AsyncAllToAll.land
@@ -226,7 +231,7 @@ def order_of_shortcut(path: str) -> list[str]:
             mock.patch.object(transfer, "launch", told("leave", launch)),
             mock.patch.object(transfer, "land", told("arrive", land)),
         ):
-            preparation.model.losses(ids[:, :-1], ids[:, 1:]).cross_entropy.backward()
+            model.losses(ids[:, :-1], ids[:, 1:]).cross_entropy.backward()
     return found
 
 
@@ -293,7 +298,6 @@ def train_compiled(path: str, settings: tuple[str, ...], until: int) -> int:
 
 def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> str:
     """The error of a run in which a rank stalls until all others have given up."""
-    config = read_tree(TrainConfig, Path(path), settings=settings)
     group = dist.group.WORLD
     assert group is not None
     store, rank = group.get_group_store(), dist.get_rank()
@@ -303,16 +307,12 @@ def stalled(path: str, settings: tuple[str, ...], where: str, culprit: int) -> s
         store.wait([f"gave up/{path}/{other}" for other in others])
         raise InterruptedError
 
-    ranks = SeveralRanks(config)
-    with ranks.first_alone():
-        preparation = prepare(config, Path(path).parent)
-    trainer = start(preparation, resume=False, ranks=ranks)
+    _, model, trainer = begun(path, settings)
     if rank == culprit and where == "step":
-        *_, block = preparation.model.own_blocks()
+        *_, block = model.own_blocks()
         block.register_forward_pre_hook(stall)
     if rank == culprit and where == "checkpoint":
-        shards: Any = trainer._shards
-        shards.tensors = stall
+        trainer._shards.tensors = stall
     try:
         trainer.train(should_stop=lambda: False, on_record=lambda record: None)
     except RankFailureError as error:
@@ -343,11 +343,7 @@ def refused(path: str, *settings: str) -> str:
 
 def failing_digests(path: str, culprit: int) -> str:
     """The error of a run in which a rank cannot write what it knows of a checkpoint's files."""
-    config = read_tree(TrainConfig, Path(path), settings=("run.steps=1",))
-    ranks = SeveralRanks(config)
-    with ranks.first_alone():
-        preparation = prepare(config, Path(path).parent)
-    trainer = start(preparation, resume=False, ranks=ranks)
+    ranks, _, trainer = begun(path, ("run.steps=1",))
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "digests.json")
     target = "moe_runtime.training.sharded.write_digests"
     effect = error if ranks.rank == culprit else None

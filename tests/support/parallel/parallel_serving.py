@@ -27,6 +27,13 @@ NEW = 8
 MAX_TOKENS = 256
 
 
+def loaded(path: str, **options: Any) -> Any:
+    """The model in all processes, or in this one alone."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    options = {"device": "cpu", "max_tokens": MAX_TOKENS, "policy": "lru"} | options
+    return moe_runtime.load(path, group=group, **options)
+
+
 def prompts_of(size: int) -> list[tuple[int, ...]]:
     """The third begins as the first does, and finds what that has left."""
     generator = torch.Generator().manual_seed(1)
@@ -40,13 +47,7 @@ def prompts_of(size: int) -> list[tuple[int, ...]]:
 def answered(path: str, engine: EngineOptions, loading: dict[str, Any]) -> dict[str, Any]:
     """All that the first process tells of some requests; of the others what they computed."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    model: Any = moe_runtime.load(
-        path,
-        device="cpu",
-        max_tokens=MAX_TOKENS,
-        group=group,
-        **{"policy": "lru", "prefetch": "off", **loading},
-    )
+    model = loaded(path, **{"prefetch": "off", **loading})
     with model.moe:
         if group is not None and group.rank():
             follow(model, options=engine)
@@ -98,9 +99,7 @@ def _told_of(answer: Answer) -> tuple[Any, ...]:
 def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[int, ...]]:
     """One process kills itself at some step; what the others hear of it."""
     rank = dist.get_rank()
-    model: Any = moe_runtime.load(
-        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
-    )
+    model = loaded(path)
     left = random.Random(seed).randrange(1, 60)
 
     def count(*_: Any) -> None:
@@ -132,9 +131,7 @@ def served_until_a_kill(path: str, victim: int, seed: int) -> tuple[str, tuple[i
 
 def ended_within_a_step(path: str) -> tuple[list[str], Exception | None]:
     """The engine is closed by another thread while a step ends an answer; what all hear of it."""
-    model: Any = moe_runtime.load(
-        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
-    )
+    model = loaded(path)
     with model.moe:
         if dist.get_rank():
             follow(model)
@@ -159,9 +156,7 @@ def ended_within_a_step(path: str) -> tuple[list[str], Exception | None]:
 def answered_without_numbers(path: str) -> list[Any]:
     """Prompts of which some logits are no numbers, in the first process, and one after them."""
     rank = dist.get_rank()
-    model: Any = moe_runtime.load(
-        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
-    )
+    model = loaded(path)
 
     def spoil(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
         rows = logits.flatten(0, -2)
@@ -191,9 +186,7 @@ def answered_without_numbers(path: str) -> list[Any]:
 
 def failed_cuts(path: str) -> str:
     """What ends an engine whose process cannot set aside what later requests begin with."""
-    model: Any = moe_runtime.load(
-        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
-    )
+    model = loaded(path)
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no room for the state")
@@ -213,9 +206,7 @@ def failed_cuts(path: str) -> str:
 
 def refusals(path: str) -> list[str]:
     """What processes are told that want what only one alone has."""
-    model: Any = moe_runtime.load(
-        path, device="cpu", max_tokens=MAX_TOKENS, group=dist.group.WORLD, policy="lru"
-    )
+    model = loaded(path)
     said = []
 
     def refused(*args: Any, **options: Any) -> None:

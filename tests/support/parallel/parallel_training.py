@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from parallel_layer import assert_same, run_experts
+from parallel_layer import assert_same, masked_experts, run_experts, stack_of
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.parallel import (
     ExpertSlots,
     LayoutGroups,
@@ -79,17 +78,9 @@ def route(h_TD: Tensor, router: Tensor) -> Routing:
 
 
 def reference_layer(x_TD: Tensor, layer: Layer) -> Tensor:
-    """All experts on all tokens, masked."""
     h_TD = x_TD @ layer.dense
     routing = route(h_TD, layer.router)
-    gate_up, down, gate_up_bias, down_bias = layer.experts
-    y_TD = h_TD
-    for expert in range(NUM_EXPERTS):
-        gate, up = (h_TD @ gate_up[expert].T + gate_up_bias[expert]).chunk(2, dim=1)
-        out_TD = (F.silu(gate) * up) @ down[expert].T + down_bias[expert]
-        share_T = (routing.weights_TK * (routing.ids_TK == expert)).sum(dim=1)
-        y_TD = y_TD + share_T[:, None] * out_TD
-    return y_TD
+    return h_TD + masked_experts(h_TD, routing.ids_TK, routing.weights_TK, layer.experts)
 
 
 def train_reference(
@@ -135,10 +126,7 @@ class RankModel:
             tensor.requires_grad_()
 
     def shard(self, tensors: list[Tensor]) -> list[Tensor]:
-        gate_up, down, gate_up_bias, down_bias = (t.detach()[self.held].clone() for t in tensors)
-        experts = StackedExperts(
-            gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias
-        )
+        experts = stack_of([tensor.detach()[self.held].clone() for tensor in tensors])
         sliced = slice_experts(experts, self.slice, self.groups.layout.etp).tensors()
         return [tensor for tensor in sliced if tensor is not None]
 
@@ -151,7 +139,7 @@ class RankModel:
         return expert_parallel(
             h_TD,
             route(h_TD, self.layer.router),
-            lambda rows_RD, counts_S: run_experts(rows_RD, counts_S, tensors),
+            partial(run_experts, parameters=tensors),
             self.groups.experts,
             slots=self.slots,
             overlap=self.overlap,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.parallel.communication.transport import Arrived, Pending
+from moe_runtime.parallel.communication.transport import Arriving, Pending
 
 
 class ThreadGroup:
@@ -68,4 +68,4 @@ class ThreadTransport:
         assert isinstance(route, tuple)
         splits = route[1] if reverse else route[0]
         posted = self._post(rows_RD.split(splits))
-        return Arrived(torch.cat([parts[self.rank] for parts in posted]))
+        return Arriving(lambda: torch.cat([parts[self.rank] for parts in posted]))
