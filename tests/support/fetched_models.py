@@ -38,8 +38,7 @@ def warmed(
         checkpoint, slots_a_layer=slots, host_slots=host_slots, max_tokens=256, **options
     )
     with model.moe:
-        # few tokens: the interpreter takes seconds for the prompts that only compile kernels
-        warming.warm(model, experts_modules_of(model), 8, None)
+        warming.warm(model, experts_modules_of(model), 256, None)
         with patch.object(model.moe, "prefetcher", Mock(mode=PrefetchMode.ENFORCE)):
             yield model
 
