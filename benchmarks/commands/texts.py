@@ -16,7 +16,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import fetch_model, quiet_transformers, require_address_space, say_line
 from moe_runtime.cli.prompts import read_prompts
 from moe_runtime.cli.strict import refuse_given
-from moe_runtime.config import parse_budget
+from moe_runtime.config import parse_budget, require_known
 from moe_runtime.files import at_home, require_not_read
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ def _known_shape(name: str | None) -> str | None:
     from moe_runtime.benchmarks.synthetic.gguf_files import GGUF_SHAPES
     from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 
-    return options.named("shape", lambda: (*SHAPES, *GGUF_SHAPES))(name)
+    if name.isprintable():
+        require_known("shape", name, (*SHAPES, *GGUF_SHAPES))
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,11 +413,10 @@ def prompt_ids(
 ) -> "Ids":
     """Token ids of prompts, or of built-in ones."""
     from moe_runtime.benchmarks.synthetic.texts import cut_prompts
-    from moe_runtime.checkpoints.opening import read_config
-    from moe_runtime.cli.commands.run import load_tokenizer
+    from moe_runtime.checkpoints.opening import load_tokenizer, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
 
-    tokenizer, config = load_tokenizer(model), read_config(Path(model))
+    tokenizer, config = load_tokenizer(Path(model)), read_config(Path(model))
     if texts is None:
         check_length(config, num_tokens, num_new)
         return cut_prompts(tokenizer, num_built_in, num_tokens + num_new * has_after)

@@ -1,4 +1,4 @@
-"""What all commands share on the terminal. Results go to stdout, everything else to stderr."""
+"""Output of all commands. Results go to stdout, everything else to stderr."""
 
 import contextlib
 import json
@@ -34,11 +34,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Session:
-    """What the entry point must know about the running command.
+    """The state of the running command.
 
-    `words` are those of the command line. `say` reports an error, with its line, where several
-    processes run the command. `on_loaded` is given the models that `serve` has loaded, before it
-    says so.
+    `words` are those of the command line. `say` reports an error when several processes run the
+    command. `on_loaded` gets the models of `serve` before it announces them.
     """
 
     words: Sequence[str] = ()
@@ -48,7 +47,7 @@ class Session:
     on_loaded: Callable[[Sequence[Any]], None] | None = None
 
     def begin(self, *, debug: bool, as_json: bool) -> None:
-        """Notes the options of the command and silences the libraries below it."""
+        """Takes the command's options and silences libraries."""
         require_address_space()
         self.debug = debug
         self.as_json = as_json
@@ -72,17 +71,16 @@ class Session:
             self.say(error, message)
             return
         if launched_rank():
-            # All processes were given the same words; the first one says what is wrong with them.
-            return
+            return  # all processes have the same words; the first one reports the error
         print(f"moe-runtime: error: {message}", file=sys.stderr)
         if self.as_json:
             print_json({"error": message})
 
 
 def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:
-    """Refuses a limit on address space (`ulimit -v`) that libraries cannot be imported under.
+    """Refuses a limit on address space (`ulimit -v`) that is too small to import libraries.
 
-    OpenBLAS tries for ever to get its buffers, and torch ends the process.
+    OpenBLAS would retry for ever, and torch would end the process.
     """
     import resource
 
@@ -96,13 +94,13 @@ def require_address_space(num_bytes: int = _NUMPY_BYTES) -> None:
 
 
 def launched_rank() -> int | None:
-    """Number of this process among those that `torchrun` started; None where it did not."""
+    """The rank of this process under `torchrun`; None without it."""
     rank = os.environ.get("RANK")
     return int(rank) if rank and "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def num_launched() -> int:
-    """Number of processes that `torchrun` started; 1 where it did not."""
+    """The number of processes that `torchrun` started; 1 without it."""
     return 1 if launched_rank() is None else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -112,7 +110,7 @@ def say_line(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks and terminal escapes, cut where it is long."""
+    """The text without line breaks and terminal escapes, cut in its middle if it is long."""
     words = " ".join(text.split())
     if len(words) > _LONGEST_LINE:
         half = _LONGEST_LINE // 2
@@ -121,7 +119,7 @@ def one_line(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with escapes in place of what a terminal would obey; line breaks stay."""
+    """The text with control characters escaped, except line breaks."""
     return "".join(
         char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text
     )
@@ -148,7 +146,7 @@ def quiet_transformers(session: Session) -> None:
 
 
 def terminal_bar(*columns: Any, **options: Any) -> "Bar":
-    """A bar on the terminal that stderr is; arguments as of rich's `Progress`."""
+    """A bar on stderr; arguments as of rich's `Progress`."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -157,10 +155,7 @@ def terminal_bar(*columns: Any, **options: Any) -> "Bar":
 
 @contextlib.contextmanager
 def loading_bar() -> Iterator[Progress]:
-    """Shows a bar on stderr while the `with` block loads.
-
-    Without a terminal, only downloads show lines.
-    """
+    """Shows a bar on stderr while the `with` block loads; without a terminal lines of downloads."""
     if not sys.stderr.isatty():
         lines = _DownloadLines()
         yield lines
@@ -190,7 +185,7 @@ def loading_bar() -> Iterator[Progress]:
 
 
 class _DownloadLines:
-    """A line at the start and end of a download, and one every tenth or half minute."""
+    """Prints a line at the start and end of a download, and every tenth of it or half minute."""
 
     def __init__(self) -> None:
         self._total = self._shown = 0
@@ -219,7 +214,7 @@ class _DownloadLines:
 
 
 def fetch_model(model: str, *, weights: bool = True) -> "Path":
-    """Finds a checkpoint as ``find_checkpoint`` does, under a bar while it is downloaded."""
+    """``find_checkpoint`` with a bar for downloads."""
     from moe_runtime.checkpoints.opening import find_checkpoint
 
     with loading_bar() as progress:
@@ -227,8 +222,7 @@ def fetch_model(model: str, *, weights: bool = True) -> "Path":
 
 
 def print_parts(title: str, parts: Sequence[tuple[str, bool]]) -> None:
-    """Prints a text on stdout, its chosen parts green on a terminal and in double brackets
-    elsewhere."""
+    """Prints a text on stdout; chosen parts are green on a terminal, else in double brackets."""
     from rich.console import Console
     from rich.text import Text
 
@@ -239,6 +233,14 @@ def print_parts(title: str, parts: Sequence[tuple[str, bool]]) -> None:
         style = "not bold green" if is_chosen else "not bold"
         shown.append(f"{marks[0]}{_printable(text)}{marks[1]}", style)
     console.print(shown, soft_wrap=True)
+
+
+def print_facts(title: str, facts: dict[str, Any], *, as_json: bool) -> None:
+    """Prints facts on stdout as one JSON object or as a table."""
+    if as_json:
+        print_json(facts)
+    else:
+        print_rows(title, [(name, str(fact)) for name, fact in facts.items()], to_stderr=False)
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]], *, to_stderr: bool) -> None:
@@ -254,8 +256,8 @@ def print_table(
 ) -> None:
     """Prints a table; `columns` are header and alignment ("left" or "right") of each.
 
-    On a terminal too narrow for it each row is a list: the first cells, aligned left, and a line
-    for each of the others. Numbers stay on one line.
+    On a narrow terminal each row becomes a list: a line for the left-aligned first cells, and one
+    for each other cell.
     """
     from rich import box
     from rich.cells import cell_len
@@ -279,7 +281,7 @@ def print_table(
             width = min(longest, console.width // 2)
             table.add_column(texts[0], overflow="fold", min_width=width)
             continue
-        # Headers wrap, so that a column is no wider than its numbers and words.
+        # headers wrap: a column is as wide as its longest number or word
         width = max(map(cell_len, (*texts[0].split(), *texts[1:], " ")))
         lines = textwrap.wrap(texts[0], width)
         table.add_column("\n".join(lines), justify="right", no_wrap=True, min_width=width)

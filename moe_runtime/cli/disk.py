@@ -1,4 +1,4 @@
-"""How fast a disk serves random reads of one expert's size, and memory long ones."""
+"""Measures random reads of one expert from a disk, and long reads from memory."""
 
 import contextlib
 import mmap
@@ -22,8 +22,8 @@ _MEMORY_BYTES = 256 << 20
 class DiskSpeed:
     """Bandwidth of random reads of `path`.
 
-    `direct_bytes_per_s` is past the page cache, None where the file system does not allow it;
-    `buffered_bytes_per_s` is through the page cache, with nothing of the file in it.
+    `direct_bytes_per_s` bypasses the page cache; None if the file system does not support it.
+    `buffered_bytes_per_s` is through the page cache, without any of the file in it.
     """
 
     path: Path
@@ -38,8 +38,8 @@ def measure_disk(
 ) -> DiskSpeed:
     """Measures random reads from a file, or from the disk of a folder.
 
-    A folder's largest file is read; where none is large enough, a scratch file of 128 MiB is
-    written into the folder and removed again. `read_bytes` is rounded up to whole pages.
+    A folder's largest file is read. If none is large enough, a scratch file of 128 MiB is written
+    into the folder and removed. `read_bytes` is rounded up to whole pages.
 
     Raises:
         OSError: the path cannot be read, or the scratch file cannot be written.
@@ -66,7 +66,7 @@ def measure_disk(
 
 
 def measure_memory() -> float:
-    """Bytes a second that all threads of torch read from memory together; the best of five."""
+    """Bytes per second that all threads of torch read from memory; the best of five."""
     import torch
 
     numbers_N = torch.ones(_MEMORY_BYTES // 8, dtype=torch.int64)
@@ -89,7 +89,7 @@ def _file_to_read(path: Path, read_bytes: int) -> Iterator[Path]:
         yield largest
         return
     with tempfile.NamedTemporaryFile(dir=path, prefix=".moe-runtime-doctor-") as scratch:
-        # Random bytes, so that a file system that compresses does not flatter the disk.
+        # random bytes: a file system may compress
         block = os.urandom(_SCRATCH_BLOCK_BYTES)
         for _ in range(max(_SCRATCH_BYTES, _MIN_READS * read_bytes) // len(block)):
             scratch.write(block)
@@ -101,7 +101,7 @@ def _file_to_read(path: Path, read_bytes: int) -> Iterator[Path]:
 def _bandwidth(
     file: Path, read_bytes: int, seconds: float, in_flight: int, *, direct: bool
 ) -> float:
-    """Bytes a second over reads of distinct places in random order."""
+    """Bytes per second of reads of distinct places in random order."""
     flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if direct else 0)
     if direct and flags == os.O_RDONLY:
         raise OSError("this system has no direct reads")

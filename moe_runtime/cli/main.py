@@ -64,8 +64,7 @@ For example, with at most 7 GiB of memory:
 _NAME = "moe-runtime"
 _INTERRUPTED, _READER_LEFT = 130, 141
 _OUTSIDE_PACKAGES = frozenset({"huggingface_hub", "httpx", "httpx2", "safetensors", "torch"})
-"""Errors that these packages define are about files, networks and memory, not about our code."""
-
+"""Packages whose errors are about files, networks and memory, not about our code."""
 
 _NO_MEMORY = (
     "can't allocate memory",
@@ -74,7 +73,7 @@ _NO_MEMORY = (
     "can't start new thread",
     "std::bad_alloc",
 )
-"""How torch, the dynamic linker, Python's threads and C++ say that there is no more memory."""
+"""Messages of torch, the dynamic linker, Python's threads and C++ when memory is short."""
 _COMMANDS = (run, serve, generate, chat, inspect, pack, doctor, replay, report, place)
 _VERSIONS_SHOWN = ("python", "torch", "transformers", "triton")
 
@@ -94,8 +93,8 @@ def main(
 
 def _run_words(args: Sequence[str] | None, request: StopRequest, session: Session) -> int:
     words = sys.argv[1:] if args is None else list(args)
-    completion_init()  # where the environment asks for completions, the command prints them
-    # Errors in the words themselves come before any command has read its options.
+    completion_init()  # if the environment asks for completions, the command prints them
+    # errors in the words come before a command has read its options
     session.words, session.as_json = words, "--json" in words
     try:
         code = _command()(args=words, prog_name=_NAME, standalone_mode=False, obj=session)
@@ -103,10 +102,9 @@ def _run_words(args: Sequence[str] | None, request: StopRequest, session: Sessio
     except KeyboardInterrupt:
         code = _INTERRUPTED
     except SystemExit:
-        # rich leaves so where the reader of our output left, as `| head` does: it knows.
-        code = _READER_LEFT
+        code = _READER_LEFT  # of rich, when the reader of our output is gone, as with `| head`
     except Exception as error:
-        # Libraries in C, the imports of many among them, turn an interrupt into an error of theirs.
+        # libraries in C, also while they are imported, turn an interrupt into other errors
         code = _INTERRUPTED if request.is_set else _report(error, session)
     release_broken_streams()
     return code if isinstance(code, int) else 0
@@ -114,7 +112,7 @@ def _run_words(args: Sequence[str] | None, request: StopRequest, session: Sessio
 
 @functools.cache
 def _command() -> Any:
-    """Once in a process: it takes as long as many a command."""
+    """The command line; building it takes as long as many a command."""
     return get_command(build_app())
 
 
@@ -144,7 +142,7 @@ def build_app() -> typer.Typer:
 
 
 class _BenchGroup(TyperGroup):
-    """The commands of ``bench``, imported when they are asked for: other commands need none."""
+    """The commands of ``bench``, imported on demand."""
 
     @property
     def commands(self) -> Any:
@@ -152,7 +150,7 @@ class _BenchGroup(TyperGroup):
 
     @commands.setter
     def commands(self, value: Any) -> None:
-        """typer sets what it knows, which is none."""
+        """typer sets the commands that it knows: none."""
 
 
 @functools.cache
@@ -186,7 +184,7 @@ def _first_screen(
 
 
 def _show_version(*, as_json: bool) -> None:
-    """Prints the version with its commit at once, then what is known once torch is imported."""
+    """Prints the version and commit at once, and the rest when torch is imported."""
     from moe_runtime.lab.this_machine import package_commit, versions
 
     version, commit = moe_runtime.__version__, package_commit()
@@ -220,14 +218,13 @@ def _show_version(*, as_json: bool) -> None:
 
 
 def _report(error: Exception, session: Session) -> int:
-    """Says what went wrong in one line, and returns the exit code that goes with it."""
+    """Prints an error in one line and returns its exit code."""
     broken = release_broken_streams()
     if isinstance(error, BrokenPipeError) and broken:
         return _READER_LEFT
     code, message = describe(error, broken)
     if not message:
-        # The help of a group that was given no command is on the terminal already.
-        return code
+        return code  # the help of a group without a command is printed already
     with contextlib.suppress(OSError):
         if session.debug:
             traceback.print_exception(error)

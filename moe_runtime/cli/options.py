@@ -27,41 +27,45 @@ from moe_runtime.config import (
 from moe_runtime.files import at_home
 
 
-def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[[Any], Any]:
-    """Refuses names other than `known()` while the command line is read, before slow imports."""
+def checked(
+    check: Callable[[str, str], object], *, is_path: bool = False
+) -> Callable[[typer.CallbackParam, Any], Any]:
+    """A callback that calls ``check(value, option)`` before slow imports.
 
-    def check(name: str | None) -> str | None:
-        # bytes that are no text are refused with the option's name
-        if name is not None and name.isprintable():
-            require_known(what, name, known())
-        return name
+    `StrictCommand` refuses bytes that are no text, with the option's name. ``is_path`` expands `~`.
+    """
 
-    return check
+    def callback(param: typer.CallbackParam, text: str | None) -> str | None:
+        if text is None:
+            return None
+        text = at_home(text) if is_path else text
+        if text.isprintable():
+            check(text, param.opts[0])
+        return text
+
+    return callback
 
 
-_shares = named("shares", lambda: SHARES)
-_activations = named("activations", lambda: ACTIVATIONS)
-
-
-def _policy(name: str) -> str:
-    require_address_space()  # for numpy
-    from moe_runtime.policies.eviction import require_live
-
-    name = at_home(name)
-    if name.isprintable():
-        require_live(name)
-    return name
+def named(what: str, known: Callable[[], Iterable[str]]) -> Callable[..., Any]:
+    """A callback that refuses names other than `known()`."""
+    return checked(lambda name, _: require_known(what, name, known()))
 
 
 def _shaped(expected: str, pattern: str) -> Callable[..., Any]:
-    """Refuses a device or type that torch cannot have, before torch is imported."""
+    """A callback that refuses other forms, such as devices that torch cannot have."""
 
-    def check(param: typer.CallbackParam, text: Any) -> Any:
-        if text is not None and text.isprintable() and not re.fullmatch(pattern, text):
-            raise ValueError(f"{param.opts[0]} must be {expected}, got {text!r}")
-        return text
+    def check(text: str, option: str) -> None:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{option} must be {expected}, got {text!r}")
 
-    return check
+    return checked(check)
+
+
+def _check_policy(name: str, _: str) -> None:
+    require_address_space()  # for numpy
+    from moe_runtime.policies.eviction import require_live
+
+    require_live(name)
 
 
 def _device(param: typer.CallbackParam, name: str) -> str:
@@ -75,33 +79,16 @@ def _device(param: typer.CallbackParam, name: str) -> str:
     return name
 
 
-def _routing(text: str) -> str:
-    if text.isprintable():
-        parse_routing(text)
-    return text
-
-
-def _predictor(name: str) -> str:
+def _check_predictor(name: str, _: str) -> None:
     require_address_space()
     from moe_runtime.lab.traces.learned import check_predictor
 
-    name = at_home(name)
-    if name != "auto" and name.isprintable():
+    if name != "auto":
         check_predictor(name)
-    return name
 
 
-def _draft(name: str) -> str:
-    name = at_home(name)
-    if name.isprintable():
-        check_draft(name)
-    return name
-
-
-def _budget(param: typer.CallbackParam, text: str) -> str:
-    if text.isprintable():
-        parse_budget(text, name=param.opts[0])
-    return text
+_routing = checked(lambda text, _: parse_routing(text))
+_budget = checked(lambda text, option: parse_budget(text, name=option))
 
 
 def bytes_of(text: str, option: str, *, needs_unit: bool = False) -> int:
@@ -113,6 +100,24 @@ def bytes_of(text: str, option: str, *, needs_unit: bool = False) -> int:
     if num_bytes < 1:
         raise ValueError(f"{option} must be positive and at least one byte, got {text!r}")
     return num_bytes
+
+
+def numbers_of(
+    text: str,
+    option: str,
+    expected: str,
+    kind: Callable[[str], Any] = float,
+    *,
+    is_sound: Callable[[Any], bool] = lambda value: True,
+) -> list[Any]:
+    """The values of an option, separated by commas; errors name the option."""
+    try:
+        values = [kind(word.strip()) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(map(is_sound, values)):
+        raise ValueError(f"{option} must be {expected}, got {text!r}")
+    return values
 
 
 Count = Annotated[int, typer.Option(min=1)]
@@ -162,7 +167,7 @@ Policy = Annotated[
     str,
     option(
         "Cache eviction policy: a name, your FILE.py, or auto (the best for recent use).",
-        callback=_policy,
+        callback=checked(_check_policy, is_path=True),
     ),
 ]
 CacheCode = Annotated[
@@ -202,17 +207,17 @@ Prefetch = Annotated[
 Predictor = Annotated[
     str,
     option(
-        "What predicts experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
-        callback=_predictor,
+        "Predictor of experts to prefetch: a name, an .npz file, your FILE.py, or auto.",
+        callback=checked(_check_predictor, is_path=True),
     ),
 ]
 Draft = Annotated[
     str,
     option(
-        "What guesses next tokens, which one step verifies: none, lookup (what followed the "
+        "Source of drafted tokens, which one step verifies: none, lookup (the continuation of the "
         "same words before), mtp (the checkpoint's own head), or a small MODEL with the same "
         "tokenizer. The text stays the same. CPU only.",
-        callback=_draft,
+        callback=checked(lambda name, _: check_draft(name), is_path=True),
     ),
 ]
 Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
@@ -246,7 +251,7 @@ class Loading:
     host_memory: HostMemory = "auto"
     device_memory: DeviceMemory = "auto"
     policy: Policy = "auto"
-    shares: Annotated[str, typer.Option(callback=_shares)] = "auto"
+    shares: Annotated[str, typer.Option(callback=named("shares", lambda: SHARES))] = "auto"
     cache_code: CacheCode = "none"
     kv_cache: KVCache = "exact"
     activations: Annotated[
@@ -263,7 +268,6 @@ class Loading:
     teach: bool = True
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses a predictor that nothing asks."""
         if self.prefetch == "off":
             refuse_given(ctx, {"predictor"}, "has no effect: give --prefetch")
 
@@ -284,8 +288,6 @@ class AdaptedLoading(Loading):
         ),
     ] = None
 
-    __doc__ = Loading.__doc__
-
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralProcesses:
@@ -305,7 +307,6 @@ class SeveralProcesses:
     placement: Path | None = None
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses two numbers of processes, one GPU for several, and drafts."""
         if self.processes is not None and self.gpus is not None:
             raise ValueError("--gpus starts a process for each GPU: leave --processes out")
         device = ctx.params.get("device", "auto")

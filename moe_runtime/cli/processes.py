@@ -22,7 +22,7 @@ import typer
 
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, launched_rank, num_launched
-from moe_runtime.cli.stopping import stop_on_signals
+from moe_runtime.cli.stopping import handlers_in_force, handling, stop_on_signals
 from moe_runtime.errors import RankFailureError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ ValueT = TypeVar("ValueT")
 
 _ERRORS = "moe/errors"
 _NEWEST = "moe/newest"
-# Collectives of ours have a limit of their own, which is shorter and names who is missing.
+# Our collectives have a shorter limit, and name the missing process.
 _BACKEND_LIMIT = timedelta(hours=6)
 _FIRST_SPEAKS = timedelta(seconds=1)
 _POLL_S = 0.01
@@ -44,17 +44,16 @@ _SEEN_S = 0.5
 
 
 def divided(several: options.SeveralProcesses, group: "ProcessGroup | None") -> dict[str, Any]:
-    """What `moe_runtime.load` is told of the processes."""
+    """Arguments of `moe_runtime.load` that divide a model among processes."""
     is_divided = group is not None and group.size() > 1
     given = {"placement": several.placement, "group": group if is_divided else None}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def start_processes(several: options.SeveralProcesses, session: Session) -> None:
-    """Runs the command in several processes, where that was asked for, and ends with its exit code.
+    """Runs the command in several processes if asked to, and exits with its exit code.
 
-    torch's own launcher starts them and ends all when one fails. Signals go on to all of them, so
-    that each means what it means to one process.
+    torch's launcher starts them and ends all when one fails. Signals are forwarded to all of them.
     """
     if not several.are_asked_for:
         return
@@ -96,14 +95,14 @@ def start_processes(several: options.SeveralProcesses, session: Session) -> None
             said = [code for code in codes.values() if code > 0]
             killed = tuple(rank for rank, code in codes.items() if code == -signal.SIGKILL)
             if killed and not {*said} - {128 + signal.SIGTERM}:
-                # The launcher ended the others before one could say it.
+                # the launcher ended the others before one could report it
                 raise ended_error(killed, size) from None
             raise typer.Exit(said[0] if said else 128 - min(codes.values())) from None
     raise typer.Exit
 
 
 def _visible_gpus(gpus: str | None) -> list[str]:
-    """The GPUs that an option names among those that this command sees, as CUDA names them."""
+    """The GPUs of an option, by CUDA's names, among those that this command sees."""
     if gpus is None:
         return []
     import torch
@@ -111,7 +110,7 @@ def _visible_gpus(gpus: str | None) -> list[str]:
     here = [str(number) for number in range(torch.cuda.device_count())]
     asked = here if gpus == "all" else gpus.split(",")
     if launched_rank() is not None and gpus != "all":
-        return asked  # this process sees those alone
+        return asked  # this process sees only these
     if len(asked) < 2 or not {*asked} <= {*here} or len({*asked}) < len(asked):
         found = f"{len(here)} here: {', '.join(here)}" if here else "none here"
         raise ValueError(f"--gpus {gpus}: expected two different GPUs or more, there are {found}")
@@ -122,7 +121,7 @@ def _visible_gpus(gpus: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def _forwarded_signals() -> Iterator[None]:
-    """Within the block the signals that end a command go on to the processes it has started."""
+    """Forwards the signals that end a command to its child processes."""
     import psutil
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -130,22 +129,13 @@ def _forwarded_signals() -> Iterator[None]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    found = {number: signal.getsignal(number) for number in numbers}
-    # One that is ignored, as under `nohup`, stays so.
-    before = {number: old for number, old in found.items() if old != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, forward)
-    try:
+    with handling(forward, handlers_in_force()):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
-    """Takes part in the steps of the first process's engine until it ends; ignores signals, which
-    the first process obeys."""
+    """Takes part in the steps of the first process's engine until it ends. Signals are held: the
+    first process obeys them."""
     from moe_runtime.serving.following import follow
 
     with contextlib.closing(model.moe), stop_on_signals(is_held=lambda: True):
@@ -154,7 +144,7 @@ def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
 
 @contextlib.contextmanager
 def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
-    """The group of the processes that `torchrun` started; None where it did not.
+    """The group of the processes that `torchrun` started; None without it.
 
     Within the block only the first process has a stdout and stderr.
 
@@ -185,7 +175,7 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
     )
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    session.say = Speaker(group.get_group_store(), dist.get_rank(), sys.stderr).say
+    session.say = _speaker(group.get_group_store(), dist.get_rank(), sys.stderr)
     with contextlib.ExitStack() as stack:
         if dist.get_rank() > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
@@ -198,11 +188,11 @@ def joined_processes(session: Session) -> Iterator["ProcessGroup | None"]:
 
 
 def _fresh_prefix(store: "Store", rank: int, size: int) -> str:
-    """A prefix for what these processes write, the same for all of them.
+    """A new prefix of keys in the store, the same in all processes.
 
-    `torchrun` keeps its store when it starts processes anew, and launchers on several machines
-    count restarts each for itself. So the first process makes a prefix up. A process that has found
-    it, and not one of before, is told so by a number of its own.
+    `torchrun` keeps its store when it restarts processes, and launchers on several machines count
+    restarts separately. So the first process makes the prefix up, and confirms it to each process
+    under that process's own number: an older prefix is never confirmed.
     """
     if size == 1:
         return f"moe/{secrets.token_hex(8)}"
@@ -224,42 +214,33 @@ def _fresh_prefix(store: "Store", rank: int, size: int) -> str:
         time.sleep(_POLL_S)
 
 
-class Speaker:
-    """Says what went wrong, once for all processes, on the terminal of this one."""
+def _speaker(store: "Store", rank: int, terminal: TextIO) -> Callable[[Exception, str], None]:
+    """Prints each error once for all processes, on the terminal of this one.
 
-    def __init__(self, store: "Store", rank: int, terminal: TextIO) -> None:
-        self._store = store
-        self._rank = rank
-        self._terminal = terminal
+    The failure of another process is printed only if nothing else was: that process knows why.
+    """
 
-    def say(self, error: Exception, line: str) -> None:
-        """Prints a line unless another process has said it.
-
-        That another process failed is said only where nothing else was: that process knows why.
-        """
-        try:
-            is_ours = self._may_speak(error, line)
-        except RuntimeError:
-            # The store is gone with the process that kept it.
-            is_ours = True
-        if is_ours:
-            where = (
-                f"rank {self._rank}: "
-                if self._rank and not isinstance(error, RankFailureError)
-                else ""
-            )
-            print(f"moe-runtime: error: {where}{line}", file=self._terminal, flush=True)
-
-    def _may_speak(self, error: Exception, line: str) -> bool:
+    def may_speak(error: Exception, line: str) -> bool:
         if isinstance(error, RankFailureError):
-            return self._store.add(_ERRORS, 1) == 1
+            return store.add(_ERRORS, 1) == 1
         key = f"{_ERRORS}/{zlib.crc32(line.encode())}"
-        if self._rank > 0:
-            # What all processes run into is for the first one to say.
+        if rank > 0:
+            # the first process prints an error that all have
             with contextlib.suppress(RuntimeError):
-                self._store.wait([key], _FIRST_SPEAKS)
-        self._store.add(_ERRORS, 1)
-        return self._store.add(key, 1) == 1
+                store.wait([key], _FIRST_SPEAKS)
+        store.add(_ERRORS, 1)
+        return store.add(key, 1) == 1
+
+    def say(error: Exception, line: str) -> None:
+        try:
+            is_ours = may_speak(error, line)
+        except RuntimeError:
+            is_ours = True  # the process with the store is gone
+        if is_ours:
+            where = f"rank {rank}: " if rank and not isinstance(error, RankFailureError) else ""
+            print(f"moe-runtime: error: {where}{line}", file=terminal, flush=True)
+
+    return say
 
 
 class _Terminated(BaseException):
@@ -268,13 +249,13 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def named_end(watch: "CollectiveMonitor") -> Iterator[None]:
-    """Turns a SIGTERM, or an error of torch's, into one that names the process that has ended."""
+    """Turns a SIGTERM, or an error of torch, into an error that names the ended process."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise _Terminated
 
     before = signal.signal(signal.SIGTERM, end)
-    # An ending process ends by itself: `torchrun` shall not cut off its last line.
+    # after an error SIGTERM is ignored: `torchrun` must not cut off the last line
     after = signal.SIG_IGN
     try:
         try:
@@ -282,7 +263,7 @@ def named_end(watch: "CollectiveMonitor") -> Iterator[None]:
         except typer.Exit:
             raise
         except (RuntimeError, OSError) as error:
-            # Exchanges of torch's own (FSDP2, checkpoints, gates) do not name the missing rank.
+            # torch's own exchanges (FSDP2, checkpoints, gates) do not name the missing rank
             deadline = time.monotonic() + _SEEN_S
             while not (ended := watch.ended_ranks()):
                 if time.monotonic() > deadline:
@@ -308,7 +289,7 @@ def ended_error(ranks: tuple[int, ...], size: int) -> RankFailureError:
 
 
 def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], ValueT]) -> ValueT:
-    """A JSON value that the first process makes and all get; `name` is another for each value."""
+    """A JSON value that the first process makes for all; each value has its own `name`."""
     if group is None:
         return make()
     store, key = group.get_group_store(), f"moe/shared/{name}"
@@ -316,14 +297,13 @@ def from_first(group: "ProcessGroup | None", name: str, make: Callable[[], Value
         value = make()
         store.set(key, json.dumps(value))
         return value
-    # In short waits, between which signals are heard.
     while not store.check([key]):
         time.sleep(_POLL_S)
     return json.loads(store.get(key))
 
 
 def at_first(group: "ProcessGroup | None", name: str, text: str) -> list[str]:
-    """The texts of all processes, in the first one; an empty list in the others."""
+    """The texts of all processes in the first one; an empty list in the others."""
     if group is None:
         return [text]
     store = group.get_group_store()

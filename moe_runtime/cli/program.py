@@ -15,8 +15,7 @@ _INTERRUPTED = 130
 
 def program() -> int:
     if sys.getfilesystemencoding() != "utf-8":
-        # Another locale would read prompts and file names in another encoding. Only a new process
-        # changes how Python has read them.
+        # prompts and file names are UTF-8; only a new process changes Python's encoding
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first one is called last
     resend_lost_interrupts()
@@ -41,10 +40,9 @@ def program() -> int:
 
 
 def _end_quietly() -> None:
-    """From now on Ctrl-C ends the process at once, with the exit code that it has elsewhere.
+    """Lets Ctrl-C end the process at once, with the usual exit code.
 
-    In the last part of Python's own end no handler runs and a signal would kill the process: there
-    Ctrl-C is ignored.
+    At the very end of Python no handler runs; Ctrl-C is ignored there.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))

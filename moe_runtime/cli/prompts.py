@@ -1,4 +1,4 @@
-"""Where the prompts of a command come from: its words, files, standard input."""
+"""Reads the prompts of a command from its words, files or standard input."""
 
 import contextlib
 import json
@@ -38,7 +38,6 @@ def read_prompts(
 def read_text(file: Path) -> str:
     """The text of a UTF-8 file of at most 64 MiB; `-` is standard input."""
     is_stdin = str(file) == "-"
-    # A pipe is as good as a file here: it is waited for.
     with contextlib.nullcontext(sys.stdin.buffer) if is_stdin else file.open("rb") as opened:
         raw = read_stream(opened, str(file), max_bytes=_MAX_BYTES)
     try:

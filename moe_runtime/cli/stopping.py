@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TextIO
 
@@ -21,21 +21,21 @@ _NO_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code
 
 
 def without_control(text: str) -> str:
-    """Removes what a terminal would obey: a model can write escape sequences as well as text."""
+    """Removes control characters: a model can write escape sequences to the terminal."""
     return text.translate(_NO_CONTROL)
 
 
 def open_closed_streams() -> list[str]:
-    """Opens the null device in place of standard streams that are closed; returns their names.
+    """Opens the null device for closed standard streams; returns their names.
 
-    Otherwise the next file that is opened takes the number, and gets what is printed.
+    Otherwise the next opened file would take the number and receive all that is printed.
     """
     closed = []
     for number, name in enumerate(_NAMES):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free is taken, which is this one.
+            # the lowest free number is this one
             os.open(os.devnull, os.O_RDWR)
             mode = "r" if number == 0 else "w"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
@@ -44,7 +44,7 @@ def open_closed_streams() -> list[str]:
 
 
 class _Messages(io.FileIO):
-    """Takes what cannot be written, and drops it."""
+    """Drops data that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:
@@ -54,7 +54,7 @@ class _Messages(io.FileIO):
 
 
 def outlive_stderr() -> None:
-    """Drops messages that stderr cannot take: its disk is full, or its reader left."""
+    """Drops messages that stderr cannot write: its disk is full, or its reader left."""
     old, raw = sys.stderr, _Messages(2, "w", closefd=False)
     sys.stderr = io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=old.encoding, errors=old.errors, line_buffering=True
@@ -62,7 +62,7 @@ def outlive_stderr() -> None:
 
 
 def say_at_once(line: str) -> None:
-    """Writes a line to stderr past its buffers, for signal handlers; dropped where it cannot."""
+    """Writes a line to stderr without buffers, for signal handlers; errors are dropped."""
     try:
         number = sys.stderr.fileno()
     except (OSError, ValueError):  # no file: the text is collected
@@ -73,9 +73,9 @@ def say_at_once(line: str) -> None:
 
 
 def release_broken_streams() -> list[str]:
-    """Flushes the streams; one that fails leads to the null device from now. Returns their names.
+    """Flushes the streams and redirects broken ones to the null device; returns their names.
 
-    Python would complain about such a stream again at its end.
+    Python would complain about a broken stream again at its end.
     """
     broken = []
     for name in _NAMES[1:]:
@@ -106,20 +106,20 @@ def _is_broken(stream: TextIO) -> bool:
 
 
 class TextOutput:
-    """Text on stdout as it comes, and a line break after it, also when an error cuts it short."""
+    """Text on stdout as it comes, and a line break at its end, also after an error."""
 
     def __init__(self) -> None:
         self._used = False
         self._is_terminal = sys.stdout.isatty()
 
     def show_prompt(self, text: str) -> None:
-        """Shows the prompt dimmed, so that the text reads as its continuation."""
+        """Shows the prompt dimmed: the text continues it."""
         sys.stdout.write("\033[2m")
         self.write(text)
         sys.stdout.write("\033[0m")
 
     def write(self, piece: str) -> None:
-        """Writes a piece of text, without what a terminal would obey."""
+        """Writes a piece of text; on a terminal without control characters."""
         self._used = True
         sys.stdout.write(without_control(piece) if self._is_terminal else piece)
         sys.stdout.flush()
@@ -131,12 +131,12 @@ class TextOutput:
 
 _TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 _LATER_S = 0.01
-"""Seconds until a lost signal is sent again; it may come within a callback again, and so on."""
+"""Seconds until a lost signal is sent again; it may be lost again."""
 _ENDING = "ending; Ctrl-C once more ends at once and leaves what is half written as NAME.part"
 
 
 class StopRequest:
-    """Whether a signal asked the command to stop; counts those that interrupted nothing."""
+    """Whether a signal asked the command to stop, and how many did."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -148,8 +148,29 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal's number; of Ctrl-C where the signal came to another process."""
+        """128 and the signal's number; that of Ctrl-C if another process got the signal."""
         return 128 + (self.signal_number or signal.SIGINT)
+
+
+def handlers_in_force() -> dict[signal.Signals, Any]:
+    """The handlers of signals that end a command, except ignored ones, as under `nohup`."""
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
+    return {number: old for number, old in found.items() if old != signal.SIG_IGN}
+
+
+@contextlib.contextmanager
+def handling(
+    handler: Callable[[int, FrameType | None], None], before: Mapping[signal.Signals, Any]
+) -> Iterator[None]:
+    """Handles signals within the block; afterwards restores handlers that were not replaced."""
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, old)
 
 
 @contextlib.contextmanager
@@ -158,18 +179,14 @@ def stop_on_signals(
     is_held: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = say_at_once,
 ) -> Iterator[StopRequest]:
-    """Within the block the first signals only set the request; the next one acts at once.
-
-    The signals are SIGINT, SIGTERM and SIGHUP; one that is ignored, as under `nohup`, stays so.
+    """Within the block the first SIGINT, SIGTERM or SIGHUP only set the request; a later one acts.
 
     Args:
-        messages: shown when the first ones come, one for each.
-        is_held: whether those that follow only set the request too.
-        say: shows them, within the handler; on stderr when omitted.
+        messages: shown at the first signals, one for each.
+        is_held: whether later signals also only set the request.
+        say: shows a message, within the handler; on stderr when omitted.
     """
-    request = StopRequest()
-    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
-    before = {number: old for number, old in found.items() if old != signal.SIG_IGN}
+    request, before = StopRequest(), handlers_in_force()
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
@@ -182,24 +199,17 @@ def stop_on_signals(
         elif not is_held():
             signal.raise_signal(number)
 
-    for number in before:
-        signal.signal(number, note)
-    try:
+    with handling(note, before):
         yield request
-    finally:
-        # Once a signal came, the handlers of the block around us are in force, or what they chose.
-        for number, old in before.items():
-            if signal.getsignal(number) is note:
-                signal.signal(number, old)
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[StopRequest]:
     """Within the block SIGTERM and SIGHUP end the work as Ctrl-C does: outputs are finished.
 
-    More of them change nothing. The next Ctrl-C says what goes on; those after it raise
-    `KeyboardInterrupt` again. A signal that is ignored, or has another handler, is left alone. What
-    Python drops, since the signal came within a callback, is raised after it.
+    Further ones have no effect. The next Ctrl-C prints that the work is ending; later ones raise
+    `KeyboardInterrupt` again. Ignored signals, and those with another handler, stay as they are. An
+    interrupt that Python drops within a callback is raised after it.
     """
     request = StopRequest()
     before: dict[signal.Signals, Any] = {}
@@ -212,9 +222,8 @@ def terminable() -> Iterator[StopRequest]:
         return request.signal_number or signal.SIGINT
 
     if threading.current_thread() is threading.main_thread():
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_TERMINATING)}
         defaults = (signal.SIG_DFL, signal.default_int_handler)
-        before = {number: old for number, old in found.items() if old in defaults}
+        before = {number: old for number, old in handlers_in_force().items() if old in defaults}
         resend_lost_interrupts(note_lost)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -222,7 +231,7 @@ def terminable() -> Iterator[StopRequest]:
         if is_lost_from(frame):
             send_later(number, threading.get_ident())
             return
-        if is_lost:  # it was heard before
+        if is_lost:  # the handler has noted it before
             is_lost = False
             raise KeyboardInterrupt
         if number != signal.SIGINT and is_terminated:
@@ -235,18 +244,15 @@ def terminable() -> Iterator[StopRequest]:
             return
         raise KeyboardInterrupt
 
-    for number in before:
-        signal.signal(number, interrupt)
     try:
-        yield request
+        with handling(interrupt, before):
+            yield request
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
         sys.unraisablehook = hook
 
 
 def send_later(number: int, thread: int) -> None:
-    """Sends a signal to a thread when its callback has most likely ended."""
+    """Sends a signal to a thread after its callback has probably ended."""
 
     def wait_and_send() -> None:
         time.sleep(_LATER_S)
@@ -269,10 +275,7 @@ def resend_lost_interrupts(note: Callable[[], int] = lambda: signal.SIGINT) -> N
 
 
 def is_lost_from(frame: FrameType | None) -> bool:
-    """Whether what is raised in this frame is printed and dropped, by the functions' names.
-
-    The hook finds callbacks with other names.
-    """
+    """Whether Python drops exceptions of this frame, by names; the hook finds other callbacks."""
     while frame is not None and frame.f_code.co_name not in ("__del__", "take_unraisable"):
         frame = frame.f_back
     return frame is not None

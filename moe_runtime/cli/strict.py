@@ -1,4 +1,4 @@
-"""How commands read their options: groups, configuration files, and what is refused for all."""
+"""How commands read their options: groups, configuration files, and checks for all of them."""
 
 import copy
 import dataclasses
@@ -28,16 +28,16 @@ from moe_runtime.files import (
 )
 
 OUTPUTS = frozenset({"--csv", "--markdown", "--output", "--plot", "--png", "--timeline", "--trace"})
-"""Options that name a file or folder to write; other options with paths name what is read."""
+"""Options that name a file or folder to write; other options with paths name inputs."""
 _WITH_OTHERS = frozenset({"run", "serve", "generate", "chat", "train", "finetune", "dispatch"})
 """Commands that the processes of `torchrun` run together."""
 FOLDER = "DIR"
-"""How the help shows an output that is a folder."""
+"""The metavar of an output that is a folder."""
 _DEBUG = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:
-    """An option of typer's; its names are made of the parameter's where none are given."""
+    """An option of typer's, by default named like its parameter."""
     return typer.Option(*names, help=help, **settings)
 
 
@@ -64,7 +64,8 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
         if fields is None:
             parameters.append(_with_help(param, hints[param.name], helps))
             continue
-        kinds, helps_of_group = get_type_hints(fields, include_extras=True), _helps(fields)[1]
+        kinds = get_type_hints(fields, include_extras=True)
+        helps_of_group = {n: text for kind in fields.__mro__ for n, text in _helps(kind)[1].items()}
         for field in dataclasses.fields(fields):
             is_needed = field.default is dataclasses.MISSING
             default = inspect.Parameter.empty if is_needed else field.default
@@ -95,7 +96,7 @@ def expanded(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _helps(documented: Any) -> tuple[str, dict[str, str]]:
-    """A docstring without its `Args:`, and these: the help of each parameter."""
+    """A docstring without its `Args:`, and the help of each parameter in them."""
     about, _, args = inspect.cleandoc(documented.__doc__ or "").partition("\n\nArgs:\n")
     helps: dict[str, str] = {}
     name = ""
@@ -108,7 +109,7 @@ def _helps(documented: Any) -> tuple[str, dict[str, str]]:
 
 
 def _with_help(param: inspect.Parameter, kind: Any, helps: Mapping[str, str]) -> inspect.Parameter:
-    """A parameter as typer takes it: help and limits stand outside of its union with None."""
+    """A parameter for typer: its annotation with help and limits encloses a union with None."""
     if param.name not in helps:
         return param.replace(annotation=kind)
     info = typer.Option()
@@ -158,13 +159,13 @@ def _as_given(option: Any, value: object, name: str) -> bool | str | list[str]:
     values = value if isinstance(value, list) and is_multiple else [value]
     if any(isinstance(one, dict | list | bool) for one in values):
         raise ValueError(f"{name} must be a single value, got {value!r}")
-    # As text, so that 3.5 is refused as a whole number here too.
+    # as text: 3.5 must be refused as a whole number
     words = [str(one) for one in values]
     return words if is_multiple else words[0]
 
 
 def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
-    """Refuses options without effect that were given, on the command line or in a file."""
+    """Refuses given options, on the command line or in a file, that have no effect."""
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name or "")
         is_given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
@@ -173,7 +174,7 @@ def refuse_given(ctx: typer.Context, names: Container[str], why: str) -> None:
 
 
 class StrictCommand(TyperCommand):
-    """A command that refuses what would be dropped silently, and outputs that replace inputs.
+    """A command that refuses repeated options, and outputs that replace inputs.
 
     Its help is wrapped at the terminal's width only.
     """
@@ -220,7 +221,7 @@ class StrictCommand(TyperCommand):
                 )
             if isinstance(value, Path) and word == "":
                 raise ValueError(f"{_shown(param)}: is empty, expected the name of a file")
-            # From the word, since a Path has lost the dot of ./~.
+            # from the word: a Path has lost the dot of ./~
             if isinstance(value, Path) and isinstance(word, str):
                 ctx.params[param.name] = Path(at_home(word))
             elif isinstance(value, list | tuple) and any(isinstance(one, Path) for one in value):
@@ -253,18 +254,18 @@ class StrictCommand(TyperCommand):
             require_apart(files[one], files[other], (one, other))
         for option, path in files.items():
             place = Path(os.path.realpath(path))
-            if not any(map(place.is_relative_to, folders)):  # which the command makes first
+            if not any(map(place.is_relative_to, folders)):  # the command makes them first
                 check_output_path(path, option.removeprefix("--"))
                 check_not_in_progress(path, option.removeprefix("--"))
 
 
 def _require_utf8(text: Any, param: Any) -> None:
-    """Refuses a text with bytes that are not UTF-8; names of files may have any bytes."""
+    """Refuses a text that is not UTF-8; names of files may have any bytes."""
     if isinstance(text, str) and not os.path.exists(text):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            # The message cannot show the text: no stream could write it.
+            # no stream could write the text
             raise typer.BadParameter(
                 f"expected text in UTF-8, got other bytes from character {error.start + 1} on",
                 param_hint=_shown(param),
@@ -278,7 +279,7 @@ def _shown(param: Any) -> str:
 
 
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
-    """The files that a parameter's values name; those in a folder, which is a checkpoint."""
+    """The files that a parameter's values name; of a folder the files of its checkpoint."""
     value = ctx.params.get(param.name)
     is_text = param.param_type_name == "option" and param.multiple
     if OUTPUTS.intersection(param.opts) or is_text:

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: an editor for messages, and answers drawn as markdown."""
+"""A conversation in a terminal: an editor for messages, and answers as markdown."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ _REDRAW_S = 0.1
 def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterator[str]:
     """Messages that are typed or pasted, until Ctrl-D.
 
-    Enter sends, Alt-Enter begins a line, and what is pasted keeps its lines. Ctrl-R searches in
-    what was typed before, in earlier conversations too. ``status`` is a line below.
+    Enter sends, Alt-Enter begins a line, and pasted text keeps its lines. Ctrl-R searches the
+    history, also of earlier conversations. ``status`` is a line below.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
@@ -65,10 +65,10 @@ def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterat
         completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
         bottom_toolbar=below,
-        # left to find out on its own, it knows terminals that draw nothing anew
+        # without a terminal on stdout, the editor would not redraw
         output=None if sys.stdout.isatty() else create_output(always_prefer_tty=True),
     )
-    # some terminals do not say where the cursor is, which is no matter here
+    # no warning if a terminal does not report the cursor's position
     session.app.renderer.cpr_not_supported_callback = lambda: None
     with contextlib.suppress(EOFError):
         while True:
@@ -76,7 +76,7 @@ def typed_messages(commands: Sequence[str], status: Callable[[], str]) -> Iterat
 
 
 def _history() -> Any:
-    """What was typed before, kept for this user; for this conversation where that cannot be."""
+    """The user's history in a file; in memory if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = Path(platformdirs.user_state_dir("moe-runtime")) / "chat_history"
@@ -89,9 +89,9 @@ def _history() -> Any:
 
 
 class MarkdownOutput:
-    """An answer as it comes, drawn as markdown, over a line with what it costs.
+    """Draws an answer as markdown while it comes, above a status line.
 
-    Blocks that are whole stay as they were drawn; the one that is being written is drawn anew.
+    Finished blocks are drawn once; the last block is redrawn.
     """
 
     def __init__(self, terminal: Console, status: Callable[[], str]) -> None:
@@ -110,7 +110,7 @@ class MarkdownOutput:
 
     @classmethod
     def of_stdout(cls, status: Callable[[], str]) -> "MarkdownOutput | None":
-        """One on stdout; None where it is no terminal, or one that draws nothing anew."""
+        """Output on stdout; None if stdout is no terminal, or cannot redraw."""
         terminal = Console(highlight=False)
         if not terminal.is_terminal or terminal.is_dumb_terminal:
             return None
@@ -123,14 +123,14 @@ class MarkdownOutput:
         self.redraw()
 
     def redraw(self) -> None:
-        """Draws what has changed, at most ten times a second."""
+        """Redraws the last block, at most ten times a second."""
         now_s = time.monotonic()
         if now_s - self._drawn_s >= _REDRAW_S:
             self._drawn_s = now_s
             self._live.refresh()
 
     def say(self, text: str) -> None:
-        """Shows a line of the program in place of the status."""
+        """Shows a message instead of the status."""
         self._note = text
 
     def end_line(self) -> None:
@@ -144,7 +144,7 @@ class MarkdownOutput:
             self._is_first = False
 
     def _lines(self, text: str) -> list[Any]:
-        """A text as lines of a terminal, each a list of segments; one empty line before it."""
+        """The lines of a text, each a list of segments, after an empty line."""
         lines = self._console.render_lines(_markdown(text), pad=False, new_lines=True)
         is_full = [any(part.text.strip() for part in line) for line in lines]
         if not any(is_full):
@@ -154,7 +154,7 @@ class MarkdownOutput:
         return [*gap, *lines[is_full.index(True) : end]]
 
     def _unfinished(self) -> Any:
-        """The last lines of the block that is being written, and the status."""
+        """The end of the last block, and the status."""
         status = Text(self._note or self._status(), style="dim", no_wrap=True, overflow="ellipsis")
         lines = self._lines(self._text)[-max(self._console.height - 3, 1) :]
         return Group(*(Segments(line) for line in lines), status)
@@ -163,7 +163,7 @@ class MarkdownOutput:
 def _parser() -> Any:
     from markdown_it import MarkdownIt
 
-    # HTML is text, which rich would leave out
+    # rich would leave HTML out: it is text here
     return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
 
 
@@ -175,11 +175,11 @@ def _markdown(text: str) -> Any:
     for token in found.parsed:
         for child in token.children or ():
             if child.type == "softbreak":
-                child.type = "hardbreak"  # a line of the model's is a line
+                child.type = "hardbreak"  # lines of the model stay lines
     return found
 
 
 def _num_finished(text: str) -> int:
-    """Characters of the blocks that nothing can be added to: all but the last one."""
+    """Characters of the finished blocks: all but the last one."""
     begins = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
     return sum(len(line) + 1 for line in text.split("\n")[: begins[-1]]) if begins else 0

@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA) on layers and experts: each sequence of a pass may have its own.
+"""LoRA adapters on layers and experts; each sequence of a pass may have its own.
 
 Source: Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (2023).
 
@@ -29,9 +29,9 @@ from moe_runtime.kernels.expert_mlp.low_rank import LowRankExpert, LowRankFactor
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """What an adapter adds to the output of one linear layer: ``scale * (x @ A.T) @ B.T``.
+    """The adapter of one linear layer: adds ``scale * (x @ A.T) @ B.T`` to the output.
 
-    With DoRA each output but its bias is then multiplied by one of ``factors_O``.
+    With DoRA, the output without its bias is then multiplied by ``factors_O``.
     Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (2024).
     """
 
@@ -42,7 +42,7 @@ class LowRankPair:
     bias_O: torch.Tensor | None = None
 
     def add_to(self, output_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-        """Adds it in place; both are in fp32, as in PEFT."""
+        """Changes ``output_NO`` in place; both are fp32, as in PEFT."""
         low_NL = torch.nn.functional.linear(x_NI, self.first_LI)
         output_NO.add_(torch.nn.functional.linear(low_NL, self.second_OL), alpha=self.scale)
         if self.factors_O is not None:
@@ -55,9 +55,9 @@ class RowAdapters:
     """Adapters of a layer's experts for the rows of a pass.
 
     Args:
-        parts: rows, and the adapters of each expert for them.
-        num_rows: of the pass; None where the one part is for all rows.
-        owner: the thread whose passes have adapters; None for all.
+        parts: rows, with the adapters of each expert.
+        num_rows: of the pass; None if there is one part, for all rows.
+        owner: thread whose passes have adapters; None for all threads.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RowAdapters:
     def of_rows(
         self, num_tokens: int, experts: Iterable[int], counts: Iterable[int], tokens: Items[int]
     ) -> list[LowRankExpert | None] | None:
-        """Of rows that lie by their experts; None where none has one."""
+        """The adapters of rows sorted by expert; None if no row has one."""
         if self._owner not in (None, threading.get_ident()):
             return None
         runs = zip(experts, counts, strict=True)
@@ -106,10 +106,9 @@ _Parts = list[tuple[torch.nn.Module, _Part]]
 
 
 class Adapters:
-    """Adapters of one model, ``max_bytes`` of them in memory, those used last.
+    """Adapters of one model. Up to ``max_bytes`` of the last used ones stay in memory.
 
-    Hooks add them to the outputs of layers during a pass only: a pass without adapters has the bits
-    of a model without any.
+    Hooks apply them during a pass only: a pass without adapters has the bits of the plain model.
     """
 
     def __init__(
@@ -120,12 +119,15 @@ class Adapters:
         max_bytes: int | None = None,
         takes_more: bool = False,
     ) -> None:
-        """Compares the adapters with the model, and reads none. ``max_bytes`` is that of all when
-        omitted; where it ``takes_more``, passes with the widest of them have part of it.
+        """Compares the adapters with the model; reads no tensors.
+
+        ``max_bytes`` is by default the size of all. With ``takes_more`` it includes the workspace
+        of passes with the widest adapter.
 
         Raises:
-            UnsupportedModelError: one is for another model, or for layers that are not linear.
-            ValueError: ``max_bytes`` is less than one of them needs.
+            UnsupportedModelError: an adapter is for another model, or for a layer that is not
+                linear.
+            ValueError: one adapter needs more than ``max_bytes``.
         """
         self._folders: dict[str, AdapterFolder] = {}
         self._takes_more = takes_more
@@ -136,13 +138,13 @@ class Adapters:
         self.max_bytes = resident_bytes(folders, max_bytes, takes_more=takes_more)
         for name, folder in folders.items():
             self.add(name, folder)
-        self._resident: dict[str, _Parts | None] = {}  # those used last are last
+        self._resident: dict[str, _Parts | None] = {}  # in order of the last use
         self._users: dict[Hashable, str] = {}
         self.num_reads = 0
 
     def add(self, name: str, folder: AdapterFolder) -> None:
-        """Takes one more, which later sequences may have; it is read with the first. From any
-        thread; raises as the constructor."""
+        """Adds an adapter, from any thread; its tensors are read at first use. Raises as the
+        constructor."""
         require_fit(self._model, folder)
         for layer in folder.widths:
             owner, _, own_name = layer.rpartition(".")
@@ -154,7 +156,7 @@ class Adapters:
         self._numbers[name] = len(self._numbers) + 1
 
     def number(self, name: str | None) -> int:
-        """Counts adapters from 1; 0 is the model without any. Refuses unknown names."""
+        """The number of an adapter, from 1; 0 for None. Raises ValueError: the name is unknown."""
         if name is None:
             return 0
         if name not in self._numbers:
@@ -162,13 +164,12 @@ class Adapters:
         return self._numbers[name]
 
     def goes_alone(self, name: str | None) -> bool:
-        """Whether a sequence with it shares no pass: multi-head latent attention expands the cached
-        latents of each sequence in turn.
-        """
+        """Whether a sequence with this adapter needs a pass of its own: latent attention expands
+        the cached latents of each sequence in turn."""
         return name in self._alone
 
     def reserve(self, sequence: Hashable, name: str | None) -> bool:
-        """Reserves memory for a sequence's adapter; gives whether that succeeded."""
+        """Reserves memory for a sequence's adapter; returns whether there was enough."""
         if name is None:
             return True
         in_use = set(self._users.values())
@@ -187,12 +188,12 @@ class Adapters:
         self._users.pop(sequence, None)
 
     def read(self, name: str | None) -> None:
-        """Reads an adapter whose memory is reserved, unless it is there."""
+        """Reads an adapter with reserved memory, unless it is resident."""
         if name is not None and self._resident[name] is None:
             try:
                 tensors = self._folders[name].tensors()
             except CheckpointError as error:
-                # clients see this error, which must not name the server's files
+                # clients see this error; it must not name the server's files
                 raise CheckpointError(
                     f"the adapter {name!r} cannot be read from its files any more; look whether "
                     "they are still there and as they were when the server started"
@@ -204,10 +205,11 @@ class Adapters:
     def applied(
         self, rows: Items[tuple[str | None, int]], *, everywhere: bool = False
     ) -> Iterator[None]:
-        """Adds adapters to the passes of this thread within the block, or ``everywhere`` to all.
+        """Applies adapters to passes of this thread in a ``with`` block; ``everywhere``: of all
+        threads.
 
-        ``rows`` are names of adapters, or None, and how many rows of the pass each has in turn; one
-        name alone is for all rows.
+        ``rows`` are names of adapters, or None, and their numbers of rows in order. A single name
+        applies to all rows.
         """
         owner = None if everywhere else threading.get_ident()
         groups = [
@@ -226,7 +228,7 @@ class Adapters:
             yield
 
     def check(self) -> None:
-        """Asserts that memory and what is in it agree."""
+        """Asserts the invariants of the memory."""
         assert self._num_bytes(self._resident) <= self.max_bytes
         assert set(self._users.values()) <= self._resident.keys()
 
@@ -253,7 +255,6 @@ class Adapters:
     def _bound(
         self, folder: AdapterFolder, tensors: Mapping[str, tuple[torch.Tensor, ...]]
     ) -> _Parts:
-        """The parts of an adapter that was read, each with its module."""
         parts: _Parts = []
         for layer in folder.widths:
             module: Any = self._modules[layer]
@@ -273,11 +274,11 @@ class Adapters:
 
 
 class LoadedAdapter:
-    """The adapter of all passes of a model that is loaded with it.
+    """The adapter of all passes of a loaded model.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        UnsupportedModelError: it computes something else than low rank, or ``place`` is a GPU.
+        UnsupportedModelError: the adapter is not low-rank, or ``place`` is a GPU.
     """
 
     def __init__(self, folder: str | Path, place: torch.device) -> None:
@@ -289,25 +290,25 @@ class LoadedAdapter:
         self._folder = AdapterFolder(Path(folder))
 
     def bytes_beside(self, model: Any, num_tokens: int) -> int:
-        """What it takes, passes of so many tokens included. Raises UnsupportedModelError, or
+        """Bytes of the adapter and of passes of ``num_tokens``. Raises UnsupportedModelError or
         CheckpointError: it is not for this model."""
         require_fit(model, self._folder)
         return self._folder.num_bytes + self._folder.workspace_bytes(num_tokens)
 
     def apply(self, model: Any) -> None:
-        """Reads it, and adds it to all passes from now on."""
+        """Reads the adapter and applies it to all later passes."""
         adapters = Adapters(model, {"": self._folder})
         adapters.reserve(self, "")
         adapters.read("")
         kept = adapters.applied([("", 0)], everywhere=True)
-        kept.__enter__()  # it ends with the model, which keeps it
+        kept.__enter__()  # as long as the model lives
         vars(model).update(_adapter=self._folder.folder, _adapter_hooks=kept)
 
 
 def resident_bytes(
     folders: Mapping[str, AdapterFolder], max_bytes: int | None, *, takes_more: bool = False
 ) -> int:
-    """Memory of one model's adapters: ``max_bytes`` at most, that of all where it is None."""
+    """Memory of one model's adapters: of all together, ``max_bytes`` at most."""
     sizes = {name: folder.num_bytes for name, folder in folders.items()}
     whole = sum(sizes.values())
     if max_bytes is None:
@@ -329,7 +330,7 @@ def _pair(module: Any, tensors: Items[torch.Tensor], scale: float) -> LowRankPai
     first_LI, second_OL, *magnitudes = tensors
     if not magnitudes:
         return LowRankPair(first_LI, second_OL, scale)
-    norms = [  # of some rows at a time: a weight in fp32 may be large
+    norms = [  # in parts: a whole weight in fp32 may be large
         torch.addmm(weight_OI.float(), some_OL, first_LI, alpha=scale).norm(dim=1)
         for weight_OI, some_OL in zip(
             module.weight.detach().split(_NORM_ROWS), second_OL.split(_NORM_ROWS), strict=True
@@ -342,16 +343,16 @@ def _pair(module: Any, tensors: Items[torch.Tensor], scale: float) -> LowRankPai
 def _adding(
     parts: Items[tuple[slice, LowRankPair]], num_rows: int | None, owner: int | None
 ) -> Any:
-    """A forward hook that adds parts to rows of a layer's output; without ``num_rows``, the one
-    part to all of them. It is for calls of the thread ``owner``, or of all."""
+    """A forward hook that applies parts to rows of a layer's output. Without ``num_rows`` the only
+    part applies to all rows. ``owner`` limits it to one thread."""
 
     def add(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        # another thread may call the model meanwhile, without adapters
+        # other threads may call the model without adapters
         if owner not in (None, threading.get_ident()):
             return None
         x_NI, output_NO = inputs[0].flatten(0, -2).float(), output.flatten(0, -2).float()
         if num_rows is None:
-            # a copy, since the gradient may need the layer's own output
+            # a copy: the backward pass may need the layer's own output
             output_NO = output_NO.clone() if torch.is_grad_enabled() else output_NO
             parts[0][1].add_to(output_NO, x_NI)
         elif len(x_NI) != num_rows:
@@ -369,9 +370,9 @@ def experts_of(
     pairs: Mapping[str, tuple[torch.Tensor, ...]],
     scales: Mapping[str, float],
 ) -> list[LowRankExpert]:
-    """Adapters of each expert, out of those of stacked parameters.
+    """The adapter of each expert, from adapters of stacked parameters.
 
-    PEFT's first matrix is ``[E * L, I]``; the columns of its second, ``[O, L * E]``, alternate
+    PEFT's first matrix is ``[E * L, I]``. The columns of its second, ``[O, L * E]``, alternate
     between experts.
     """
     num_experts = module.num_experts
@@ -395,16 +396,16 @@ def experts_of(
 
 
 def is_turned(experts: torch.nn.Module) -> bool:
-    """Whether PEFT takes the summed dimension of experts' parameters for that of outputs."""
+    """Whether PEFT swaps the input and output dimensions of the experts' parameters."""
     return getattr(experts, "is_turned_for_adapters", False)
 
 
 def places_of_experts(
     modules: Mapping[str, torch.nn.Module], folder: AdapterFolder
 ) -> dict[str, dict[str, str]]:
-    """The parameters of each experts module that an adapter changes, by their places in its file.
+    """The adapted parameters of each experts module, by their names in the adapter's file.
 
-    PEFT wraps a module once for each of them, the first one innermost.
+    PEFT wraps a module once per parameter, the first one innermost.
     """
     found = {}
     for name, module in modules.items():
@@ -420,8 +421,7 @@ def places_of_experts(
 
 
 def require_fit(model: Any, folder: AdapterFolder) -> None:
-    """Refuses an adapter that is for another model, or that lacks matrices which its settings
-    name."""
+    """Refuses an adapter for another model, or without matrices that its settings name."""
     modules = dict(model.named_modules())
     for layer, widths in folder.widths.items():
         _require_linear(model, modules.get(layer), layer, widths, folder.folder)
@@ -463,7 +463,6 @@ def _lacking(folder: AdapterFolder, name: str) -> CheckpointError:
 
 
 def _require_all(model: Any, modules: Mapping[str, torch.nn.Module], folder: AdapterFolder) -> None:
-    """Refuses an adapter without matrices for a layer that its settings name."""
     output = model.get_output_embeddings() if folder.widths else None
     for layer, module in modules.items():
         is_linear = isinstance(module, torch.nn.Linear) and module is not output
@@ -474,7 +473,6 @@ def _require_all(model: Any, modules: Mapping[str, torch.nn.Module], folder: Ada
 def _require_linear(
     model: Any, module: Any, layer: str, widths: tuple[int, int], folder: Path
 ) -> None:
-    """Refuses an adapter of what is not there, is not linear, or has other widths."""
     expected = "expected a linear layer beside the experts"
     if not isinstance(module, torch.nn.Linear) or module is model.get_output_embeddings():
         found = "no such layer" if module is None else type(module).__name__

@@ -1,4 +1,4 @@
-"""What the machine has free, and how a budget is divided."""
+"""Free memory of the machine, and the division of a budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from moe_runtime.config import Budget, format_bytes
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.kernels.decode_step.rounded_rows import row_bytes
 from moe_runtime.kernels.linear.op import kept_code_bytes
 from moe_runtime.policies.prediction.base import most_remembered_bytes, shape_of
@@ -28,17 +27,16 @@ AUTO_SHARE = 0.9
 """Share of the free memory that an ``auto`` budget takes."""
 
 STREAM_BYTES = 64 * 2**20
-"""Of experts in flight while a prompt streams through a layer: enough to keep a disk busy."""
+"""Experts in flight while a prompt streams through a layer; enough to keep a disk busy."""
 
 FIXED_RESERVE_BYTES = 9 * 2**20
-"""For buffers of the tokenizer, generation and allocator, records, and code of libraries; 7 MiB
-measured."""
+"""Buffers of tokenizer, generation and allocator, records, code of libraries; 7 MiB measured."""
 
 ENTRY_BYTES = 8 * 2**10
-"""For each expert: its layout, views and entries in the store."""
+"""Layout, views and store entries of an expert."""
 
 BUFFER_SHARE = 1 / 8
-"""Of the dense weights, for buffers of libraries; half of it was used when measured."""
+"""Buffers of libraries, as a share of the dense weights. Half of it was used when measured."""
 
 MIN_SLOTS = 2
 """Fewest slots that work: one expert computes while the next one is read."""
@@ -51,7 +49,7 @@ class MemoryPlan:
     Attributes:
         dense_bytes: weights that are always resident.
         reserve_bytes: KV cache, activations and what the allocator keeps.
-        num_slots: experts that fit at once.
+        num_slots: experts that fit.
     """
 
     budget_bytes: int
@@ -61,12 +59,12 @@ class MemoryPlan:
     num_slots: int
 
     def stream_slots(self, stream_bytes: int = STREAM_BYTES) -> int:
-        """Slots that a streamed prompt may take from the cache, for so many bytes in flight."""
+        """Slots that a streamed prompt may take from the cache, for ``stream_bytes`` in flight."""
         return max(MIN_SLOTS, min(self.num_slots // 4, stream_bytes // self.slot_bytes))
 
 
 def smallest_budget(dense_bytes: int, reserve_bytes: int, slot_bytes: int) -> int:
-    """The smallest budget in bytes with which a model runs."""
+    """The smallest working budget, in bytes."""
     return dense_bytes + reserve_bytes + MIN_SLOTS * slot_bytes
 
 
@@ -78,14 +76,14 @@ def plan_memory(
     slot_bytes: int,
     num_experts: int,
     max_tokens: int | None = None,
-    option: str | None = None,
+    option: str = "budget",
     embedding_bytes: int = 0,
 ) -> MemoryPlan:
-    """Gives what the dense weights and the reserve leave of a budget to expert slots.
+    """Divides a budget: dense weights, the reserve, and slots for experts from the rest.
 
-    Where not all experts fit, the ``embedding_bytes`` of the dense weights stay in their files.
-    ``max_tokens`` and ``option`` are named in the error. Raises CapacityError: the budget is too
-    small; names the smallest that works.
+    If not all experts fit, embeddings (``embedding_bytes``) stay in their files. The error names
+    ``max_tokens`` and ``option``. Raises CapacityError: the budget is too small; names the smallest
+    that works.
     """
     if dense_bytes + reserve_bytes + num_experts * slot_bytes > budget_bytes:
         dense_bytes -= embedding_bytes
@@ -94,11 +92,8 @@ def plan_memory(
         reserved = "activations"
         if max_tokens is not None:
             reserved = f"KV cache and activations of {max_tokens} tokens"
-        given = f"a budget of {format_bytes(budget_bytes)}"
-        if option is not None:
-            given = f"a {option} of {format_bytes(budget_bytes)}"
         raise CapacityError(
-            f"{given} is too small: the smallest that works is "
+            f"a {option} of {format_bytes(budget_bytes)} is too small: the smallest that works is "
             f"{format_bytes(smallest, up=True)} ({smallest} bytes): {format_bytes(dense_bytes)} "
             f"of dense weights, {format_bytes(reserve_bytes)} for {reserved}, "
             f"and {MIN_SLOTS} experts of {format_bytes(slot_bytes)}",
@@ -125,14 +120,14 @@ def reserve_for(
     in_pass: int | None = None,
     writes_dense: bool = True,
 ) -> int:
-    """Bytes to set aside for the KV cache of ``max_tokens`` tokens of a batch, and activations of
-    those in a pass: ``in_pass`` at most, or all.
+    """Bytes to reserve for ``max_tokens`` tokens of a batch, ``in_pass`` of them in one pass.
 
-    The KV cache is counted with ``room_for`` it, and twice for one layer, because growing it
-    copies. Activations are a few copies of the hidden states, and the routed rows. Policies and
-    predictors count as the largest of them. Values of the largest quantised matrix are written out
-    for many rows, of dense ones where ``writes_dense``: a GPU multiplies these as they lie. A part
-    of an expert is copied while it is put in order.
+    - KV cache: with ``room_for`` growth, and one layer twice, because growing copies it.
+    - Activations: a few copies of the hidden states, and the routed rows.
+    - Policies and predictors: the largest of them.
+    - Dequantised values of the largest matrix. ``writes_dense`` includes dense matrices; a GPU
+      multiplies these packed.
+    - Scratch to reorder a part of an expert.
     """
     config, dtype = checkpoint.config, checkpoint.dtype
     kv_token = kv_bytes_per_token(config, dtype, kv_cache)
@@ -150,7 +145,6 @@ def reserve_for(
 
 
 def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
-    """Shapes of the weights of attention and experts."""
     text = config.get_text_config()
     hidden, heads, head_dim = text.hidden_size, text.num_attention_heads, widest_head(config)
     inner = largest_of(text, "moe_intermediate_size") or largest_of(text, "intermediate_size")
@@ -163,8 +157,8 @@ def _weight_shapes(config: PreTrainedConfig) -> set[tuple[int, int]]:
 def reserve_per_token(
     config: PreTrainedConfig, dtype: torch.dtype, top_k: int, kv_cache: str, *, in_pass: int | None
 ) -> int:
-    """Bytes by which the reserve is smaller, at least, for each token less; with activations where
-    all tokens are in one pass (None)."""
+    """Bytes that the reserve loses, at least, per token less. With activations if a pass has all
+    tokens (``in_pass`` None)."""
     activations = 0 if in_pass else activation_bytes_per_token(config, dtype, top_k)
     return kv_bytes_per_token(config, dtype, kv_cache) + activations
 
@@ -172,7 +166,7 @@ def reserve_per_token(
 def kv_bytes_per_token(
     config: PreTrainedConfig, dtype: torch.dtype, kv_cache: str = "exact"
 ) -> int:
-    """Bytes of the KV cache, and of one layer more: what it is copied into, or widened."""
+    """Bytes of the KV cache, and of one layer more, to copy or widen a layer into."""
     text, width = config.get_text_config(), widest_head(config)
     heads = largest_of(text, "num_key_value_heads") or text.num_attention_heads
     kv_layer = 2 * heads * width * dtype.itemsize
@@ -181,28 +175,27 @@ def kv_bytes_per_token(
 
 
 def activation_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
-    """Bytes of hidden states, and of a token's rows at its experts."""
+    """Bytes of hidden states and of a token's routed rows."""
     return config.get_text_config().hidden_size * (12 * 4 + top_k * dtype.itemsize)
 
 
 def widest_head(config: PreTrainedConfig) -> int:
-    """Values of a head of attention, in the layers where they are most."""
+    """The largest head dimension of any layer."""
     text = config.get_text_config()
     found = largest_of(text, "head_dim", "global_head_dim")
     return found or text.hidden_size // text.num_attention_heads
 
 
 def largest_of(text: PreTrainedConfig, *names: str) -> int:
-    """The largest number that one of some attributes has in any layer; 0 where none is a number."""
-    # transformers refuses to read such as differ between layers, from the release that knows them
+    """The largest integer that one of the attributes has in any layer; 0 if none has one."""
+    # newer transformers refuse to read attributes that differ between layers
     layers = text.per_layer_config if getattr(text, "per_layer_attributes", None) else [text]
     values = (getattr(layer, name, None) for layer in layers for name in names)
     return max((value for value in values if isinstance(value, int)), default=0)
 
 
 def resolve_budget(budget: Budget, available_bytes: int, place: str) -> int:
-    """The bytes of a budget, given what a place has free. Raises CapacityError: the budget exceeds
-    what is free."""
+    """The bytes of a budget. Raises CapacityError: it exceeds the free ``available_bytes``."""
     resolved = budget.resolve(available_bytes, auto_share=AUTO_SHARE)
     if resolved > available_bytes:
         raise CapacityError(
@@ -217,15 +210,15 @@ def available_device_bytes(device: torch.device) -> int:
 
 
 def available_host_bytes() -> int:
-    """Host memory that this process may still take: the machine's, or its control group's."""
+    """Free host memory: of the machine, or less if the control group limits it."""
     free = psutil.virtual_memory().available
     group = control_group_free_bytes()
     return free if group is None else min(free, group)
 
 
 def control_group_free_bytes() -> int | None:
-    """Bytes left in the process's control group, or None where none limits memory. The page cache
-    counts as free. A limit also binds the groups below it: the least of all levels counts."""
+    """Bytes left in the process's control group; None if no group limits memory. The page cache
+    counts as free. A limit also binds the groups below it, so the smallest of all levels counts."""
     memberships = Path("/proc/self/cgroup")
     if not memberships.is_file():
         return None
@@ -274,7 +267,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Highest resident memory of this process so far, by the kernel's own counter."""
+    """Highest resident memory of this process so far, from the kernel's counter."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -287,106 +280,71 @@ def peak_resident_bytes() -> int:
 
 
 def set_up_libraries(dtype: torch.dtype) -> None:
-    """Runs the operations of loading, forward passes and sampling on a few values.
+    """Runs the operations of forward passes, sampling and policies once, on a few values.
 
-    Torch's matrix libraries set themselves up at their first call, and every operation pages in its
-    code: some 20 MiB which no model asked for.
+    Matrix libraries allocate at their first call, and every operation pages in its code. These
+    18 MiB then count as the libraries', not as the model's.
     """
-    with torch.inference_mode():
-        _set_up_layers(dtype)
-        _set_up_sampling()
-    _set_up_numpy()
-
-
-def _set_up_layers(dtype: torch.dtype) -> None:
     functional = torch.nn.functional
-    ids = torch.arange(8)
-    rows = functional.embedding(ids, torch.zeros(8, 64, dtype=dtype)) + 1
-    wide, weight = rows.float(), torch.zeros(64, 64, dtype=dtype)
-    heads = rows.view(1, 1, 8, 64)
-    functional.linear(rows, weight)
-    for num_rows in (1, 8):
-        functional.linear(wide[:num_rows], weight.float())
-    functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    wide_heads = heads.float()
-    functional.scaled_dot_product_attention(wide_heads, wide_heads, wide_heads, is_causal=True)
-    torch.bmm(wide.unsqueeze(1), wide.unsqueeze(2))
-    chosen = torch.topk(torch.softmax(wide, dim=-1), 2)
-    (chosen.values / chosen.values.sum(-1, keepdim=True)).to(dtype)
-    angles = torch.outer(1.0 / 10.0 ** (torch.arange(0, 64, 2) / 64), ids.float())
-    angles.cos().mul_(0.5).to(dtype)
-    angles.sin()
-    normal = wide * wide.square().mean(-1, keepdim=True).rsqrt()
-    halves = torch.cat((-rows[:, 32:], rows[:, :32]), dim=-1)
-    gated = functional.silu(rows) * halves + normal.to(dtype)
-    out = torch.zeros(8, 64, dtype=dtype)
-    out[ids] = functional.pad(gated[ids], (0, 0, 0, 8))[:8]
-    out.new_empty(1, 2, 8, 64).narrow(-2, 0, 8).copy_(heads)
-    out.transpose(0, 1).reshape(-1)
-    torch.equal(out, torch.stack(list(out)))
-    torch.allclose(out, out)
-    out.clone().normal_().uniform_()
-    torch.zeros(128, dtype=torch.uint8).view(dtype)
+    with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        ids = torch.arange(8)
+        rows = functional.embedding(ids, torch.zeros(8, 64, dtype=dtype))
+        weight = torch.zeros(64, 64)
+        for x in (rows, rows.float(), rows[:1].float()):
+            functional.silu(functional.linear(x, weight.to(x.dtype)))
+            heads = x.view(1, 1, -1, 64)
+            functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        wide = rows.float()
+        torch.bmm(wide.unsqueeze(1), wide.unsqueeze(2))
+        torch.cat((wide.cos(), wide.sin())).square().mean(-1, keepdim=True).rsqrt()
+        scores, order = torch.sort(wide[:1])
+        removed = scores.softmax(-1).cumsum(-1) <= 0.1
+        scores = scores.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+        torch.multinomial(scores.softmax(-1), 1)
+        torch.isin(scores.topk(2).indices, ids).any(-1).all().item()
+    counts = np.ones((8, 8), np.float32)
+    np.linalg.norm(np.einsum("cx,cx->c", counts @ counts, counts).astype(np.float16))
+    np.searchsorted(np.unique(np.argsort(counts, kind="stable")), np.arange(8))
 
 
-def _set_up_sampling() -> None:
-    scores = torch.zeros(1, 64)
-    ids = torch.ones(1, 8, dtype=torch.int64)
-    in_order, order = torch.sort(scores, descending=False)
-    removed = in_order.softmax(dim=-1).cumsum(dim=-1) <= 0.1
-    removed[..., -1:] = False
-    scores = scores.masked_fill(removed.scatter(1, order, removed), -float("inf"))
-    with torch.random.fork_rng(devices=[]):
-        torch.multinomial(torch.softmax(scores / 0.5, dim=-1), num_samples=1).squeeze(1)
-    scores.argmax(-1)
-    places = (ids.cumsum(-1) - 1).masked_fill(ids == 0, 1)
-    done = torch.isin(ids[:, -1], torch.tensor([0])) | torch.full((1,), False)
-    ids = torch.cat((ids, (ids[:, -1] * (1 - done.long()))[:, None]), dim=-1)
-    ids.mul(2).eq(places[:, :1]).any(dim=-1).logical_not().all().item()
-    ids.max().item()
+ROOM_TOKENS = 64
+ROOM_SHARE = 16
+"""A full cache grows by 64 tokens, over all its sequences, and a sixteenth of its length."""
 
 
-def _set_up_numpy() -> None:
-    counts = np.zeros((8, 8), np.float32)
-    np.add.at(counts, (np.arange(8), np.arange(8)), 1.0)
-    chance = (counts @ counts).sum(axis=1) / np.maximum(np.sqrt(counts).max(axis=1), 1.0)
-    np.argsort(-chance, kind="stable")
-    np.linalg.norm(counts)
-    np.tensordot(counts[None], counts, axes=2)
-    np.einsum("cx,cx->c", counts, counts)
-    np.exp(np.where(chance > 0, chance, 0)).astype(np.float16)
-    flat = np.unique(np.repeat(np.arange(8), 2), return_inverse=True)[1].astype(np.int32)
-    np.bincount(flat, weights=flat, minlength=9).cumsum()
-    np.split(np.searchsorted(flat, flat, side="right"), [4])
-    np.concatenate([flat, np.diff(flat), np.flatnonzero(flat)]).tobytes()
+def room_for(num_tokens: int, num_sequences: int = 1) -> int:
+    """Tokens of room per sequence when a cache grows. Several sequences together never take more
+    room than one with all their tokens."""
+    return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
 DEFAULT_TOKENS = 4096
-"""Tokens that memory is set aside for by default, if the model knows as many."""
+"""Default context, if the model has as many positions."""
 
 
 def known_positions(config: PreTrainedConfig) -> int | None:
-    """Tokens of the longest sequence that a model knows; None where its configuration says none."""
+    """``max_position_embeddings`` of a model; None if its configuration has no number."""
     known = getattr(config.get_text_config(), "max_position_embeddings", None)
     return known if isinstance(known, int) else None
 
 
 CONTEXT_STEP = 1024
-"""More than that by default comes in such steps."""
+"""The default context grows beyond 4096 in steps of this many tokens."""
 CONTEXT_SHARE = 16
-"""It takes what all experts leave, or a sixteenth of their room where not all of them fit."""
+"""The default context takes the memory that all experts leave. If not all fit, it takes a sixteenth
+of theirs."""
 
 
 class Context(NamedTuple):
-    """Tokens that memory is set aside for, and why so many."""
+    """Tokens that memory is reserved for, and the reason for the number."""
 
     max_tokens: int
     reason: str
 
 
 def tokens_to_plan_for(config: PreTrainedConfig, max_tokens: int | None) -> int:
-    """``max_tokens``, or where that is None the positions that a model knows, of 4096 at most.
-    Raises ValueError: fewer than one."""
+    """``max_tokens``; by default the model's positions, 4096 at most. Raises ValueError: fewer than
+    one."""
     if max_tokens is None:
         known = known_positions(config)
         return DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
@@ -402,8 +360,8 @@ def context_step_bytes(
     kv_cache: str = "exact",
     in_pass: int | None = None,
 ) -> int:
-    """Bytes by which `reserve_for` grows with each `CONTEXT_STEP` beyond the default; with
-    activations where all tokens are in one pass (None)."""
+    """Bytes that `reserve_for` gains per `CONTEXT_STEP` beyond the default. With activations if a
+    pass has all tokens (``in_pass`` None)."""
     room = room_for(2 * CONTEXT_STEP) - room_for(CONTEXT_STEP)
     activations = 0 if in_pass else activation_bytes_per_token(config, dtype, top_k)
     return room * kv_bytes_per_token(config, dtype, kv_cache) + CONTEXT_STEP * activations
@@ -420,14 +378,14 @@ def default_context(
     embedding_bytes: int,
     step_bytes: int,
 ) -> Context:
-    """The context where none is asked for.
+    """The context without ``max_tokens``.
 
     Args:
-        known: positions that the model knows, if it says so.
-        reserve_bytes: of `tokens_to_plan_for` no number.
-        slot_bytes: of each of ``num_experts``.
-        embedding_bytes: of the dense ones, which stay in their files where not all experts fit.
-        step_bytes: of `context_step_bytes`.
+        known: positions of the model, if its configuration names them.
+        reserve_bytes: of the least context, `tokens_to_plan_for` of None.
+        slot_bytes: of one expert.
+        embedding_bytes: part of ``dense_bytes``; stays in its files if not all experts fit.
+        step_bytes: from `context_step_bytes`.
     """
     least = DEFAULT_TOKENS if known is None else min(DEFAULT_TOKENS, known)
     if known is None:

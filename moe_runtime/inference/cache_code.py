@@ -1,7 +1,7 @@
-"""bf16 weights in the lossless code while in memory: 1.4 times as many experts in a budget.
+"""bf16 weights in a lossless code in memory: 1.4 times as many experts in a budget.
 
-Linear layers are coded as they are loaded. An expert is read into one of a few landing slots, and
-encoded from there into the slot that it is computed from.
+Linear layers are encoded when they are loaded. An expert is read into a landing slot, and encoded
+from there into its cache slot.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
 ROOM_SHARE = 16
-"""Escapes of an expert have room for one of so many weights, two or three times what trained ones
-need."""
+"""Slots have room for escapes of one in 16 weights, over twice what trained experts need."""
 LANDING_SLOTS = 2 * COPY_THREADS
-"""Experts that are being encoded at once, one of each thread."""
+"""Each thread encodes one expert and reads the next."""
 SPARE_SLOTS = 1
-"""Slots' worth of bytes for escapes that have no room in their slots."""
+"""Memory for escapes that do not fit in their slots, in slots."""
 
 
 def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, int]:
-    """How experts lie in slots in the code, and the bytes of landing slots and spare escapes.
+    """The layout of encoded experts in slots, and the bytes of landing slots and spare escapes.
 
-    Matrices that are not bf16, or not stored row by row, stay as they are. Raises
-    UnsupportedModelError: nothing of the model gets smaller, or it is on a device.
+    Matrices that are not bf16, or not stored by rows, stay unchanged. Raises UnsupportedModelError:
+    nothing gets smaller, or the model is on a GPU.
     """
     if place.type != "cpu":
         raise UnsupportedModelError(
@@ -64,7 +63,7 @@ def coded_experts(experts: ExpertMap, place: torch.device) -> tuple[ExpertMap, i
         packed_dense=packed,
         embeddings=experts.embeddings,
     )
-    # a process may have some of the experts, and of a layer none
+    # a process may have only some of the experts, and none of a layer
     own: list[list[ExpertKey]] = [[] for _ in experts.modules]
     for key in experts.layouts:
         own[key.layer].append(key)
@@ -102,7 +101,7 @@ def open_coded_stores(
     bind: Callable[[ExpertKey, Tensor], ExpertWeights],
     listeners: Sequence[StoreListener | None],
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
-    """The store that experts are computed from, and that of the landing slots below it."""
+    """The store that layers compute from, and the store of landing slots below it."""
     landing = replace(plan, num_slots=LANDING_SLOTS, slot_bytes=experts.slot_bytes)
     below: ExpertStore[Tensor] = ExpertStore(
         source,
@@ -129,17 +128,17 @@ def open_coded_stores(
 
 
 class CodingFetcher(TierFetcher):
-    """Encodes experts into slots, from a tier that has them as they lie in the files."""
+    """Encodes experts from a tier with the layout of the files into slots."""
 
     def __init__(self, lower: ExpertStore[Tensor], experts: ExpertMap, coded: ExpertMap) -> None:
         super().__init__(lower)
         self._experts = experts
         self._coded = coded
-        self._spare: dict[int, dict[str, Tensor]] = {}  # by a slot's address, and a matrix
+        self._spare: dict[int, dict[str, Tensor]] = {}  # by slot address and matrix
         self._counted = threading.Lock()
 
     def with_spare(self, key: ExpertKey, slot: Tensor) -> ExpertWeights | None:
-        """The weights of an expert with escapes outside its slot; None where it has none there."""
+        """The weights of an expert with escapes outside its slot; None if all are inside."""
         spare = self._spare.get(slot.data_ptr())
         if spare is None:
             return None
@@ -186,14 +185,14 @@ class CodingFetcher(TierFetcher):
 
 
 def _form(name: str, tensor: TensorRange) -> Part:
-    """A matrix that can be coded, or as many elements that stay as they are."""
+    """A matrix to encode, or as many elements that stay unchanged."""
     if len(tensor.shape) == 2 and tensor.stride[1] != 1:
         return Part(name, tensor.dtype, (math.prod(tensor.shape),))
     return Part(name, tensor.dtype, tensor.shape)
 
 
 def _range(file: Path, part: Part, plain: TensorRange | None) -> TensorRange:
-    """Where a part lies in a slot, without gaps; what is not coded, as it did in the file."""
+    """The range of a part in a slot, without gaps. Plain parts keep their strides' order."""
     shape, stride = part.shape, (*part.shape[1:], 1)
     if plain is not None:
         shape, stride = plain.shape, (*plain.shape[1:], 1)

@@ -1,4 +1,4 @@
-"""Copies of what a sequence's cache keeps, from which another sequence goes on.
+"""Copies of a sequence's cache, from which another sequence can continue.
 
 Shape suffixes: G key heads, Q new tokens, S tokens, D key width, V value width.
 """
@@ -15,11 +15,11 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from moe_runtime.inference.known_classes import LAYERS_WITH_STATES, class_name
-from moe_runtime.inference.sequence_cache import OF_EACH_STATE, filled
+from moe_runtime.inference.sequence_cache import STATE_FACTS, filled
 
 
 def drop_after(cache: DynamicCache, num_tokens: int) -> None:
-    """Leaves the layers that keep every token so many."""
+    """Cuts layers that keep every token to ``num_tokens``."""
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer) and not layer.is_sliding and layer.is_initialized:
             grown: Any = layer
@@ -29,11 +29,11 @@ def drop_after(cache: DynamicCache, num_tokens: int) -> None:
 
 
 class BlockCopies:
-    """Copies blocks of tokens out of the layers of one model's caches that keep every token, and
-    into them.
+    """Copies blocks of tokens out of caches of one model and into them, for layers that keep every
+    token.
 
     A copy is one tensor of bytes, keys ``[1, G, S, D]`` and values ``[1, G, S, V]`` layer by layer:
-    many small tensors would leave gaps behind.
+    many small tensors would fragment memory.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -41,7 +41,7 @@ class BlockCopies:
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
 
     def learn(self, cache: DynamicCache) -> int:
-        """Looks at a cache with tokens in it; gives the bytes of a block."""
+        """Takes shapes and types from a cache with tokens; returns the bytes of a block."""
         cached = self._cached(cache)
         size = self._num_tokens
         forms = [
@@ -52,7 +52,7 @@ class BlockCopies:
         return sum(self._sizes())
 
     def copy(self, cache: DynamicCache, index: int) -> torch.Tensor:
-        """The bytes of the block with a number, 0 the first; the last one may have fewer tokens."""
+        """The bytes of block ``index``; the last block may have fewer tokens."""
         num_bytes, size = self.learn(cache), self._num_tokens
         cached = self._cached(cache)
         device = cached[0].device if cached else None
@@ -66,7 +66,7 @@ class BlockCopies:
     def append(
         self, cache: DynamicCache, block: torch.Tensor, num_tokens: int | None = None
     ) -> None:
-        """Puts a copied block, or its first tokens, after what is in a cache."""
+        """Appends a copied block, or its first tokens, to a cache."""
         parts = [part[..., :num_tokens, :] for part in self._parts(block)]
         for place, index in enumerate(filled(cache, with_windows=False)):
             cache.update(parts[2 * place], parts[2 * place + 1], index)
@@ -83,11 +83,11 @@ class BlockCopies:
 
 
 _ALIGNMENT = 64
-"""Parts of a state begin at multiples of so many bytes."""
+"""Alignment of the parts of a state, in bytes."""
 
 
 class _Part(NamedTuple):
-    """Where a tensor of a layer lies in a state; ``num_tokens`` of a window at most."""
+    """The place of a layer's tensor in a state; windows have at most ``num_tokens``."""
 
     layer: int
     name: str
@@ -103,18 +103,17 @@ class _Part(NamedTuple):
 
 
 class StateCopies:
-    """Copies what caches of one model keep besides the tokens of `BlockCopies`: windows, and
-    running states.
+    """Copies the parts of caches that `BlockCopies` leaves: windows and running states.
 
-    A copy is one tensor of bytes, of the same size wherever in a text.
+    A copy is one tensor of bytes; its size does not depend on the length of the text.
 
     Attributes:
-        num_bytes: of a copy; 0 where the caches keep nothing else.
-        can_cut: whether states can be had of tokens within a pass.
+        num_bytes: of a copy; 0 if the caches have no such parts.
+        can_cut: states after tokens within a pass can be copied.
     """
 
     def __init__(self, model: torch.nn.Module, cache: DynamicCache) -> None:
-        """Looks at a cache with tokens in it."""
+        """Takes shapes and types from a cache with tokens."""
         self.num_bytes = 0
         self._parts: list[_Part] = []
         self._facts: dict[int, dict[str, Any]] = {}
@@ -131,7 +130,7 @@ class StateCopies:
                     shape = torch.Size((*like.shape[:-2], most, like.shape[-1]))
                     self._add(number, name, 0, shape, like, most)
             if isinstance(found, LinearAttentionLayer):
-                names = (*OF_EACH_STATE, "dtype", "device")
+                names = (*STATE_FACTS, "dtype", "device")
                 self._facts[number] = {name: copy.copy(getattr(layer, name)) for name in names}
                 for name in ("conv_states", "recurrent_states"):
                     for index, like in getattr(layer, name).items():
@@ -151,9 +150,9 @@ class StateCopies:
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
 
     def take(self, state: torch.Tensor, cache: DynamicCache, end: int, behind: int = 0) -> bool:
-        """Copies what a cache keeps after ``end`` tokens, ``behind`` more of which were read since.
+        """Copies windows and states after ``end`` tokens of a cache with ``behind`` more.
 
-        Gives False where it is not there any more.
+        Returns False if the cache no longer has them.
         """
         for part, place in self._places(state, end) if not behind else ():
             if part.num_tokens is None:
@@ -169,7 +168,7 @@ class StateCopies:
             layer = cache.layers[part.layer]
             cached: Any = getattr(layer, part.name)
             growing = getattr(layer, f"growing_{part.name}", None)
-            if growing is not None and cached is growing.view:  # which has more before it
+            if growing is not None and cached is growing.view:  # its room has earlier tokens
                 cached = growing.room[..., : growing.start + cached.shape[-2], :]
             first = cached.shape[-2] - behind - place.shape[-2]
             if first < 0:
@@ -181,11 +180,11 @@ class StateCopies:
     def within(
         self, cache: DynamicCache, first: int, states: Mapping[int, torch.Tensor]
     ) -> Iterator[None]:
-        """Has layers read a pass from token ``first`` in parts, and copies running states after
-        them.
+        """Lets layers with states compute a pass from token ``first`` in parts, and copies running
+        states in between.
 
-        ``states`` are by the tokens that they follow. The rest of the model reads the pass whole;
-        windows are not copied.
+        ``states`` has the copies by the number of tokens before them. Other layers compute the pass
+        whole; windows are not copied.
         """
         layers = self._layers if states else {}
         own = {number: vars(module).get("forward") for number, module in layers.items()}
@@ -209,7 +208,7 @@ class StateCopies:
                     vars(layers[number])["forward"] = forward
 
     def put(self, state: torch.Tensor, cache: DynamicCache, num_tokens: int) -> None:
-        """Makes a cache that has the blocks of so many tokens go on after them."""
+        """Restores windows and states of a cache that has the blocks of ``num_tokens`` tokens."""
         for number, facts in self._facts.items():
             for name, fact in facts.items():
                 setattr(cache.layers[number], name, copy.copy(fact))
@@ -256,7 +255,6 @@ def _in_parts(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """What ``forward`` gives for tokens ``[1, Q, D]``, called for some after others."""
     first, made = 0, []
     for end in sorted({*ends, hidden_states.shape[1]}):
         made.append(forward(hidden_states[:, first:end], *args, **options))

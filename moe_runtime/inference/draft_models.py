@@ -1,4 +1,4 @@
-"""A small model that drafts tokens for another one.
+"""A small model that drafts tokens for another model.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 
@@ -23,12 +23,16 @@ from moe_runtime.checkpoints.expert_map import map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint, read_vocabulary
 from moe_runtime.checkpoints.transformers_private import attention_names, cache_name
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.budget import context_step_bytes, known_positions, reserve_for
+from moe_runtime.inference.budget import (
+    context_step_bytes,
+    known_positions,
+    reserve_for,
+    room_for,
+)
 from moe_runtime.inference.cpu.attention import EAGER_ATTENTION
 from moe_runtime.inference.drafted_steps import MOST_ROWS
 from moe_runtime.inference.drafts import MOST_DRAFTED, Offer
 from moe_runtime.inference.known_classes import can_share_a_pass, keeps_states
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.loading import finish_dense, load, signature_of
 from moe_runtime.inference.rows_alone import can_join
 from moe_runtime.inference.sequence_cache import (
@@ -40,21 +44,21 @@ from moe_runtime.inference.steps import most_in_pass
 
 CPU = torch.device("cpu")
 READY = 16
-"""Tokens that a draft may begin with; of more, pieces are computed before."""
+"""Most missing tokens at the start of a draft; more are computed before, in pieces."""
 PIECE, CONTEXT = 64, 1024
-"""Tokens of such a piece; and latest tokens of a text that a model begins with."""
+"""Tokens of a piece; and latest tokens of a text that a model begins with."""
 IN_PASS = READY * MOST_ROWS // 2
-"""Most tokens of a pass: verifying takes a row of each text, and one of its draft at least."""
+"""Most tokens of a pass: verifying takes at least two rows of each text."""
 
 
 class DraftPlan:
-    """A checkpoint that may draft for another one: its headers, and what it needs."""
+    """A checkpoint that drafts for another: its headers and memory."""
 
     def __init__(
         self, path_or_id: str | Path, target: Checkpoint, progress: Progress | None = None
     ) -> None:
-        """Raises CheckpointError: it cannot be read. Raises UnsupportedModelError: it has other
-        tokens than the target, or no token can be taken out of what it keeps of a text."""
+        """Raises CheckpointError: it cannot be read. Raises UnsupportedModelError: it has another
+        tokenizer than the target, or its cache cannot drop tokens."""
         self._checkpoint = open_checkpoint(path_or_id, "auto", progress=progress)
         self._name = str(path_or_id)
         self._require_tokens_of(target)
@@ -66,14 +70,14 @@ class DraftPlan:
                 f"each token and nothing else, got {type(self._model).__name__}"
             )
         self._experts = map_experts(self._model, self._checkpoint, may_be_dense=True)
-        # a mixture is loaded as any, with memory for passes of prompts
+        # a Mixture-of-Experts model is loaded as usual, with memory for passes of prompts
         self._in_pass = most_in_pass(self._model, CPU) if self._experts.modules else IN_PASS
-        # embeddings of models with the same tokens may be padded to different sizes
+        # models with the same tokenizer may pad embeddings to different sizes
         both = (config, target.config)
         self._num_known = min(each.get_text_config().vocab_size for each in both)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes of all its weights, and to set aside for so many tokens of its texts."""
+        """Bytes of all weights, and of the reserve for texts of ``num_tokens`` in all."""
         experts, signature = self._experts, signature_of(self._checkpoint, self._experts)
         dense_bytes = experts.dense_bytes(self._checkpoint.dtype)
         sizes: dict[str, Any] = {"max_tokens": num_tokens, "dense_bytes": dense_bytes}
@@ -84,12 +88,12 @@ class DraftPlan:
 
     @property
     def context_step_bytes(self) -> int:
-        """By which that grows with each `CONTEXT_STEP` more."""
+        """Bytes per further `CONTEXT_STEP` of tokens."""
         config, dtype = self._checkpoint.config, self._checkpoint.dtype
         return context_step_bytes(config, dtype, self._experts.top_k, in_pass=self._in_pass)
 
     def load(self, target: Any, max_tokens: int, progress: Progress | None = None) -> CachedDrafts:
-        """Reads all weights; texts of the ``target`` have room for so many tokens together."""
+        """Loads all weights, for texts of ``max_tokens`` in all."""
         model: Any = self._model
         if self._experts.modules:
             budget = self.bytes_for(max_tokens)
@@ -128,35 +132,35 @@ class DraftPlan:
 
 
 class ModelText:
-    """One text, of which a model keeps the latest tokens.
+    """One text; the draft model caches its latest tokens.
 
     Attributes:
-        is_known: whether the model, which knows ``num_known`` tokens, knows those of the text.
+        is_known: all tokens of the text are among the ``num_known`` of the draft model.
     """
 
     def __init__(self, num_known: int = sys.maxsize) -> None:
         self.is_known, self._num_known = True, num_known
         self.tokens: list[int] = []
         self.cache: Any = None
-        self.first = self.num_cached = 0  # the cache has so many tokens, from that one on
-        self.tail: list[int] = []  # drafted tokens in the cache after them
+        self.first = self.num_cached = 0  # the cache begins with token `first`
+        self.tail: list[int] = []  # drafted tokens at the end of the cache
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
         self.is_known &= max(tokens, default=0) < self._num_known
 
     def drop(self) -> None:
-        """Gives up what is kept."""
+        """Frees the cache."""
         self.cache, self.tail, self.num_cached, self.first = None, [], 0, 0
 
     @property
     def earliest(self) -> int:
-        """The first token that a cache may begin with."""
+        """The earliest token that a cache may begin with."""
         return 0
 
     @property
     def lacks_states(self) -> bool:
-        """Whether the verifying model has to compute something before this can go on."""
+        """Whether the verifying model must compute states first."""
         return False
 
     def offer(self, most: int) -> Offer:
@@ -167,7 +171,7 @@ class ModelText:
         return len(self.tokens) - self.first - self.num_cached
 
     def settle(self) -> None:
-        """Keeps the drafted tokens that the text went on with, and takes the others out."""
+        """Keeps drafted tokens that the text continued with, and removes the others."""
         follow = self.tokens[self.first + self.num_cached :]
         pairs = zip(self.tail, follow, strict=False)
         num_right = next((i for i, (own, given) in enumerate(pairs) if own != given), None)
@@ -181,7 +185,7 @@ class ModelText:
 
 @contextlib.contextmanager
 def _kept_whole(texts: Sequence[ModelText]) -> Iterator[None]:
-    """Drops what is kept of texts that a failure may have left half computed."""
+    """Frees the caches of texts after a failure."""
     is_done = False
     try:
         with torch.inference_mode():
@@ -193,10 +197,10 @@ def _kept_whole(texts: Sequence[ModelText]) -> Iterator[None]:
 
 
 class CachedDrafts(ABC):
-    """A `Source` that keeps something of each token, and drafts the most likely one.
+    """A `Source` with a cache per text, which drafts the most likely tokens.
 
     Attributes:
-        context: latest tokens of a text that it begins with.
+        context: latest tokens of a text that a new cache begins with.
     """
 
     def __init__(self, model: Any, max_tokens: int) -> None:
@@ -205,22 +209,22 @@ class CachedDrafts(ABC):
         known = known_positions(model.config)
         self._most = max_tokens if known is None else min(max_tokens, known)
         self.context = min(CONTEXT, self._most // 2)
-        # most tokens that a text's cache ever had; those used last are last
+        # most tokens that each text's cache had; in order of the last use
         self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
-        """Gives up what the model keeps in memory; nothing is drafted any more."""
+        """Frees the caches and the model; there are no more drafts."""
         for text in [*self._held]:
             text.drop()
         self._model = None
 
     @abstractmethod
     def new(self) -> Any:
-        """What is kept of one text."""
+        """The state of a new text."""
 
     @abstractmethod
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Sees what the verifying model computed of some texts."""
+        """The verifying model has computed tokens of texts."""
 
     def catch_up(self, drafters: Sequence[Any]) -> bool:
         with _kept_whole(drafters):
@@ -275,7 +279,7 @@ class CachedDrafts(ABC):
         return drafts
 
     def _is_ready(self, text: ModelText) -> bool:
-        """Whether a draft can begin; a text that grew too long for its cache begins anew."""
+        """Whether a draft can begin. A text that is too long for its cache gets a new one."""
         if text.cache is not None:
             text.settle()
             num_tokens = len(text.tokens) - text.first + MOST_DRAFTED
@@ -284,8 +288,8 @@ class CachedDrafts(ABC):
         return text.cache is not None and text.num_behind <= READY
 
     def _has_place(self, text: Any, num_tokens: int, kept: Sequence[Any]) -> bool:
-        """Gives a text's cache room for so many tokens, or drops it where memory is not set aside
-        for them. Texts but the ``kept`` ones give way, first what was used longest ago."""
+        """Reserves room for ``num_tokens`` of a text, or frees its cache if there is not enough.
+        Caches of other texts are freed first, in order of their last use, except ``kept``."""
         held = self._held.pop(text, 0)
         most = num_tokens if text.cache is None else max(num_tokens, held)
         others = {other: held for other, held in self._held.items() if other.cache is not None}
@@ -302,14 +306,14 @@ class CachedDrafts(ABC):
 
     @abstractmethod
     def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
-        """Computes tokens of each text; gives what most likely follows."""
+        """Computes tokens of each text; returns the most likely next ones."""
 
 
 class ModelDrafts(CachedDrafts):
-    """The `Source` of texts that a model drafts for."""
+    """Drafts from a small model."""
 
     def __init__(self, model: Any, max_tokens: int, num_known: int) -> None:
-        """Texts have the first ``num_known`` tokens of the model."""
+        """``num_known`` tokens are common to both models."""
         super().__init__(model, max_tokens)
         self._num_known = num_known
         self._cache_name = cache_name(model.forward)
@@ -321,7 +325,7 @@ class ModelDrafts(CachedDrafts):
         return ModelText(self._num_known)
 
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Looks at nothing but tokens."""
+        """Needs only tokens."""
 
     def close(self) -> None:
         if hasattr(self._model, "moe"):
@@ -329,7 +333,6 @@ class ModelDrafts(CachedDrafts):
         super().close()
 
     def _pass(self, texts: Sequence[Any], new: Sequence[Sequence[int]]) -> list[int]:
-        """Computes tokens of each text; gives what most likely follows."""
         if len(texts) > 1 and not self._can_join:
             pairs = zip(texts, new, strict=True)
             return [token for text, own in pairs for token in self._pass([text], [own])]

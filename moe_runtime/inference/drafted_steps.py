@@ -1,9 +1,8 @@
-"""Steps of one token that compute drafted tokens too, and answer later steps with them.
+"""Speculative steps: a step of one token also computes drafted tokens, to answer later steps.
 
-A pass has a row for the token that was asked for and for each drafted one. The caller gets the
-first row, and a cache with one token more. If the next call brings the drafted token, its row is
-the answer and nothing is computed. So tokens are chosen from the bits that they would be chosen
-from without drafts, with the same random numbers.
+A pass has one row for the given token and one for each drafted token. The caller gets the first row
+and a cache with one more token. If the next call has the drafted token, its row is the answer, and
+nothing is computed. Tokens are chosen from the same bits and random numbers as without drafts.
 
 Shape suffixes: R rows, V tokens of the vocabulary.
 """
@@ -50,32 +49,32 @@ from moe_runtime.inference.sequence_cache import (
 from moe_runtime.inference.steps import ANSWERS_MORE
 
 MOST_ROWS = 16
-"""Of a pass; experts on a CPU compute as many in one call."""
+"""Most rows of a pass; experts on a CPU compute as many in one call."""
 MOST_STATES = 8
-"""Rows of a pass where states are kept, of each row until it is known which drafts are right."""
+"""Most rows of a pass in models with states: each row keeps its own until the drafts are judged."""
 DRAFTED_ELSEWHERE = "is_drafted_elsewhere"
-"""Attribute of a cache whose owner drafts by itself, as an engine does."""
+"""Attribute of a cache whose owner, such as the server's engine, drafts itself."""
 _TRIED = (2, 3, 8)
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position")
 _KEPT = ("use_cache", "logits_to_keep", "return_dict")
 _UNUSED = ("tokenizer", "assistant_tokenizer")
-"""What ``generate`` passes on to models, which do not look at it."""
+"""Arguments that ``generate`` passes to models without effect."""
 
 
 @dataclass
 class _Text:
-    """One sequence, known by its cache.
+    """One sequence, identified by its cache.
 
     Attributes:
-        num_tokens: that the cache has.
-        draft: whose rows were computed in the last pass.
-        expected: the tokens of it that the caller has not come to.
-        logits_RV: what follows each of them.
-        make: makes an answer of logits.
-        passed_by: tokens of steps without a look for drafts, which the drafter does not have yet.
-        places: positions of the pass's first token, ``[1, 1]`` or of several kinds
-            ``[P, 1, 1]``; None where the caller gave none.
-        is_inference: whether the pass was in torch's inference mode.
+        num_tokens: tokens in the cache.
+        draft: the draft of the last pass.
+        expected: tokens of the draft that the caller has not reached.
+        logits_RV: logits after each of them.
+        make: makes an output from logits.
+        passed_by: tokens of steps without drafting, which the drafter has not seen yet.
+        places: positions of the pass's first token, ``[1, 1]`` or of several kinds ``[P, 1, 1]``;
+            None if the caller gave none.
+        is_inference: the pass ran in torch's inference mode.
     """
 
     drafter: Drafter
@@ -90,14 +89,14 @@ class _Text:
 
 
 class DraftedSteps:
-    """Comes between calls of a model on the CPU and its passes.
+    """Adds drafts to the passes of a model on the CPU.
 
     Attributes:
-        control: chooses how many tokens are drafted, and counts.
-        source: makes what drafts for a text.
+        control: chooses the number of drafted tokens, and counts.
+        source: makes the drafters of texts.
         turn: the lock of the model's passes.
-        has_ended: whether there are no more drafts, since one ended with an error.
-        handle: of the model, where drafts take memory that experts may lack.
+        has_ended: a draft failed, and there are no more.
+        handle: of the model, if drafts take memory that experts may lack.
         adds_mask: as for `BatchCache`.
     """
 
@@ -110,10 +109,9 @@ class DraftedSteps:
         control: DraftControl | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Finds out, with a few tokens, how many rows have the bits of each in a step of its own.
+        """Tries how many rows of a pass have the bits of single steps.
 
-        Raises:
-            UnsupportedModelError: no two of them have.
+        Raises UnsupportedModelError: no two rows have.
         """
         config = model.config
         self._text_config = config.get_text_config(decoder=True)
@@ -134,7 +132,7 @@ class DraftedSteps:
         self.control = control or DraftControl(most_rows)
 
     def call(self, run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The model's answer; ``run`` computes a pass."""
+        """The model's output; ``run`` computes a pass."""
         if self.has_ended:
             return run(*args, **kwargs)
         with self.turn:
@@ -161,7 +159,7 @@ class DraftedSteps:
             if self._keeps_states:
                 own_states(cache)
             most = min(self.control.most_rows, self._most_tokens - text.num_tokens + 1) - 1
-            (offer,) = offers = [text.drafter.offer(max(most, 0))]  # the cache has room for so many
+            (offer,) = offers = [text.drafter.offer(max(most, 0))]  # the cache has no more room
             tokens, drafting_s = list[int](), 0.0
             if offer.most and can_give_back(cache):
                 (tokens,), drafting_s = self.propose([text.drafter], offers)
@@ -174,8 +172,7 @@ class DraftedSteps:
             return out
 
     def _rests(self, cache: Any, ids: Any) -> bool:
-        """Whether a step goes without a look for drafts. Its token is noted for when they are
-        looked for again."""
+        """Whether a step does no drafting. Its token is kept for the next step that does."""
         text = None if cache is None else self._texts.get(cache)
         if text is None or text.expected or not isinstance(self.source, Lookups):
             return False
@@ -189,7 +186,8 @@ class DraftedSteps:
 
     @contextlib.contextmanager
     def timed(self, num_base: int, num_rows: int, drafting_s: float = 0.0) -> Iterator[None]:
-        """A pass as `DraftControl.measured` describes it. Drafts that are too dear end with it."""
+        """Measures a pass for `DraftControl.measured`. Afterwards closes drafts that cost too
+        much."""
         began, handle = self.clock(), self.handle
         before = None if handle is None else handle.waits()
         yield
@@ -211,7 +209,6 @@ class DraftedSteps:
             warnings.warn(message, MoERuntimeWarning, stacklevel=2)
 
     def _single_token(self, given: Mapping[str, Any]) -> int | None:
-        """The token of a step that drafts may go with."""
         cache: Any = given.get(self._cache_name)
         ids = given.get("input_ids")
         if cache is None or ids is None:
@@ -228,7 +225,7 @@ class DraftedSteps:
             return None
         places, mask = given.get("position_ids"), given.get("attention_mask")
         if places is None and not self._is_of_text:
-            return None  # images before it may have moved its place
+            return None  # earlier images may shift the position
         if places is not None and places.shape[-2:] != (1, 1):
             return None
         if mask is not None and (mask.shape != (1, text.num_tokens + 1) or not bool(mask.all())):
@@ -245,7 +242,7 @@ class DraftedSteps:
         kwargs: dict[str, Any],
         given: Mapping[str, Any],
     ) -> Any:
-        """Any other pass. A text is followed from its beginning on, as far as it is a cache's."""
+        """Runs any other pass. A text is followed from its beginning, if it has a cache."""
         before: Any = given.get(self._cache_name)
         num_before = before.get_seq_length() if hasattr(before, "get_seq_length") else 0
         text = None if before is None else self._texts.pop(before, None)
@@ -254,7 +251,7 @@ class DraftedSteps:
         self.control.passed(self.clock() - began)
         cache: Any = getattr(out, self._cache_name, None)
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        give_room(cache)  # which the model may just have made
+        give_room(cache)  # the model may have made it in this pass
         if text is None:
             text = _Text(self.source.new())
         self._forget(text)
@@ -274,8 +271,10 @@ class DraftedSteps:
         offers: Sequence[Offer],
         has_room: Callable[[int, int], bool] = lambda index, count: True,
     ) -> tuple[list[list[int]], float]:
-        """What the next pass verifies of each text, and seconds that drafting took. ``has_room``
-        says of a text, by its index, whether there is room for so many drafted tokens."""
+        """Drafts of each text for the next pass, and seconds of drafting.
+
+        ``has_room(index, count)`` says whether a text has room for the drafted tokens.
+        """
         none: list[list[int]] = [[] for _ in offers]
         counts = [0] * len(offers) if self.has_ended else self.control.choose(offers)
         counts = [
@@ -307,7 +306,6 @@ class DraftedSteps:
         token: int,
         drafting_s: float,
     ) -> Any:
-        """A pass of a token and a draft; gives the answer for the token."""
         cache, num_rows = given[self._cache_name], 1 + len(draft.tokens)
         text.places, first = given.get("position_ids"), torch.tensor([[text.num_tokens - 1]])
         later = torch.arange(num_rows)[:, None]
@@ -340,12 +338,11 @@ class DraftedSteps:
         return text.make(text.logits_RV.pop(0))
 
     def _forget(self, text: _Text) -> None:
-        """Nothing more of the last draft is used."""
         text.draft, text.expected, text.logits_RV, text.make = Draft([], 0), [], [], None
 
 
 def _is_kept(text: _Text, cache: Any, places: torch.Tensor | None) -> bool:
-    """Whether the next expected token has the cache and place that its row was computed for."""
+    """Whether the row of the next expected token is valid for this cache and position."""
     if text.is_inference != torch.is_inference_mode_enabled():
         return False
     if not is_as_left(cache):
@@ -368,7 +365,7 @@ _OF_DRAFTS = (*_OF_UNKNOWN_CODE, AssertionError, MemoryError, MoERuntimeError, O
 
 
 def exact_rows(model: Any, most: int) -> int:
-    """Tokens of a text that have, in one pass, the bits of a pass for each; 1 where no two do."""
+    """Most tokens of a text that have in one pass the bits of single passes; 1 if no two have."""
     if model.device.type != "cpu" or not can_join(model):
         return 1
     if keeps_states(model.config):
@@ -376,12 +373,12 @@ def exact_rows(model: Any, most: int) -> int:
     with model._steps.muted(), torch.inference_mode():
         try:
             return _tried_rows(model, min(most, rows_with_own_bits(model)))
-        except _OF_UNKNOWN_CODE:  # a model may take a cache for something else than keys
+        except _OF_UNKNOWN_CODE:  # a model may use a cache in unknown ways
             return 1
 
 
 def _are_as_alone(cache: Any, count: int, alone: Sequence[Any]) -> bool:
-    """Whether a cache with so many rows is as that many steps leave it, also without the last."""
+    """Whether a cache of ``count`` rows equals that of as many steps, also with rows removed."""
     for left in range(count, 0, -1):
         if not (have_same_tokens(cache, alone[left]) and have_same_states(cache, alone[left])):
             return False
@@ -410,7 +407,7 @@ def _tried_rows(model: Any, limit: int) -> int:
         caches.append(copy.deepcopy(own))
     sizes = sorted({min(each, limit) for each in (*_TRIED, limit)} - {0, 1})
     found = 1
-    for num_rows in sizes:  # two of each copy, and one of the last where they are odd
+    for num_rows in sizes:  # two rows of each copy; one of the last if the number is odd
         rows = [min(2, num_rows - done) for done in range(0, num_rows, 2)]
         joined = [copy.deepcopy(caches[0]) for _ in rows]
         which = [index for count in rows for index in range(count)]

@@ -1,4 +1,4 @@
-"""Drafts of the next tokens, and how many of them are worth a verification. No model, no clock."""
+"""Drafts by lookup, and the number of drafted tokens worth verifying. No model, no clock."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Offer(NamedTuple):
-    """So many tokens at most; ``grade`` groups offers that are about equally often right."""
+    """At most ``most`` tokens; ``grade`` groups offers with about equal accuracy."""
 
     most: int
     grade: int
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow, and the grade of their offer."""
+    """Drafted tokens, and the grade of their offer."""
 
     tokens: list[int]
     grade: int
 
 
 class Drafter(Protocol):
-    """Drafts for one text, which ``extend`` makes longer."""
+    """Drafts for one text; ``extend`` appends tokens of the text."""
 
     def extend(self, tokens: Sequence[int]) -> None: ...
 
@@ -31,38 +31,38 @@ class Drafter(Protocol):
 
 
 class Source(Protocol):
-    """Makes the drafters of a model's texts, and drafts for several of them at once."""
+    """Makes the drafters of a model's texts, and drafts for several texts at once."""
 
     def new(self) -> Drafter: ...
 
     def catch_up(self, drafters: Sequence[Any]) -> bool:
-        """Computes some of what drafts need of the texts so far; whether anything was left."""
+        """Computes a part of the texts that drafts need; returns whether anything was missing."""
         ...
 
     def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
-        """At most so many tokens of each text; fewer where it has not caught up."""
+        """Up to ``counts`` tokens per text; fewer if the source has not caught up."""
         ...
 
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
-        """The model computed so many tokens of each text, from that one on, in this order."""
+        """The model has computed ``sizes`` tokens of each text, from token ``firsts`` on."""
 
 
 MOST_DRAFTED = 8
-"""Tokens of a draft that a model writes."""
+"""Most tokens of a draft from a model."""
 PLACES = (4, 2)
-"""Latest tokens that are looked up, the longer ones first."""
+"""Numbers of latest tokens to look up, longest first."""
 LONGEST = 16
-"""Tokens up to which the agreement of two places is counted."""
+"""Most matching tokens to count before two places."""
 
 
 class Lookup:
-    """Drafts what followed the latest tokens where they stood before (prompt lookup, Saxena 2023;
-    LLMA, Yang et al. 2023), of several places the last one."""
+    """Drafts the tokens that followed the last earlier occurrence of the latest tokens (prompt
+    lookup, Saxena 2023; LLMA, Yang et al. 2023)."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._behind: dict[tuple[int, ...], int] = {}
-        self._place = 0  # of what was last offered
+        self._place = 0  # of the last offer
 
     def extend(self, tokens: Sequence[int]) -> None:
         known = self._tokens
@@ -73,7 +73,7 @@ class Lookup:
             known.append(token)
 
     def offer(self, most: int) -> Offer:
-        """At most so many tokens; none where the latest ones are new."""
+        """At most ``most`` tokens; none if the latest tokens are new."""
         known = self._tokens
         for size in PLACES:
             place = self._behind.get(tuple(known[-size:]))
@@ -87,10 +87,10 @@ class Lookup:
         return Offer(most, agreed.bit_length() - 1)
 
     def draft(self, count: int) -> list[int]:
-        """So many tokens of what was last offered."""
+        """The first ``count`` tokens of the last offer."""
         known, tokens = self._tokens, list[int]()
         for index in range(self._place, self._place + count):
-            at = index - len(known)  # a text that repeats itself may go on doing so
+            at = index - len(known)  # a repetition may continue
             tokens.append(known[index] if at < 0 else tokens[at])
         return tokens
 
@@ -105,40 +105,37 @@ class Lookups:
         return False
 
     def passed(self, drafters: Sequence[Any], firsts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Looks at nothing but tokens."""
+        """Needs only tokens."""
 
     def draft(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
-        """Nothing of texts that another source began, which was given up."""
+        """No tokens for texts of an earlier source."""
         pairs = zip(drafters, counts, strict=True)
         return [one.draft(count) if isinstance(one, Lookup) else [] for one, count in pairs]
 
 
 PRIOR_RIGHT = (0.6, 0.3, 0.5, 0.75, 0.9)
-"""How often a drafted token is right, by grade, before that is known."""
+"""Prior accuracy of a drafted token, by grade."""
 _PRIOR_WEIGHT = 3.0
 _KEPT_SHARE = 0.98
-"""Of what is known of a grade, with each offer: what failed long ago is tried again."""
+"""Decay of a grade's statistics per offer, so that old failures are tried again."""
 _PRIOR_ROW_SHARE = 0.15
-"""Of a step's time for a sequence, what a row more takes before it is measured."""
+"""Prior time of one more row, as a share of a step's time per sequence."""
 LOSS_SHARE, FIRST_LOSS = 0.01, 0.25
-"""Of all time, what drafts may have cost more than they saved; and of the time of a step."""
+"""Allowed net loss through drafts: a share of all time, plus a share of one step's time."""
 DEBT_SHARE, FIRST_DEBT = 0.01, 2.0
-"""The same, for what a drafter computes of a text before it drafts."""
+"""The same for the time in which a drafter catches up with a text."""
 _FIRST_STEPS = 4
-"""Steps without drafts that come first."""
+"""First steps without drafts."""
 _BASE_AGE, _AGE = 64, 512
-"""Passes after which steps without drafts, and times of others, are measured again."""
+"""Passes until the time of steps without drafts, and other times, are measured again."""
 _NEW_SHARE = 0.2
 _MOST_GAINED = 4
-"""Steps whose time, once gained, may be lost again at once."""
+"""Most steps of saved time that later losses may use up."""
 MOST_DEAR = 8
-"""Steps whose time a drafter may cost, with the reads that its memory would spare, before it is
-given up."""
-
-
+"""Steps of net loss, with reads that the drafter's memory would save, until the drafter is
+closed."""
 BARREN = 16
-"""Passes without a draft after which drafts are looked for in one pass of so many."""
-
+"""Passes without a draft until only one of so many passes looks for drafts."""
 
 COUNTS = ("draft_steps", "drafted_tokens", "accepted_drafts", "draft_failures")
 
@@ -154,15 +151,14 @@ class _Time:
 
 
 class DraftControl:
-    """Chooses how many drafted tokens a pass verifies, by measured times and by how often drafts
-    were right.
+    """Chooses the number of drafted tokens of a pass, by measured times and accuracy.
 
-    A pass is worth the tokens that it is expected to give, per second. What drafts cost in all more
-    than they saved stays within `LOSS_SHARE` of the time. All decisions follow from what is told.
+    It maximises the expected tokens per second. The net loss through drafts stays within
+    `LOSS_SHARE` of the time. Decisions depend only on calls of this object.
 
     Attributes:
         most_rows: of a pass.
-        is_too_dear: whether answers come sooner without the drafter, whose memory experts lack.
+        is_too_dear: answers come sooner if experts have the drafter's memory.
     """
 
     def __init__(self, most_rows: int) -> None:
@@ -172,27 +168,27 @@ class DraftControl:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forgets all times and what was right: another drafter comes, with other memory."""
+        """Resets times and accuracies for another drafter."""
         self._num_passes = 0
         self._times: dict[int, _Time] = {}
-        self._of_token = _Time()  # to draft one
+        self._of_token = _Time()  # to draft one token
         self._right = [[0.0, 0.0] for _ in PRIOR_RIGHT]  # of each grade: right, judged
         self._total_s = self._lost_s = self._debt_s = self._dear_s = 0.0
         self._spared_share = _Time()  # of a step without drafts
-        self._could_draft = False  # in the step that comes
-        self._barren = 0  # passes since the last draft that might have had one
-        self._is_held = False  # whether the step that comes may have none
+        self._could_draft = False  # in the next step
+        self._barren = 0  # passes since the last draft, those without permission left out
+        self._is_held = False  # the next step may have no draft
 
     def reset_counts(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def counts(self) -> dict[str, int]:
-        """As `RuntimeStats` has them."""
+        """The fields of `RuntimeStats`."""
         counts = {name: self._counts[name] for name in COUNTS}
         return counts | {"drafts_given_up": int(self.is_too_dear)}
 
     def choose(self, offers: Sequence[Offer]) -> list[int]:
-        """Drafted tokens to verify of each sequence, which has a row without drafts too."""
+        """Numbers of drafted tokens per sequence, besides its first row."""
         num_base, none = len(offers), [0] * len(offers)
         if not any(offer.most for offer in offers):
             return none
@@ -225,8 +221,8 @@ class DraftControl:
         return chosen
 
     def rests(self) -> bool:
-        """Whether the next pass is not worth a look for drafts. It is then not measured, and
-        taken to last as long as others."""
+        """Whether the next pass should skip drafting. It is then not measured, and counts with the
+        usual time."""
         if self._barren < BARREN or self._barren % BARREN == 0:
             return False
         self._barren += 1
@@ -243,9 +239,11 @@ class DraftControl:
         drafting_s: float = 0.0,
         spared_s: float = 0.0,
     ) -> None:
-        """A pass for so many sequences had so many rows, those of drafted tokens included, which
-        took so long to draft before. With the drafter's memory for experts it would have taken
-        ``spared_s`` less, which counts where drafts could be chosen."""
+        """Counts a pass of ``num_base`` sequences and ``num_rows`` rows with drafts.
+
+        ``drafting_s`` is the time of drafting. Without the drafter's memory the pass would have
+        been ``spared_s`` faster; this counts if drafts could be chosen.
+        """
         could_draft, self._could_draft = self._could_draft, False
         self._num_passes += 1
         is_held, self._is_held = self._is_held, False
@@ -263,7 +261,7 @@ class DraftControl:
                 self._lose(self._times[num_base].seconds, num_base, num_base)
 
     def judged(self, grade: int, num_right: int, *, has_failed: bool, num_base: int = 1) -> None:
-        """So many tokens of a draft were right, and maybe the one after them was not."""
+        """Counts right tokens of a draft, and whether the next one was wrong."""
         self._counts["accepted_drafts"] += num_right
         right = self._right[grade]
         right[0] += num_right
@@ -271,28 +269,28 @@ class DraftControl:
         self._lose(0.0, num_right, num_base)
 
     def may_catch_up(self, num_base: int) -> bool:
-        """Whether drafters may compute what they lack, which takes time before it saves any."""
+        """Whether drafters may catch up with texts, which costs time before it saves any."""
         base = self._times.get(num_base)
         limit_s = 0.0 if base is None else FIRST_DEBT * base.seconds
         return base is not None and self._debt_s <= DEBT_SHARE * self._total_s + limit_s
 
     def caught_up(self, seconds: float) -> None:
-        """Drafters took so long for what they lacked."""
+        """Counts the time in which drafters caught up."""
         self._total_s += seconds
         self._debt_s += seconds
 
     def failed(self) -> None:
-        """Nothing could be drafted."""
+        """Counts a failure."""
         self._counts["draft_failures"] += 1
 
     def passed(self, seconds: float) -> None:
-        """A pass that no draft may go with took so long, as one for a prompt does."""
+        """Counts a pass that cannot have drafts, such as a prompt."""
         self._total_s += seconds
         self._barren = 0
 
     def _lose(self, seconds: float, num_tokens: int, num_base: int) -> None:
-        """Seconds were spent, and tokens came that steps of so many sequences take time for. What
-        is gained pays debts."""
+        """Books the seconds of a pass against the time of ordinary steps for its tokens. Gains pay
+        debts."""
         base = self._times.get(num_base)
         if base is None:
             return
@@ -312,7 +310,7 @@ class DraftControl:
         return [chance**place for place in range(1, offer.most + 1)]
 
     def _seconds_of(self, num_rows: int, num_base: int) -> float:
-        """Seconds of a pass, between measured numbers of rows or beyond them by their slope."""
+        """Seconds of a pass, interpolated or extrapolated over measured numbers of rows."""
         if num_rows in self._times:
             return self._times[num_rows].seconds
         known = sorted((rows, time.seconds) for rows, time in self._times.items())

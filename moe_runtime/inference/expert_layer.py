@@ -1,4 +1,4 @@
-"""The module that takes the place of a model's experts, and computes them out of the store."""
+"""The module that replaces a model's experts and computes them from the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_runtime.checkpoints.transformers_private import gate_of, has_usual_gate
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.cpu.step_layers import is_observed
 from moe_runtime.inference.known_classes import activation_of
-from moe_runtime.inference.steps import LayerRouting, Listeners
+from moe_runtime.inference.steps import LayerRouting, Listeners, require_plain_call
 from moe_runtime.kernels.combine import combine_assignments
 from moe_runtime.kernels.decode_step.prepared import ExpertStep
 from moe_runtime.kernels.expert_mlp import (
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 # T tokens, D model, F hidden, E experts, K top-k, R routed rows = T * K
 
 _NEARLY_ALL = 0.9
-"""Share of a layer's experts from which on a prompt will also visit nearly all of the next
-layer."""
+"""A prompt that uses at least this share of a layer's experts will use nearly all of the next
+layer's too."""
 
 
 class OffloadedExperts(AbsentParameters):
     """Routed experts whose weights lie in a store, with the interface of transformers.
 
-    Takes over the flags, the activation and the submodules of the module that it replaces. Every
-    expert is computed for its rows alone, and the copies of a token are summed in the order of its
-    top-k: the result does not depend on residency or the order of arrivals.
+    Keeps the flags, activation and submodules of the module that it replaces. Each expert computes
+    its own rows, and a token's rows are summed in the order of its top-k: the result does not
+    depend on residency or the order of arrivals.
     """
 
     def __init__(self, experts: ExpertsModule, layer: int, following: Sequence[ExpertKey]) -> None:
-        """Takes the place of a module, which loses its expert parameters. ``following`` are the
-        experts of the next layer."""
+        """Removes the expert parameters of the replaced module. ``following`` are the experts of
+        the next layer."""
         super().__init__()
         original = experts.module
         self.config = original.config
@@ -78,7 +78,7 @@ class OffloadedExperts(AbsentParameters):
             self.add_module(name, child)
         self._activation: ExpertActivation = _find_activation(original)
         self._step_kernel: ExpertStep | None = None
-        # not registered: its submodules are registered here, its class would be initialised anew
+        # not registered: its submodules are registered here, and transformers would initialise it
         self.__dict__["replaced"] = original
 
     def __getattr__(self, name: str) -> Any:
@@ -90,18 +90,18 @@ class OffloadedExperts(AbsentParameters):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         replaced = self.__dict__.get("replaced")
-        if replaced is not None and hasattr(replaced, name):  # its activation may read it
+        if replaced is not None and hasattr(replaced, name):  # the activation may read it
             setattr(replaced, name, value)
             super().__setattr__("_activation", _find_activation(replaced))
             super().__setattr__("_step_kernel", None)
 
     @property
     def dim_in(self) -> int | None:
-        """Width of the rows that it takes; None before its kernel is known."""
+        """Width of the input rows; None before the first expert was computed."""
         return None if self._step_kernel is None else self._step_kernel.shape.dim_in
 
     def list_parameters(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Lists the experts' parameters under transformers' names, once all others are loaded."""
+        """Lists the experts' parameters under transformers' names, after dense weights."""
         self.add_absent(self.expert_shapes, dtype, device)
 
     def forward(
@@ -109,8 +109,8 @@ class OffloadedExperts(AbsentParameters):
     ) -> torch.Tensor:
         """Computes the routed experts.
 
-        The experts are frozen; hidden values and router weights have gradients. Under autocast they
-        compute in fp32 from the weights as they are, and round the result.
+        The experts are frozen; hidden values and router weights have gradients. Under autocast the
+        experts compute in fp32 and round the result.
 
         Args:
             hidden_states: ``[T, D]``.
@@ -122,13 +122,13 @@ class OffloadedExperts(AbsentParameters):
 
         Raises:
             CheckpointError: an expert could not be read.
-            RankFailureError: a process that shares the experts died or stalled.
-            UnsupportedUseError: it is differentiated by other means than a backward pass, or
-                weights of experts were given to it.
+            RankFailureError: another process with experts died or stalled.
+            UnsupportedUseError: anything but a backward pass differentiates it, or weights of
+                experts were assigned.
         """
         if torch.compiler.is_compiling():
             return _call_uncompiled(self.forward, hidden_states, top_k_index, top_k_weights)
-        for name in self._absent_names:  # other weights in their place would not be used
+        for name in self._absent_names:  # assigned weights would not be used
             if not isinstance(self._parameters.get(name), AbsentTensor):
                 refuse_content()
         step = self._step_kernel
@@ -137,7 +137,7 @@ class OffloadedExperts(AbsentParameters):
             and top_k_index.numel() <= step.most_rows
             and not torch.is_grad_enabled()
         ):
-            with torch._C.DisableTorchFunction():  # the kernel keeps rows apart, see `RowsAlone`
+            with torch._C.DisableTorchFunction():  # rows are independent already, see `RowsAlone`
                 out = self._try_resident_step(step, hidden_states, top_k_index, top_k_weights)
             if out is not None:
                 return out
@@ -150,16 +150,17 @@ class OffloadedExperts(AbsentParameters):
         ids_TK: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> torch.Tensor | None:
-        """As ``_forward_general`` for a few tokens whose experts are all resident, else None."""
+        """The output for a few tokens if all their experts are resident, else None."""
         store, listeners = self.store, self.listeners
         assert store is not None
-        if self.partition is not None or any(one.reads_ahead for one in listeners.demand_listeners):
-            return None
-        if self.adapters is not None:
-            return None
-        if ids_TK.ndim != 2 or ids_TK.shape != weights_TK.shape:
-            return None
-        if self._activation_now() is not self._activation:
+        if (
+            self.partition is not None
+            or self.adapters is not None
+            or any(one.reads_ahead for one in listeners.demand_listeners)
+            or ids_TK.ndim != 2
+            or ids_TK.shape != weights_TK.shape
+            or self._activation_now() is not self._activation
+        ):
             return None
         ids_R = experts = ids_TK.flatten().tolist()
         places_R: Sequence[int] = range(len(ids_R))
@@ -197,14 +198,19 @@ class OffloadedExperts(AbsentParameters):
             with torch.autocast(hidden_states.device.type, enabled=False):
                 out_TD = self._forward_general(wide, top_k_index, top_k_weights)
             return out_TD.to(hidden_states.dtype)
-        if forward_ad._current_level >= 0:
-            refuse_tangents(hidden_states, top_k_weights)
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(part).tangent is not None
+            for part in (hidden_states, top_k_weights)
+        ):
+            raise UnsupportedUseError(
+                "a loaded model has no forward-mode derivative, since its experts come and go; use "
+                "backward() or torch.autograd.grad"
+            )
         if torch.is_grad_enabled() and self._wants_gradient(hidden_states, top_k_weights):
             return differentiable_experts(self, hidden_states, top_k_index, top_k_weights)
         return self.forward_without_grad(hidden_states, top_k_index, top_k_weights)
 
     def _wants_gradient(self, hidden_TD: torch.Tensor, weights_TK: torch.Tensor) -> bool:
-        """Whether the output needs a gradient, where gradients are enabled."""
         if hidden_TD.requires_grad or weights_TK.requires_grad:
             return True
         return any(parameter.requires_grad for parameter in self.parameters())
@@ -212,7 +218,7 @@ class OffloadedExperts(AbsentParameters):
     def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The routed experts for inputs that need no gradient."""
+        """The output ``[T, D]``, without a graph."""
         out_RD = self.expert_outputs(hidden_states, top_k_index, top_k_weights)
         if self._norms_outputs:
             out_RD = self.get_submodule("post_expert_norm")(out_RD)
@@ -221,7 +227,7 @@ class OffloadedExperts(AbsentParameters):
     def expert_outputs(
         self, hidden_TD: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The outputs of the experts before they are summed: ``[T * K, D]``."""
+        """The experts' outputs before the weighted sum: ``[T * K, D]``."""
         num_tokens, top_k = top_k_index.shape
         rows = self.rows_of(top_k_index)
         if self.listeners.routing_listeners:
@@ -234,7 +240,7 @@ class OffloadedExperts(AbsentParameters):
             else:
                 rules = None
         num_rows = sum(map(len, rows.values()))
-        # rows of skipped choices are summed with the others, so they must be zero
+        # rows of skipped choices count in the sum, so they must be zero
         make = torch.empty if num_rows == num_tokens * top_k else torch.zeros
         out_RD = make(
             num_tokens * top_k, hidden_TD.shape[-1], dtype=hidden_TD.dtype, device=hidden_TD.device
@@ -262,8 +268,8 @@ class OffloadedExperts(AbsentParameters):
                 listener.routed(LayerRouting(self.layer, keys, *routed))
 
     def rows_of(self, top_k_index: torch.Tensor) -> dict[int, list[int]]:
-        """Maps each visited expert to its routed rows: those of most rows last, then of the latest
-        use."""
+        """The routed rows of each visited expert. Those with most rows come last; ties go by the
+        last row."""
         groups: dict[int, list[int]] = {}
         ids_R = top_k_index.flatten().tolist()
         for row, expert in enumerate(ids_R):
@@ -276,8 +282,8 @@ class OffloadedExperts(AbsentParameters):
     def each(
         self, experts: Iterable[int], num_tokens: int
     ) -> Generator[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
-        """Experts one after another, as they arrive, and a differentiable function of rows of each.
-        No listener is called. The generator holds a lease: close it."""
+        """Yields experts as they arrive, each with a differentiable function of its rows. Calls no
+        listener. The generator holds a lease: close it."""
         assert self.store is not None
         keys = [self._keys[expert] for expert in experts]
         streaming = num_tokens > 1 and len(keys) > self.store.slots_of(self.layer)
@@ -287,7 +293,7 @@ class OffloadedExperts(AbsentParameters):
                     yield key.expert, partial(self._rows, key.expert, weights)
 
     def _activation_now(self) -> ExpertActivation:
-        """The module's own activation where hooks observe it, since a kernel would not call it."""
+        """The module's own activation if hooks observe it: kernels would not call it."""
         module = self._modules.get("act_fn")
         if module is None or not (
             is_observed(module) or torch.nn.modules.module._has_any_global_hook()
@@ -301,7 +307,6 @@ class OffloadedExperts(AbsentParameters):
         self.store.end_leases()
 
     def _make_step_kernel(self, weights: ExpertWeights) -> ExpertStep | None:
-        """The kernel of steps of a few tokens whose experts are resident, if there is one."""
         if self._norms_outputs or not has_kernel(self._activation):
             return None
         return ExpertStep(weights.shape, self._activation)
@@ -323,7 +328,6 @@ class OffloadedExperts(AbsentParameters):
         out_RD: torch.Tensor,
         group: Sequence[tuple[ExpertKey, ExpertWeights]],
     ) -> None:
-        """Computes the rows of some experts, and writes them to their places in ``out_RD``."""
         found: list[ExpertWeights] = []
         counts: list[int] = []
         destinations: list[int] = []
@@ -347,8 +351,7 @@ class OffloadedExperts(AbsentParameters):
             expert_ffn(*rows_of_experts, activation=activation, adapters_R=adapters_R)
 
     def _lease_and_run(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
-        """Leases the experts of a layer, and calls ``use`` with lists of ``(key, weights)`` as they
-        arrive."""
+        """Leases experts and calls ``use`` with groups of ``(key, weights)`` as they arrive."""
         assert self.store is not None
         streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.slots_of(self.layer)
         visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
@@ -368,16 +371,12 @@ class OffloadedExperts(AbsentParameters):
                 is_later = False
 
 
-def _call(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    return forward(*inputs)
-
-
-# runs outside compiled graphs: the compiler would trace every read and thread
-_call_uncompiled: Any = torch.compiler.disable(_call)
+# the compiler would trace every read and thread
+_call_uncompiled: Any = torch.compiler.disable(lambda forward, *inputs: forward(*inputs))
 
 
 def _find_activation(experts: Any) -> ExpertActivation:
-    """The name or formula that kernels have for a module's activation, else its own function."""
+    """The name or formula of a module's activation if kernels have it, else its own function."""
     formula = activation_of(experts)
     own_values = any(value is not None for value in experts._parameters.values())
     if formula is None or (own_values and not has_usual_gate(experts)):
@@ -401,31 +400,16 @@ def _own_activation(experts: Any) -> ActivationFn:
 
 
 def _is_recomputing() -> bool:
-    """Whether a backward pass is under way: what it computes is no step of its own."""
+    """Whether a backward pass runs; its recomputation is not a step."""
     return torch._C._current_graph_task_id() != -1
-
-
-def refuse_tangents(*tensors: Tensor) -> None:
-    """Refuses forward-mode differentiation. Raises UnsupportedUseError: one of the tensors has a
-    tangent."""
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise UnsupportedUseError(
-            "a loaded model has no forward-mode derivative, since its experts come and go; use "
-            "backward() or torch.autograd.grad"
-        )
 
 
 def differentiable_experts(
     experts: OffloadedExperts, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The experts' output ``[T, D]`` with gradients of hidden values, router weights and shared
-    parameters. Raises UnsupportedUseError: within ``torch.func``, or where shared parameters would
-    be trained in several processes."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
-        raise UnsupportedUseError(
-            "torch.func cannot differentiate a loaded model, since its experts come and go; use "
-            "backward() or torch.autograd.grad"
-        )
+    """The output ``[T, D]`` with gradients of hidden values, router weights and shared parameters.
+    Raises UnsupportedUseError: in ``torch.func``, or for shared parameters in several processes."""
+    require_plain_call()
     parameters = [parameter for parameter in experts.parameters() if parameter.requires_grad]
     if parameters and experts.partition is not None:
         raise UnsupportedUseError(
@@ -464,7 +448,7 @@ class _FrozenExperts(torch.autograd.Function):
             with without_autocast(grad_TD.device.type):
                 found = _gradients(ctx.experts, hidden_TD, ids_TK, weights_TK, parameters, grad_TD)
         finally:
-            if not found:  # here, since torch may run this on a thread of its own
+            if not found:  # torch may run this on another thread than the pass
                 ctx.experts.end_leases()
         grad_hidden_TD, grad_weights_TK, *rest = found
         return None, grad_hidden_TD, None, grad_weights_TK, *rest
@@ -478,10 +462,10 @@ def _gradients(
     parameters: Sequence[Tensor],
     grad_TD: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients of hidden values, router weights and parameters, for that of the output.
+    """Gradients of hidden values, router weights and parameters.
 
-    A row is computed with the others of its expert, and sums are in the order of a token's choices,
-    or of experts: residency changes no bit.
+    All rows of an expert are computed together. Sums go by a token's choices, or by experts, so
+    residency changes no bit.
     """
     num_tokens, top_k = ids_TK.shape
     dim = hidden_TD.shape[1]
@@ -490,7 +474,7 @@ def _gradients(
     own_rows = (
         rows if experts.partition is None else experts.partition.own_rows(experts.layer, rows)
     )
-    # a row's gradient, and in the last column that of its router weight
+    # the last column has the gradient of the row's router weight
     grads_RX = grad_TD.new_zeros(num_tokens * top_k, dim + 1, dtype=precise)
     parts: dict[int, Sequence[Tensor | None]] = {}
     arriving = experts.each(own_rows, num_tokens)
@@ -511,28 +495,25 @@ def _gradients(
         arriving.close()
     if rows and experts.partition is not None:
         experts.partition.exchange(experts.layer, rows, grads_RX)
-    by_expert = [parts[expert] for expert in sorted(parts)]
-    return [
+    found: list[Tensor | None] = [
         grads_RX[:, :dim].unflatten(0, (num_tokens, top_k)).sum(1).to(hidden_TD.dtype),
         grads_RX[:, dim].view_as(weights_TK).to(weights_TK.dtype),
-        *(_total(grads) for grads in zip(*by_expert, strict=True)),
     ]
-
-
-def _total(grads: Sequence[Tensor | None]) -> Tensor | None:
-    present = [grad for grad in grads if grad is not None]
-    return torch.stack(present).sum(0) if present else None
+    for grads in zip(*(parts[expert] for expert in sorted(parts)), strict=True):
+        present = [grad for grad in grads if grad is not None]
+        found.append(torch.stack(present).sum(0) if present else None)
+    return found
 
 
 _MOST_BOUND = 2048
-"""Views of slots that are remembered: a few megabytes."""
+"""Cached views of slots: a few megabytes."""
 
 
 def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
-    """The function by which a store turns a filled slot into an expert's weights."""
+    """A function that turns a filled slot into an expert's weights."""
 
     def bind(key: ExpertKey, slot: torch.Tensor) -> ExpertWeights:
-        with torch.inference_mode(False):  # views are kept, and a later call may want gradients
+        with torch.inference_mode(False):  # views are cached, and later calls may need gradients
             matrices = experts.matrices_in(key, slot)
         return ExpertWeights(gate=matrices.pop("gate", None), **matrices)
 
@@ -540,10 +521,9 @@ def bind_weights(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], Expe
 
 
 def bind_slots(experts: ExpertMap) -> Callable[[ExpertKey, torch.Tensor], ExpertWeights]:
-    """As ``bind_weights``, for slots that stay where they are; views are remembered.
+    """As ``bind_weights``, with cached views, for slots at fixed addresses.
 
-    Making views anew takes as long as reading a small expert. Experts whose matrices lie alike in a
-    slot share them.
+    Making views takes as long as reading a small expert. Experts with the same layout share them.
     """
     bind = bind_weights(experts)
     forms: dict[object, int] = {}

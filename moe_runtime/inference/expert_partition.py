@@ -1,8 +1,8 @@
-"""A model's experts divided among processes that all run the same forward passes.
+"""A model's experts divided among processes that run the same forward passes.
 
-Every process computes the dense part for all tokens, but only its own experts; rows of the others
-arrive by one exchange a layer. A row is computed by the same kernel from the same inputs as in a
-single process, and summed in the order of a token's choices: the placement changes no bit.
+Every process computes the dense part for all tokens, but only its own experts; it gets rows of
+others by one exchange per layer. Kernels, inputs and the order of sums are those of a single
+process, so the placement changes no bit.
 
 Shape suffixes: R routed rows, D model.
 """
@@ -39,11 +39,11 @@ _SUMMED = (
 )
 _SLOWEST = ("stall_s", "load_s", "predict_s")
 COUNTED = (*_SUMMED, *_SLOWEST)
-"""Statistics in which the processes of a model differ."""
+"""Statistics that differ between the processes of a model."""
 
 
 class ExpertPartition:
-    """Which experts this process computes, and how it gets the rows of the others."""
+    """The experts of this process, and the exchange of rows with others."""
 
     def __init__(
         self,
@@ -51,18 +51,17 @@ class ExpertPartition:
         experts_of_layer: Sequence[int],
         placement: PlacementMap | None = None,
     ) -> None:
-        """Divides the experts as a map says, or those of every layer into runs of about equal
-        length. Raises ValueError: there are more processes than experts, or the map leaves one
-        without any."""
+        """Divides the experts by a map, or each layer's into runs of about equal length. Raises
+        ValueError: a process would have no experts."""
         size = transport.size
         self.transport = transport
-        # The processes that hold each expert of each layer.
-        self._holders: list[list[list[int]]]
+        self._holders: list[list[list[int]]]  # ranks by layer and expert
         if placement is not None:
-            self._holders = [
-                _holders_in(placement.experts_of_ranks(layer), number)
-                for layer, number in enumerate(experts_of_layer)
-            ]
+            self._holders = []
+            for layer, number in enumerate(experts_of_layer):
+                held = placement.experts_of_ranks(layer)
+                ranks = range(len(held))
+                self._holders.append([[r for r in ranks if e in held[r]] for e in range(number)])
         elif size > min(experts_of_layer):
             raise ValueError(
                 f"{size} processes cannot share the {min(experts_of_layer)} experts of a "
@@ -82,15 +81,15 @@ class ExpertPartition:
         return self.transport.rank in self._holders[key.layer][key.expert]
 
     def own_rows(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
-        """Those of a layer's visited experts that this process computes, with their rows."""
+        """The visited experts that this process computes, with their rows."""
         computed_by = self._computed_by(layer, rows)
         return {e: rows[e] for e in rows if computed_by[e] == self.transport.rank}
 
     def _computed_by(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, int]:
-        """The process that computes each visited expert: the holder with the fewest rows so far,
-        largest experts first.
+        """The process for each visited expert: the holder with the fewest rows so far, largest
+        experts first.
 
-        All rows of an expert stay together, since a product of fewer rows may round differently.
+        An expert's rows stay together: a product of fewer rows may round differently.
         """
         holders = self._holders[layer]
         chosen = {expert: holders[expert][0] for expert in rows}
@@ -107,14 +106,13 @@ class ExpertPartition:
         return chosen
 
     def processes_here(self) -> int:
-        """How many of the processes run on this machine; a collective call."""
+        """The number of processes on this machine; a collective call."""
         return processes_here(self.transport)
 
     def require_same_model(
         self, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
     ) -> None:
-        """RankFailureError unless all processes compute the same model in the same way;
-        collective."""
+        """Raises RankFailureError: processes differ in the model or its settings. Collective."""
         import transformers
 
         config = checkpoint.config.to_dict()
@@ -138,11 +136,11 @@ class ExpertPartition:
         )
 
     def exchange(self, layer: int, rows: Mapping[int, list[int]], out_RD: Tensor) -> None:
-        """Completes a layer's rows with those that other processes computed; a collective call.
+        """Adds the rows of other processes to ``out_RD``; a collective call.
 
         Args:
             rows: rows of each visited expert, the same in all processes.
-            out_RD: ``[R, D]`` with this process's own rows in their places.
+            out_RD: ``[R, D]`` with this process's rows.
 
         Raises:
             RankFailureError: another process died or stalled.
@@ -168,9 +166,9 @@ def divide_experts(
     signature: ModelSignature,
     placement: str | Path | None,
 ) -> ExpertPartition | None:
-    """Narrows ``experts`` to this process's share, and returns it; None for one process alone.
-    Raises CheckpointError: the map cannot be read, or is of another model or number of processes.
-    Raises ValueError: a process would have no experts."""
+    """Narrows ``experts`` to the share of this process; None for a single process. Raises
+    CheckpointError: the map is damaged, or for another model or number of processes. Raises
+    ValueError: a process would have no experts."""
     placed = None
     if placement is not None:
         placed = load_placement_map(placement)
@@ -191,16 +189,8 @@ def divide_experts(
     return partition
 
 
-def _holders_in(experts_of_ranks: Sequence[Sequence[int]], num_experts: int) -> list[list[int]]:
-    """The ranks that hold each expert of a layer, in ascending order."""
-    return [
-        [rank for rank, held in enumerate(experts_of_ranks) if expert in held]
-        for expert in range(num_experts)
-    ]
-
-
 class OwnGuesses:
-    """A predictor's guesses about the experts of one process."""
+    """A predictor that guesses only experts of this process."""
 
     def __init__(self, predictor: Predictor, partition: ExpertPartition) -> None:
         self.needs_history = predictor.needs_history
@@ -219,7 +209,7 @@ class OwnGuesses:
 
 
 def add_up(parts: Sequence[RuntimeStats]) -> RuntimeStats:
-    """The statistics of all processes of a model: sums, and the longest of the times."""
+    """The statistics of all processes: sums, and the longest times."""
     changes = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
     times = {name: max(getattr(part, name) for part in parts) for name in _SLOWEST}
     return replace(parts[0], **changes, **times)
@@ -231,6 +221,6 @@ def counted(stats: RuntimeStats) -> list[float]:
 
 
 def recounted(like: RuntimeStats, numbers: Sequence[float]) -> RuntimeStats:
-    """The statistics of which another process sent the values of `COUNTED`."""
+    """The statistics of another process, from its values of `COUNTED`."""
     pairs = zip(COUNTED, numbers, strict=True)
     return replace(like, **{name: type(getattr(like, name))(value) for name, value in pairs})

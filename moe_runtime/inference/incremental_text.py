@@ -1,4 +1,4 @@
-"""Text out of tokens, one by one."""
+"""Incremental decoding of tokens to text."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 _UNKNOWN = "\ufffd"
 _MOST_HELD = 16
-"""Tokens without a whole character that are waited for."""
+"""Most tokens to hold back while a character is incomplete."""
 _CHARACTER_BYTES = 4
-"""Most bytes, so most tokens, of a character."""
+"""Most bytes of a character, and so most tokens."""
 
 
 class IncrementalText:
-    """Decodes tokens one by one; the pieces together are the text of all of them.
+    """Decodes tokens one by one; the joined pieces are the text of all tokens.
 
-    A character whose bytes lie in several tokens comes when it is whole.
+    A character of several tokens comes with its last one.
 
     Args:
-        decode: the text of tokens, special ones included, without tidying spaces.
-        skipped: tokens that have no text.
+        decode: decodes tokens, special ones included, without cleaning up spaces.
+        skipped: tokens without text.
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class IncrementalText:
     ) -> None:
         self._decode = decode
         self._skipped = skipped
-        # Tokens since the last place but one where a character ended: those before `_num_final` are
-        # what a tokenizer must see to know whether a space belongs between.
+        # The tokens before `_num_final` are already decoded; they stay because a tokenizer needs
+        # them to decide about a space before the next token.
         self._window: list[int] = []
         self._num_final = 0
         self._num_sent = 0
 
     @classmethod
     def of(cls, tokenizer: Any, shown: Collection[int] = ()) -> IncrementalText:
-        """Decodes as a tokenizer of transformers does; ``shown`` special tokens have their text."""
+        """Decodes with a tokenizer of transformers; special tokens in ``shown`` have text."""
 
         def decode(ids: list[int]) -> str:
             return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -43,11 +43,11 @@ class IncrementalText:
         return cls(decode, frozenset(tokenizer.all_special_ids).difference(shown))
 
     def follow(self, ids: Sequence[int], *, is_whole: bool) -> int:
-        """Continues the text of other tokens; called before the first `add`.
+        """Continues the text of tokens ``ids``; call it before the first `add`.
 
-        Without it, a tokenizer that writes spaces before words drops the first one. ``is_whole``
-        says that the tokens end with a whole character; otherwise one that they begin is part of
-        what follows. Returns tokens at their end whose text is part of what follows.
+        Without it, a tokenizer that writes spaces before words drops the first space. ``is_whole``
+        means that the tokens end with a whole character. Otherwise an incomplete one at their end
+        belongs to the new text. Returns the number of tokens of such a character.
         """
         recent = self._recent(ids)
         starts = range(_CHARACTER_BYTES if len(recent) == _MOST_HELD else 1)
@@ -59,10 +59,10 @@ class IncrementalText:
                 self._window, self._num_final = recent[start:], len(recent[start:end])
                 self._num_sent = len(text)
                 return held
-        return self.follow(ids, is_whole=True)  # bytes that are no text
+        return self.follow(ids, is_whole=True)  # bytes that are not text
 
     def add(self, token_id: int) -> str:
-        """The text that the token completes; empty where none."""
+        """The text that the token completes; may be empty."""
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)
@@ -70,20 +70,20 @@ class IncrementalText:
         if text.endswith(_UNKNOWN):
             if len(self._window) - self._num_final <= _MOST_HELD:
                 return ""
-            # No character begins that long ago: these bytes are none. The last may begin one.
+            # no character is that long, so these bytes are not text; the last may begin one
             piece = text[self._num_sent : -1]
             self._num_sent += len(piece)
             return piece
         piece = text[self._num_sent :]
         if piece or len(self._window) > _MOST_HELD:
-            # A token without text says nothing of a space after it: those before it stay.
+            # a token without text does not decide about a space, so earlier ones stay
             del self._window[: self._num_final]
             self._num_sent = len(self._decode(self._window))
         self._num_final = len(self._window)
         return piece
 
     def end(self) -> str:
-        """What is left: bytes that never became a character."""
+        """The rest: bytes of an incomplete character."""
         if self._num_final == len(self._window):
             return ""
         piece = self._decode(self._window)[self._num_sent :]
@@ -91,13 +91,13 @@ class IncrementalText:
         return piece
 
     def _most_open(self, ids: Sequence[int]) -> int:
-        """Tokens at the end that may be those of a character that is not whole."""
+        """Most tokens at the end that may belong to an incomplete character."""
         last = ids[:-_CHARACTER_BYTES:-1]
         special = (at for at, token_id in enumerate(last) if token_id in self._skipped)
         return next(special, len(last))
 
     def _recent(self, ids: Sequence[int]) -> list[int]:
-        """The last tokens, from one on that has whole characters, if such a one is near."""
+        """The last tokens, beginning with one that has whole characters if one is near."""
         found: list[int] = []
         for token_id in reversed(ids):
             if token_id in self._skipped:

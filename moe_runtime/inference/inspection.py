@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what a budget buys, from its headers alone."""
+"""Facts about a checkpoint, and the slots that a budget gives, from headers alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, found_headers, open_checkpoint
 from moe_runtime.config import DRAFTS, MISSES, STAND_IN, check_draft, require_known
@@ -45,28 +44,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSummary:
-    """A Mixture-of-Experts checkpoint as its headers describe it.
+    """A Mixture-of-Experts checkpoint, from its headers.
 
     Attributes:
-        path: the folder, or the name on the hub where only headers were read.
-        model_type: family, as the configuration names it.
+        path: the folder, or the name on the hub if only headers were read.
+        model_type: family in the configuration.
         architecture: class of the model in transformers.
         num_layers: layers with routed experts.
         num_experts: routed experts in the widest layer.
         total_experts: of all layers.
-        expert_dtype: in what type the experts lie in the files.
+        expert_dtype: type of the experts in the files.
         bits_per_weight: of an expert in the files, scales included.
-        dense_bytes: everything but the routed experts, as it lies in memory on a CPU.
+        dense_bytes: everything but the routed experts, in memory on a CPU.
         bytes_per_expert: the largest expert.
-        slot_bytes: a slot that holds any expert, alignment included.
-        stand_in_bytes: copies that ``misses="stand-in"`` keeps; 0 without.
-        draft_bytes: a model that drafts, with its texts' room; 0 without.
-        reserve_bytes: KV cache and activations of ``max_tokens`` tokens, buffers, stand-ins and the
-            model that drafts.
-        known_tokens: positions up to which `context_for` may go; None where it may not.
-        context_step_bytes: by which the reserve grows with each 1024 tokens more.
-        token_bytes: what the reserve is smaller by, at least, for each token less.
-        signature: what traces and predictors of this model agree on.
+        slot_bytes: a slot for any expert, alignment included.
+        stand_in_bytes: copies for ``misses="stand-in"``, else 0.
+        draft_bytes: a draft model with memory for its texts, or 0.
+        reserve_bytes: KV cache and activations of ``max_tokens``, buffers, stand-ins and drafts.
+        known_tokens: limit of `context_for`; None if ``max_tokens`` was given.
+        context_step_bytes: growth of the reserve per 1024 more tokens.
+        token_bytes: least reduction of the reserve per token less.
+        signature: the shape that traces and predictors must match.
     """
 
     path: Path
@@ -94,20 +92,20 @@ class CheckpointSummary:
 
     @property
     def smallest_budget_bytes(self) -> int:
-        """The smallest host budget with which the model runs on a CPU."""
+        """The smallest working host budget on a CPU."""
         least_bytes = self.dense_bytes - self.embedding_bytes
         return smallest_budget(least_bytes, self.reserve_bytes, self.slot_bytes)
 
     @property
     def token_expert_bytes(self) -> int:
-        """Bytes of experts that a token needs, from memory or from the disk."""
+        """Bytes of experts that a token needs, from memory or disk."""
         return self.num_layers * self.top_k * self.bytes_per_expert
 
     def tokens_per_s(self, resident_share: float, memory_speed: float, disk_speed: float) -> float:
-        """Decoded tokens a second that two speeds, in bytes a second, allow.
+        """Upper bound of decoded tokens per second, for two speeds in bytes per second.
 
-        Experts are taken to be chosen evenly: models that use some more often miss less. Products
-        and the KV cache take no time here.
+        Assumes evenly used experts; skewed use misses less. Ignores the time of products and of the
+        KV cache.
         """
         dense_bytes = self.dense_bytes - self.embedding_bytes
         read_bytes = (1 - min(resident_share, 1)) * self.token_expert_bytes
@@ -115,12 +113,12 @@ class CheckpointSummary:
         return 1 / (all_bytes / memory_speed + read_bytes / disk_speed)
 
     def tokens_for(self, budget_bytes: int) -> int:
-        """Tokens up to ``max_tokens`` that a host budget suffices for; 0 where it never does."""
+        """Tokens, up to ``max_tokens``, that fit in a host budget; 0 if it is too small."""
         short_bytes = max(0, self.smallest_budget_bytes - budget_bytes)
         return max(0, self.max_tokens - -(-short_bytes // self.token_bytes))
 
     def context_for(self, budget_bytes: int) -> Context:
-        """Tokens for which ``load`` sets memory aside with a host budget, and why so many."""
+        """The context that ``load`` reserves memory for with a host budget."""
         if self.known_tokens is None:
             return Context(self.max_tokens, "as asked for, or the least by default")
         return default_context(
@@ -135,17 +133,13 @@ class CheckpointSummary:
         )
 
     def choice_for(self, num_slots: int) -> PolicyChoice:
-        """The eviction policy that ``policy="auto"`` takes for so many slots, and why."""
+        """The eviction policy that ``policy="auto"`` takes for ``num_slots``."""
         return resolve_policy(
             AUTO, AUTO, self.signature, self.path, num_slots, expert_bytes=self.slot_bytes
         )
 
     def slots_for(self, budget_bytes: int) -> int:
-        """Experts that a host budget keeps resident at once.
-
-        Raises:
-            CapacityError: the budget is too small to run.
-        """
+        """Slots that a host budget gives. Raises CapacityError: the budget is too small."""
         more = self.context_for(budget_bytes).max_tokens - self.max_tokens
         plan = plan_memory(
             budget_bytes,
@@ -171,19 +165,18 @@ def inspect_checkpoint(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> CheckpointSummary:
-    """Reads what ``load`` would need to know, without loading any weight.
+    """Reads the facts of a checkpoint without loading weights.
 
-    Options are those of ``load``. Of a model on the hub only headers and small files are read.
+    Options are those of ``load``. For a model on the hub, only headers and small files are read.
 
     Args:
-        verify: also read every weight, and refuse those that are NaN or infinite; downloads the
-            model.
-        progress: called with what is being done, the bytes done and the bytes in all.
+        verify: read every weight and refuse NaN and infinity; downloads the model.
+        progress: called with the current work, the bytes done and the total bytes.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
-        UnsupportedModelError: the checkpoint is sound but not one that can be served.
-        ValueError: an option is not one of those that exist.
+        UnsupportedModelError: the checkpoint is sound but not supported.
+        ValueError: an option is unknown.
     """
     check_names(AUTO, AUTO, AUTO, cache_code, kv_cache=kv_cache)
     require_known("misses", misses, MISSES)
@@ -195,82 +188,66 @@ def inspect_checkpoint(
         if draft not in DRAFTS:
             draft = headers.enter_context(found_headers(draft, progress))
         checkpoint = open_checkpoint(found, dtype, progress=progress)
-        summary = _summary_of(
-            checkpoint, max_tokens, cache_code, misses, kv_cache, draft, verify, progress
+        known = known_positions(checkpoint.config) if max_tokens is None else None
+        max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
+        model = build_on_meta(checkpoint)
+        require_roundable(model, kv_cache)
+        experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
+        cached, landing_bytes = experts, 0
+        if cache_code != "none":
+            from moe_runtime.inference.cache_code import coded_experts
+
+            cached, landing_bytes = coded_experts(experts, torch.device("cpu"))
+        if verify:
+            from moe_runtime.checkpoints.expert_tensors import verify_weights
+
+            verify_weights(checkpoint, experts, progress)
+        stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
+        drafting = plan_draft(draft, checkpoint, model, progress)
+        draft_bytes = drafting.bytes_for(max_tokens)
+        layouts = experts.layouts.values()
+        dense_bytes = experts.dense_bytes(checkpoint.dtype)
+        signature = signature_of(checkpoint, experts)
+        reserve_bytes = reserve_for(
+            checkpoint,
+            cached,
+            signature,
+            max_tokens=max_tokens,
+            dense_bytes=dense_bytes,
+            kv_cache=kv_cache,
+            in_pass=(in_pass := most_in_pass(model, torch.device("cpu"))),
+        )
+        per_token = checkpoint.config, checkpoint.dtype, experts.top_k, kv_cache
+        beyond = None if in_pass is None or max_tokens <= in_pass else in_pass
+        summary = CheckpointSummary(
+            path=checkpoint.folder,
+            model_type=checkpoint.config.model_type,
+            architecture=type(model).__name__,
+            num_layers=len(experts.modules),
+            num_experts=max(module.num_experts for module in experts.modules),
+            total_experts=len(experts.layouts),
+            top_k=experts.top_k,
+            expert_dtype=" and ".join(experts.type_names),
+            bits_per_weight=_bits_per_weight(experts),
+            dense_bytes=dense_bytes,
+            embedding_bytes=experts.embedding_bytes,
+            expert_bytes=sum(layout.tensor_bytes for layout in layouts),
+            bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
+            slot_bytes=cached.slot_bytes,
+            stand_in_bytes=stand_in_bytes,
+            draft_bytes=draft_bytes,
+            reserve_bytes=landing_bytes + stand_in_bytes + draft_bytes + reserve_bytes,
+            max_tokens=max_tokens,
+            known_tokens=known,
+            context_step_bytes=context_step_bytes(*per_token, in_pass=in_pass)
+            + drafting.context_step_bytes,
+            token_bytes=reserve_per_token(*per_token, in_pass=beyond),
+            signature=signature,
         )
     return summary if summary.path.exists() else replace(summary, path=Path(path_or_id))
 
 
-def _summary_of(
-    checkpoint: Checkpoint,
-    max_tokens: int | None,
-    cache_code: str,
-    misses: str,
-    kv_cache: str,
-    draft: str | Path,
-    verify: bool,
-    progress: Progress | None,
-) -> CheckpointSummary:
-    known = known_positions(checkpoint.config) if max_tokens is None else None
-    max_tokens = tokens_to_plan_for(checkpoint.config, max_tokens)
-    model = build_on_meta(checkpoint)
-    require_roundable(model, kv_cache)
-    experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
-    cached, landing_bytes = experts, 0
-    if cache_code != "none":
-        from moe_runtime.inference.cache_code import coded_experts
-
-        cached, landing_bytes = coded_experts(experts, torch.device("cpu"))
-    if verify:
-        from moe_runtime.checkpoints.expert_tensors import verify_weights
-
-        verify_weights(checkpoint, experts, progress)
-    stand_in_bytes = copied_bytes(experts) if misses == STAND_IN else 0
-    drafting = plan_draft(draft, checkpoint, model, progress)
-    draft_bytes = drafting.bytes_for(max_tokens)
-    layouts = experts.layouts.values()
-    dense_bytes = experts.dense_bytes(checkpoint.dtype)
-    signature = signature_of(checkpoint, experts)
-    reserve_bytes = reserve_for(
-        checkpoint,
-        cached,
-        signature,
-        max_tokens=max_tokens,
-        dense_bytes=dense_bytes,
-        kv_cache=kv_cache,
-        in_pass=(in_pass := most_in_pass(model, torch.device("cpu"))),
-    )
-    per_token = checkpoint.config, checkpoint.dtype, experts.top_k, kv_cache
-    beyond = None if in_pass is None or max_tokens <= in_pass else in_pass
-    return CheckpointSummary(
-        path=checkpoint.folder,
-        model_type=checkpoint.config.model_type,
-        architecture=type(model).__name__,
-        num_layers=len(experts.modules),
-        num_experts=max(module.num_experts for module in experts.modules),
-        total_experts=len(experts.layouts),
-        top_k=experts.top_k,
-        expert_dtype=" and ".join(experts.type_names),
-        bits_per_weight=_bits_per_weight(experts),
-        dense_bytes=dense_bytes,
-        embedding_bytes=experts.embedding_bytes,
-        expert_bytes=sum(layout.tensor_bytes for layout in layouts),
-        bytes_per_expert=max(layout.tensor_bytes for layout in layouts),
-        slot_bytes=cached.slot_bytes,
-        stand_in_bytes=stand_in_bytes,
-        draft_bytes=draft_bytes,
-        reserve_bytes=landing_bytes + stand_in_bytes + draft_bytes + reserve_bytes,
-        max_tokens=max_tokens,
-        known_tokens=known,
-        context_step_bytes=context_step_bytes(*per_token, in_pass=in_pass)
-        + drafting.context_step_bytes,
-        token_bytes=reserve_per_token(*per_token, in_pass=beyond),
-        signature=signature,
-    )
-
-
 def _bits_per_weight(experts: ExpertMap) -> float:
-    """Bits of a number of an expert in the files, scales and zero points included."""
     num_bytes = num_weights = 0
     for key, layout in experts.layouts.items():
         num_bytes += layout.tensor_bytes

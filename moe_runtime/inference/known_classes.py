@@ -1,8 +1,8 @@
-"""transformers' classes that have fast paths, by name, and what each of them computes.
+"""transformers' classes with fast paths, by name, and their formulas.
 
-Other classes, and those whose code a program has replaced, compute as transformers has them.
-``tests/support/known_rows.py`` proves each row with numbers, for all families and both
-ends of the supported versions.
+Other classes, and classes with replaced code, run transformers' own code. ``known_rows.py`` in
+``tests/support`` checks each row numerically, for all families and both ends of the supported
+versions.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ ROTARY_ATTENTION = _names(
 )
 """Attention that projects, norms heads, applies RoPE, attends and projects again."""
 PAIRS_SHARE = _names("GptOssAttention")
-"""Those in which the two values of a pair share an angle."""
+"""Attention in which the two values of a pair share an angle."""
 
 EAGER_ATTENTION_CLASSES = _names(
     "DeepseekV4 Flint GptOss GraniteMoeSWA HYV4 HYV4VL HYV4VLVision Inkling2LoopSliding "
     "Inkling2Sliding MiMoV2Flash OpenAIPrivacyFilter",
     "Attention",
 )
-"""Layers whose own attention, without SDPA, is a softmax with sinks or without."""
+"""Layers whose eager attention is a softmax, with sinks or without."""
 
 LATENT_ATTENTION = _names(
     "AXK1Attention BailingHybridAttention DeepseekV2Attention DeepseekV3Attention "
     "Glm4MoeLiteAttention KimiLinearAttention LongcatFlashMLA Mistral4Attention"
 )
-"""Layers that expand latents by one product, whose rows of a head are keys without positions, then
+"""Layers that expand latents by one product. A head's rows are keys without positions, then
 values."""
 
 RECURRENT_LAYERS = _names(
@@ -79,17 +79,17 @@ RECURRENT_LAYERS = _names(
     "KimiLinearDeltaAttention LaraMiniGatedDeltaNet Lfm2MoeShortConv NemotronHMamba2Mixer "
     "Qwen3NextGatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet"
 )
-"""Layers with recurrent states, whose steps are functions of their modules."""
+"""Layers with recurrent states, whose steps are global functions of their modules."""
 LAYERS_WITH_STATES = RECURRENT_LAYERS | _names(
     "Inkling2DynamicShortConvolution Qwen4ExpTextNGramEmbedding Qwen4ExpTextPLELayer "
     "ZayaCCAProjection"
 )
-"""All layers that keep a state of the tokens before."""
+"""All layers that keep a state of earlier tokens."""
 
 
 class ResidualForm(NamedTuple):
     """The names of a decoder layer's norm, attention, second norm and feed-forward. ``is_pair``
-    says that the feed-forward returns what is added and something else."""
+    means that the feed-forward returns two values, and the layer adds the first."""
 
     parts: tuple[str, str, str, str]
     is_pair: bool = False
@@ -115,19 +115,18 @@ RESIDUAL_LAYERS = {
         ("input_layernorm", "self_attn", "pre_ff_layernorm", "feed_forward")
     ),
 }
-"""Decoder layers that add attention and feed-forward of normed values, and pass their arguments to
-attention."""
+"""Decoder layers of the usual pre-norm form, which pass their arguments to attention."""
 
 
 class RouterForm(NamedTuple):
-    """What a router computes.
+    """The formula of a router.
 
     Attributes:
         product: logits in the type of the model (``narrow``), ``widened`` to fp32, or products in
             fp32 (``wide``).
-        num_choices: of each row.
-        keeps_dtype: whether weights have the type of the rows; else they are fp32.
-        takes_batches: whether rows may come as ``[B, Q, D]`` too.
+        num_choices: experts per row.
+        keeps_dtype: weights have the type of the rows; else fp32.
+        takes_batches: rows may be ``[B, Q, D]`` too.
     """
 
     product: str
@@ -140,7 +139,7 @@ class RouterForm(NamedTuple):
 class _Router(NamedTuple):
     product: str
     scores: str
-    is_normed: bool | str = "norm_topk_prob"  # or the name of the setting that says so
+    is_normed: bool | str = "norm_topk_prob"  # or the name of its setting
     least_sum: float = 0.0
     keeps_dtype: bool = True
     takes_batches: bool = True
@@ -194,7 +193,7 @@ _ROUTERS = {
 _ROUTERS_SINCE = dict.fromkeys(
     _names("AriaText GraniteMoe GraniteMoeHybrid GraniteMoeShared", "TopKRouter"), (5, 21)
 )
-"""Routers that returned their results in another order before."""
+"""Routers with another order of results before this version."""
 
 _ACTIVATIONS: dict[str, ActivationName] = {
     **dict.fromkeys(("SiLU", "SiLUActivation"), "silu"),
@@ -204,13 +203,13 @@ _ACTIVATIONS: dict[str, ActivationName] = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
-"""Classes of activations that the kernels compute themselves."""
+"""Classes of activations that kernels compute."""
 _GATES = _names(
     "Beam DeepseekV4 FP8 Glm5NextText GptOss HYV4 HYV4VL MiniMaxM3VL OpenAIPrivacyFilter",
     "Experts._apply_gate",
 )
 _SOFTCAPPED_GATES = _names("Inkling2 Inkling2Loop", "Experts._apply_gate")
-"""Gates of their own, whose constants are settings."""
+"""Gate functions of families, with constants from settings."""
 
 
 @functools.cache
@@ -222,12 +221,12 @@ def version() -> tuple[int, ...]:
 
 
 def is_tested() -> bool:
-    """Whether the names were tested with the installed transformers."""
+    """Whether this table was tested with the installed transformers."""
     return FIRST_TESTED <= version() < FIRST_UNTESTED
 
 
 def is_theirs(function: Any) -> bool:
-    """Whether a function, and all that it wraps, is of transformers."""
+    """Whether a function and all functions that it wraps are of transformers."""
     while str(getattr(function, "__globals__", {}).get("__name__")).startswith("transformers."):
         if not hasattr(function, "__wrapped__"):
             return True
@@ -236,7 +235,7 @@ def is_theirs(function: Any) -> bool:
 
 
 def class_name(module: torch.nn.Module) -> str:
-    """The name of a module's class; empty where it is none of the tested transformers'."""
+    """The name of a module's class; empty if it is not a class of a tested transformers."""
     kind = type(module)
     if not kind.__module__.startswith("transformers.") or not is_theirs(kind.forward):
         return ""
@@ -244,9 +243,9 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def norm_form(module: torch.nn.Module) -> NormForm | None:
-    """How a module normalises by the root of the mean square, if it does just that."""
+    """The form of a root-mean-square norm; None for other modules."""
     name = class_name(module)
-    if vars(module).get("group_size") is not None:  # of the values that have a mean of their own
+    if vars(module).get("group_size") is not None:  # each group has its own mean
         return None
     if version() < _ROUNDED_BEFORE.get(name, (0,)) or name in _ROUNDED_NORMS:
         return "rounded"
@@ -259,7 +258,7 @@ def norm_form(module: torch.nn.Module) -> NormForm | None:
 
 
 def router_form(module: Any) -> RouterForm | None:
-    """What a router computes with the settings that it has."""
+    """The formula of a router with its current settings; None if unknown."""
     name = class_name(module)
     row = _ROUTERS.get(name)
     if row is None or version() < _ROUTERS_SINCE.get(name, (0,)):
@@ -278,14 +277,13 @@ def router_form(module: Any) -> RouterForm | None:
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A router's own tensors: `weight`, perhaps `bias`, and one that is added for the choice."""
+    """A router's tensors: `weight`, perhaps `bias`, and perhaps a bias of the choice."""
     tensors = {**module._parameters, **module._buffers}
     return {name: each for name, each in tensors.items() if each is not None}
 
 
 def activation_of(experts: Any) -> ActivationSpec | None:
-    """The formula of what an experts module does between its projections; None for its own
-    function."""
+    """The formula of an experts module's activation and gate; None if unknown."""
     function: Any = getattr(experts, "act_fn", None)
     plain = None
     if function is torch.nn.functional.silu:
@@ -319,7 +317,7 @@ def _setting(experts: Any, *names: str) -> float | None:
 
 
 def recognise_activation(experts: torch.nn.Module) -> ActivationSpec | None:
-    """`activation_of`, which a compiler takes for a constant."""
+    """`activation_of`, a constant for the compiler."""
     found = _formula(id(experts))
     if found is None:
         return None
@@ -327,8 +325,7 @@ def recognise_activation(experts: torch.nn.Module) -> ActivationSpec | None:
     return ActivationSpec.from_numbers(function, [float(number) for number in numbers])
 
 
-# As text, since the compiler would make variables of numbers; in torch 2.11 it gives no objects,
-# but addresses.
+# text, since the compiler would make numbers symbolic; torch 2.11 passes only addresses of objects
 @torch.compiler.assume_constant_result
 def _formula(address: int) -> str | None:
     spec = activation_of(ctypes.cast(address, ctypes.py_object).value)
@@ -336,7 +333,7 @@ def _formula(address: int) -> str | None:
 
 
 KEEPS_NOTHING = "DummyLayer"
-"""A class of layers of caches that transformers 5.17 has not yet."""
+"""A class of cache layers that transformers 5.17 does not have."""
 
 _KNOWN_LAYERS = {
     *("DynamicLayer", "DynamicSlidingWindowLayer"),
@@ -344,11 +341,11 @@ _KNOWN_LAYERS = {
     *("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"),
     "LinearAttentionAndSlidingWindowAttentionLayer",
 }
-"""Layers of caches that hold running states, or keys and values, of one sequence."""
+"""Cache layers with running states, or keys and values."""
 
 
 def can_share_a_pass(config: Any) -> bool:
-    """Whether a sequence's cache has nothing but running states, and keys and values."""
+    """Whether a sequence's cache consists of running states, keys and values."""
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False) or "chunked_attention" in kinds:
@@ -369,13 +366,12 @@ def keeps_states(config: Any) -> bool:
 
 
 def keeps_every_token(config: Any) -> bool:
-    """Whether keys and values of any beginning of a sequence can be taken out of its cache."""
+    """Whether a sequence's cache can be cut to any length."""
     is_sliding = any(getattr(layer, "is_sliding", False) for layer in _layers(config))
     return not is_sliding and not keeps_states(config)
 
 
 def _layers(config: Any) -> list[Any]:
-    """What a sequence of a model keeps, layer by layer."""
     from transformers.cache_utils import DynamicCache
 
     return DynamicCache(config=config).layers

@@ -1,12 +1,11 @@
-"""transformers' dynamic cache of keys and values, with room to grow in place, and its masks.
+"""transformers' dynamic cache with keys and values that grow in place, and masks of prompts.
 
-``DynamicCache`` concatenates, which copies the whole context for every token. Masks of prompts
-take no memory: they say which keys are seen.
+``DynamicCache`` concatenates, which copies the whole context for every token. Masks of prompts take
+no memory: they store only the offset and the window.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from moe_runtime.checkpoints.transformers_private import (
     CACHE_NAMES,
@@ -22,6 +27,7 @@ from moe_runtime.checkpoints.transformers_private import (
     window_of_mask,
 )
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
+from moe_runtime.inference.budget import room_for
 from moe_runtime.inference.known_classes import KEEPS_NOTHING
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
@@ -29,16 +35,6 @@ from moe_runtime.kernels.native import native_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ROOM_TOKENS = 64
-ROOM_SHARE = 16
-"""A full tensor grows by 64 tokens, of all its sequences, and a sixteenth of its length."""
-
-
-def room_for(num_tokens: int, num_sequences: int = 1) -> int:
-    """Tokens of a sequence that memory is set aside for when a cache has to grow. Sequences
-    together never take more room than a single one with the tokens of all."""
-    return num_tokens + ROOM_TOKENS // num_sequences + num_tokens // ROOM_SHARE
 
 
 def cache_of(named: Mapping[str, Any]) -> Any:
@@ -49,11 +45,10 @@ def cache_of(named: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Keys and values are kept in int8, see `rounded_rows`.
+    """Keys and values in int8, see `rounded_rows`.
 
     Attributes:
-        attention: the model's attention that takes rounded rows as they are; None where none does,
-            and they are widened for every step.
+        attention: the attention that takes rounded rows directly; None to widen them in each step.
     """
 
     attention: str | None
@@ -63,12 +58,10 @@ class Rounding:
 
 
 def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
-    """Refuses ``kv_cache="int8"`` for a model that keeps no keys and values, or others. Raises
-    UnsupportedModelError: says what it keeps."""
+    """Raises UnsupportedModelError: ``kv_cache`` is int8, and the cache of the model is not plain
+    keys and values."""
     if kv_cache == "exact":
         return
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     layers = DynamicCache(config=model.config).layers
     filled = [layer for layer in layers if isinstance(layer, DynamicLayer)]
     widths = {getattr(m, name, 0) for m in model.modules() for name in ("head_dim", "v_head_dim")}
@@ -80,7 +73,7 @@ def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
         found = "an index beside keys and values"
     elif not filled:
         found = "states, and no keys and values"
-    elif any(type(layer) not in _growing_layers() for layer in filled):
+    elif any(type(layer) not in GROWING for layer in filled):
         found = "keys, values and states in one layer"
     elif odd:
         found = f"heads of {odd[0]} values, which are no groups of {GROUP}"
@@ -92,11 +85,11 @@ def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
 
 
 def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None) -> None:
-    """Makes the dynamic caches that a model is called with grow in place, and keep int8 where there
-    is a ``rounding``; other kinds stay, or are refused (UnsupportedUseError)."""
+    """Makes dynamic caches in calls of a model grow in place, in int8 if there is a ``rounding``.
+    Other caches stay as they are; with a rounding they raise UnsupportedUseError."""
     cast(Any, model)._kv_rounding = rounding
 
-    # no cell holds the model: it is freed once it is let go
+    # takes the model as an argument: a closure would keep it alive
     def prepare(model: Any, args: Any, options: dict[str, Any]) -> Any:
         cache = cache_of(options)
         for layer in getattr(cache, "layers", ()):
@@ -110,8 +103,6 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
         is_cached = options.get("use_cache")
         is_cached = model.config.use_cache if is_cached is None else is_cached
         if cache is None and is_cached and not torch.is_grad_enabled():
-            from transformers.cache_utils import DynamicCache
-
             cache = DynamicCache(config=model.config)
             options = {**options, cache_name(model.forward): cache}
         elif cache is not None and _is_foreign(cache):
@@ -126,9 +117,7 @@ def grow_cache_in_place(model: PreTrainedModel, rounding: Rounding | None = None
 
 
 def _is_foreign(cache: Any) -> bool:
-    """Whether it is a cache of transformers that keeps what it gets."""
-    from transformers.cache_utils import DynamicCache
-
+    """Whether it is a cache of transformers that would keep unrounded values."""
     is_theirs = type(cache).__module__.startswith("transformers.")
     return is_theirs and (type(cache) is not DynamicCache or cache.offloading)
 
@@ -136,10 +125,10 @@ def _is_foreign(cache: Any) -> bool:
 def take_place(
     cache: Any, layer_index: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Makes a layer's keys and values one token longer, without writing the token.
+    """Appends one unwritten token to a layer's keys and values.
 
-    Returns keys ``[B, G, S, D]`` and values ``[B, G, S, V]``, or None where the cache is of another
-    kind or dtype, or has no room.
+    Returns keys ``[B, G, S, D]`` and values ``[B, G, S, V]``; None if the cache has another kind or
+    dtype, or no room.
     """
     layers = getattr(cache, "layers", ())
     if not layer_index < len(layers) or getattr(cache, "offloading", False):
@@ -149,36 +138,32 @@ def take_place(
 
 
 def can_take_place(layer: Any, dtype: torch.dtype) -> bool:
-    """Whether a layer's keys and values can be attended to and written as they lie."""
-    if not isinstance(layer, tuple(_growing_layers().values())) or not layer.is_initialized:
+    """Whether kernels can read and write a layer's keys and values in place."""
+    if not isinstance(layer, GrowingLayer) or not layer.is_initialized:
         return False
-    kept = layer.keys.dtype
-    return kept is layer.values.dtype and (kept is dtype or hasattr(layer, "gives_rows"))
+    keys, values = cast(torch.Tensor, layer.keys), cast(torch.Tensor, layer.values)
+    return keys.dtype is values.dtype and (keys.dtype is dtype or hasattr(layer, "gives_rows"))
 
 
 def can_give_back(cache: Any) -> bool:
-    """Whether tokens that are added to a cache can be taken out and brought back."""
-    from transformers.cache_utils import LinearAttentionLayer
-
-    layers, kinds = getattr(cache, "layers", ()), tuple(_growing_layers().values())
+    """Whether tokens can be removed from a cache and restored."""
+    layers = getattr(cache, "layers", ())
     return bool(layers) and all(
         any(layer.has_previous_state.values())
         if type(layer) is LinearAttentionLayer
-        else isinstance(layer, kinds) and layer.is_initialized and not layer.record_past
+        else isinstance(layer, GrowingLayer) and layer.is_initialized and not layer.record_past
         for layer in layers
         if type(layer).__name__ != KEEPS_NOTHING
     )
 
 
 def give_room(cache: Any, model: Any = None) -> None:
-    """Makes a dynamic cache grow in place, and keep int8 where the ``model`` has a rounding; other
-    kinds, and None, stay as they are."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
+    """Makes a dynamic cache grow in place, in int8 if the ``model`` has a rounding. Leaves other
+    caches, and None, as they are."""
     if type(cache) is not DynamicCache:
         return
     rounding: Rounding | None = getattr(model, "_kv_rounding", None)
-    growing = _growing_layers() if rounding is None else _rounded_layers()
+    growing = GROWING if rounding is None else ROUNDED
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = growing[DynamicLayer]
     gives_rows = rounding is not None and rounding.gives_rows(model)
@@ -192,118 +177,111 @@ def give_room(cache: Any, model: Any = None) -> None:
             cast(Any, cache.layers[index]).gives_rows = gives_rows
 
 
-@functools.cache
-def _growing_layers() -> dict[type, type]:
-    """The classes of layers that grow, made once transformers is imported."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+class GrowingLayer(DynamicLayer):
+    """Keys and values are views of tensors with room after them. Cropped, reordered or copied views
+    move into new tensors with the next token."""
 
-    class GrowingLayer(DynamicLayer):
-        """Keys and values as views of tensors with room after them. Replaced views (cropped,
-        reordered, copied) move into tensors of their own with the next token."""
+    record_past = False  # transformers sets it to keep tokens that leave a window
 
-        record_past = False  # of windows, where tokens are kept for what may be taken back
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing_keys = _Growing()
+        self.growing_values = _Growing()
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.growing_keys = _Growing()
-            self.growing_values = _Growing()
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends ``[B, G, Q, D]`` keys and values; returns all that the tokens attend to."""
+        if key_states.requires_grad or value_states.requires_grad or self.record_past:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
+        values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
+        self._append(keys, values, key_states.shape[-2])
+        return keys, values
 
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values; returns all that the token attends to."""
-            if key_states.requires_grad or value_states.requires_grad or self.record_past:
-                return super().update(key_states, value_states, *args, **kwargs)
-            if not self.is_initialized:
-                self.lazy_initialization(key_states, value_states)
-            keys = self.growing_keys.append(cast(torch.Tensor, self.keys), key_states)
-            values = self.growing_values.append(cast(torch.Tensor, self.values), value_states)
-            self.keys, self.values = keys, values
-            if self.is_sliding:
-                self.slide(key_states.shape[-2])
+    def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Appends an unwritten token if there is room."""
+        keys = None if self.record_past else self.growing_keys.take_place(self.keys)
+        values = None if keys is None else self.growing_values.take_place(self.values)
+        if keys is None or values is None:
+            return None
+        self._append(keys, values, 1)
+        return keys, values
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, num_new: int) -> None:
+        """Sets keys and values, and drops tokens that left a window."""
+        self.keys, self.values = keys, values
+        if self.is_sliding:
+            layer = cast(Any, self)
+            layer.cumulative_length += num_new
+            self.keys = self.growing_keys.keep_last(layer.sliding_window - 1)
+            self.values = self.growing_values.keep_last(layer.sliding_window - 1)
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether nothing replaced the keys and values since the last update."""
+        views = self.growing_keys.view, self.growing_values.view
+        return self.keys is views[0] and self.values is views[1]
+
+    def give_back(self, num_tokens: int) -> None:
+        """Removes the last tokens; `take_place` restores them until others are appended."""
+        kept, layer = sys.maxsize, cast(Any, self)
+        if self.is_sliding:
+            layer.cumulative_length -= num_tokens
+            kept = layer.sliding_window - 1
+        self.keys = self.growing_keys.give_back(num_tokens, kept)
+        self.values = self.growing_values.give_back(num_tokens, kept)
+
+
+class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
+    """The last tokens of tensors with room after them."""
+
+
+class RoundedLayer(GrowingLayer):
+    """Keys and values in int8. They are rounded before attention, so tokens of the same pass see
+    the same values as later ones."""
+
+    gives_rows = False  # attention takes rounded rows
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends ``[B, G, Q, D]`` keys and values, or rounded rows; returns all of them, as rows
+        or in the given type."""
+        if key_states.dtype is torch.uint8:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if key_states.requires_grad or value_states.requires_grad:
+            raise UnsupportedUseError(
+                "kv_cache int8 has no gradients: call the model with use_cache=False, or load "
+                "it with kv_cache exact"
+            )
+        new = round_rows(key_states), round_rows(value_states)
+        keys, values = super().update(*new, *args, **kwargs)
+        if self.gives_rows and not torch.compiler.is_compiling():
             return keys, values
-
-        def take_place(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-            """Appends a token that is not written yet, if there is room for it."""
-            keys = None if self.record_past else self.growing_keys.take_place(self.keys)
-            values = None if keys is None else self.growing_values.take_place(self.values)
-            if keys is None or values is None:
-                return None
-            self.keys, self.values = keys, values
-            if self.is_sliding:  # not a call in every step
-                self.slide(1)
-            return keys, values
-
-        def slide(self, num_new: int) -> None:
-            """Drops the tokens that have left a window."""
-
-        @property
-        def is_as_left(self) -> bool:
-            """Whether keys and values are still those that this layer left."""
-            views = self.growing_keys.view, self.growing_values.view
-            return self.keys is views[0] and self.values is views[1]
-
-        def give_back(self, num_tokens: int) -> None:
-            """Takes the last tokens out; `take_place` brings them back until others come."""
-            self.keys = self.growing_keys.give_back(num_tokens)
-            self.values = self.growing_values.give_back(num_tokens)
-
-    class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
-        """The last tokens of tensors with room after them."""
-
-        def slide(self, num_new: int) -> None:
-            self.cumulative_length += num_new
-            self.keys = self.growing_keys.keep_last(self.sliding_window - 1)
-            self.values = self.growing_values.keep_last(self.sliding_window - 1)
-
-        def give_back(self, num_tokens: int) -> None:
-            self.cumulative_length -= num_tokens
-            kept = self.sliding_window - 1
-            self.keys = self.growing_keys.give_back(num_tokens, kept)
-            self.values = self.growing_values.give_back(num_tokens, kept)
-
-    return {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingSlidingLayer}
+        return widen_rows(keys, key_states.dtype), widen_rows(values, value_states.dtype)
 
 
-@functools.cache
-def _rounded_layers() -> dict[type, type]:
-    """Those whose keys and values are kept in int8."""
-    return {theirs: _rounding(ours) for theirs, ours in _growing_layers().items()}
+class RoundedSlidingLayer(RoundedLayer, GrowingSlidingLayer):
+    """The last tokens of tensors in int8 with room after them."""
 
 
-def _rounding(growing: Any) -> type:
-    """A class of layers that grow, whose keys and values are rows of `rounded_rows`."""
-
-    class RoundedLayer(growing):
-        """Keys and values in int8. What comes is rounded first, so that a token is seen alike by
-        those of its own pass and by later ones."""
-
-        gives_rows = False  # whether they go to attention as they are
-
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Appends ``[B, G, Q, D]`` keys and values, or rows of others; gives all of them, as
-            rows or in the type that came."""
-            if key_states.dtype is torch.uint8:
-                return super().update(key_states, value_states, *args, **kwargs)
-            if key_states.requires_grad or value_states.requires_grad:
-                raise UnsupportedUseError(
-                    "kv_cache int8 has no gradients: call the model with use_cache=False, or load "
-                    "it with kv_cache exact"
-                )
-            new = round_rows(key_states), round_rows(value_states)
-            keys, values = super().update(*new, *args, **kwargs)
-            if self.gives_rows and not torch.compiler.is_compiling():
-                return keys, values
-            return widen_rows(keys, key_states.dtype), widen_rows(values, value_states.dtype)
-
-    return RoundedLayer
+GROWING: dict[type, type[GrowingLayer]] = {
+    DynamicLayer: GrowingLayer,
+    DynamicSlidingWindowLayer: GrowingSlidingLayer,
+}
+ROUNDED: dict[type, type[GrowingLayer]] = {
+    DynamicLayer: RoundedLayer,
+    DynamicSlidingWindowLayer: RoundedSlidingLayer,
+}
+"""Our classes for transformers' layers, exact and in int8."""
 
 
 class _Growing:
-    """A tensor ``[..., tokens, D]`` that grows along its tokens, and can lose the first of them.
-    Only ``view``, returned last, can grow in place: no tensor that a caller holds is written to."""
+    """A tensor ``[..., tokens, D]`` that grows along its tokens and can drop the first ones. Only
+    ``view``, the last returned view, grows in place: tensors that callers hold never change."""
 
     def __init__(self) -> None:
         self.room: torch.Tensor | None = None
@@ -315,7 +293,7 @@ class _Growing:
         num_cached = cached.shape[-2] if cached.numel() else 0
         num_tokens = num_cached + new.shape[-2]
         dtype = new.dtype
-        if num_cached and cached.dtype is not dtype:  # steps under autocast and steps without
+        if num_cached and cached.dtype is not dtype:  # autocast in some steps only
             dtype = torch.promote_types(cached.dtype, dtype)
         room = self.room
         if (
@@ -331,13 +309,13 @@ class _Growing:
             room = self.room = new.new_empty(shape, dtype=dtype)
             if num_cached:
                 room.narrow(-2, 0, num_cached).copy_(cached)
-        # past autograd, which takes this for a change of the views that it kept for a backward pass
+        # .data: autograd would see a change of views that it saved for a backward pass
         room.data.narrow(-2, self.start + num_cached, new.shape[-2]).copy_(new)
         self.view = room.narrow(-2, self.start, num_tokens)
         return self.view
 
     def take_place(self, cached: torch.Tensor | None) -> torch.Tensor | None:
-        """``cached`` with one more token of any content, or None where it cannot grow in place."""
+        """``cached`` with one unwritten token more; None if it cannot grow in place."""
         room = self.room
         if room is None or cached is None or cached is not self.view:
             return None
@@ -350,7 +328,7 @@ class _Growing:
         return self.view
 
     def keep_last(self, num_tokens: int) -> torch.Tensor:
-        """The last tokens, which alone grow from now on."""
+        """Drops all but the last tokens."""
         view = cast(torch.Tensor, self.view)
         dropped = max(view.shape[-2] - num_tokens, 0)
         if dropped:
@@ -359,7 +337,7 @@ class _Growing:
         return view
 
     def give_back(self, num_tokens: int, num_kept: int = sys.maxsize) -> torch.Tensor:
-        """The view without its last tokens, and with those before it that are to be kept."""
+        """Removes the last tokens. A window gets earlier ones back, up to ``num_kept``."""
         room, view = cast(torch.Tensor, self.room), cast(torch.Tensor, self.view)
         end = self.start + view.shape[-2] - num_tokens
         self.start = max(end - num_kept, 0)
@@ -368,10 +346,10 @@ class _Growing:
 
 
 class SeenKeys(torch.Tensor):
-    """A mask ``[B, 1, Q, S]`` that allows (bool) or is added to scores.
+    """A mask ``[B, 1, Q, S]``, bool or added to scores.
 
-    Attention that knows it takes ``sight``. Where anything else computes with it, it becomes a mask
-    like others, which may then be changed, and ``sight`` is None.
+    Our attention takes ``sight``. Any other operation materialises the mask, which may then be
+    changed, and ``sight`` becomes None.
     """
 
     sight: Sight | None
@@ -403,8 +381,8 @@ class SeenKeys(torch.Tensor):
 
 
 def as_seen_keys(make_mask: Callable[..., Any], *, adds: bool) -> Callable[..., Any]:
-    """A function that makes masks for transformers as ``make_mask`` does, of prompts without
-    padding as `SeenKeys`. ``adds`` says that they are added to scores."""
+    """Wraps transformers' ``make_mask``: prompts without padding get `SeenKeys`. ``adds`` means
+    masks that are added to scores."""
 
     def mask(*given: Any, **asked: Any) -> Any:
         seen = None if given else _seen_keys(asked, adds=adds)

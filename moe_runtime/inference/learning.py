@@ -1,4 +1,4 @@
-"""What policies and predictors learn from requests and routing, kept between processes."""
+"""Learned state of policies and predictors, kept between processes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class PolicyListener(Listener):
-    """Passes steps and routing to eviction policies that watch them. Policies that may
-    decline an expert after its use are called while the layer's reads are under way."""
+    """Passes steps and routing to eviction policies. Policies that may decline an expert after its
+    use are called while the layer's reads run."""
 
     def __init__(self, stores: Sequence[ExpertStore[Any]]) -> None:
         self._stores = [store for store in stores if store.watchers]
@@ -59,17 +59,16 @@ class PolicyListener(Listener):
 
 
 WRITE_EVERY_S = 300.0
-"""Least time between two writes while requests are answered."""
+"""Least time between two writes."""
 
 
 class KeptLearning(Listener):
-    """The learners of a loaded model: each begins with what earlier processes learned.
+    """Restores the learned state of a loaded model's policies and predictors, and writes it.
 
     Args:
         checkpoint: its folder or file.
-        predictor: name of the predictor, or the file of a trained one, which says what it begins
-            with.
-        writes: whether this process writes what is learned.
+        predictor: name of the predictor, or the file of a trained one, which is not restored.
+        writes: whether this process writes.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class KeptLearning(Listener):
         self._learners: dict[Path, Learner] = {}
 
     def keep(self, *watchers: object) -> list[str]:
-        """Restores the watchers that learn from requests, and keeps them from now on. Of several of
-        one name the first one is kept. Returns names of those that begin empty."""
+        """Restores watchers that learn from requests, and writes them later; of equal names only
+        the first. Returns names of those that begin empty."""
         from moe_runtime.lab.traces.learned import learned_path, restore_learned
 
         empty = []
@@ -114,13 +113,13 @@ class KeptLearning(Listener):
         self._has_ended = self._has_ended or bool(step.ended)
 
     def end(self) -> None:
-        """Writes what was learned, if a request ended and the last time is long ago."""
+        """Writes if a request ended and the last write is long ago."""
         self._has_step = True
         if self._has_ended and self._clock() - self._written_s >= WRITE_EVERY_S:
             self._write()
 
     def close(self) -> None:
-        """Writes what was learned, requests that still run included."""
+        """Ends running requests, and writes."""
         for learner in self._learners.values():
             for request in self._running:
                 learner.finish(request)
@@ -136,7 +135,7 @@ class KeptLearning(Listener):
 
 
 class RoutingRecord(Listener):
-    """Records a model's routing: in a trace, for choices of later runs, or both."""
+    """Records a model's routing, in a trace and for the policy choice of later runs."""
 
     def __init__(
         self, recorders: Sequence[Recorder], signature: ModelSignature, listeners: Listeners
@@ -146,10 +145,10 @@ class RoutingRecord(Listener):
         self._num_experts = signature.num_experts
         self._open: list[Recorder] = []
         self._has_step = False
-        self._latest = 0  # first request of those that began last: recorders count from there
+        self._latest = 0  # recorders number requests from the first that began last
 
     def begin(self, step: Step) -> None:
-        """Listens to the layers of the pass only if a recorder wants it."""
+        """Listens to layers only if a recorder wants the step."""
         if step.begun:
             self._latest = step.begun[0]
             for recorder in self.recorders:
@@ -174,13 +173,13 @@ class RoutingRecord(Listener):
             recorder.routing(routing.layer, ids_TK, routing.weights_TK.float().cpu().numpy())
 
     def hold(self) -> None:
-        """Begins the trace; CheckpointError where another process has begun it."""
+        """Locks the trace. Raises CheckpointError: another process writes it."""
         for recorder in self.recorders:
             recorder.hold()
 
     def close(self) -> None:
-        """Writes what is not written yet; CheckpointError where the trace cannot be written. A
-        model that failed before the end of its first step leaves everything as it was."""
+        """Writes the rest. A model that failed in its first step leaves old files unchanged. Raises
+        CheckpointError: the trace cannot be written."""
         with contextlib.ExitStack() as stack:
             for recorder in self.recorders:
                 stack.callback(recorder.close if self._has_step else recorder.discard)
@@ -191,8 +190,8 @@ def check_records(
     timeline: str | os.PathLike[str] | None,
     inputs: Sequence[str | os.PathLike[str] | None],
 ) -> None:
-    """Refuses a trace or timeline that would replace a file which is read, or the other one. Raises
-    ValueError: one would, or has a name that no file has."""
+    """Raises ValueError: a trace or timeline would replace an input or the other one, or has no
+    valid file name."""
     for output, what in ((trace, "trace"), (timeline, "timeline")):
         if output is not None:
             require_file_name(output, what)
@@ -212,8 +211,8 @@ def open_record(
     keeps_recent: bool,
     teaches: bool,
 ) -> RoutingRecord:
-    """Records a model's forward passes from now on, into a trace and for choices of later runs,
-    which it may teach at the end. Raises CheckpointError: the trace cannot be written there."""
+    """Records a model's forward passes: into a trace, and for policy choice and teaching of later
+    runs. Raises CheckpointError: the trace cannot be written."""
     recorders: list[Recorder] = []
     if trace is not None:
         from moe_runtime.lab.traces.recorder import TraceRecorder

@@ -1,4 +1,4 @@
-"""``load``: an ordinary transformers model whose routed experts stay in the checkpoint's files."""
+"""``load``: a transformers model whose routed experts stay in the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe_runtime.checkpoints.formats import Weight
-    from moe_runtime.inference.draft_models import CachedDrafts, DraftPlan
+    from moe_runtime.inference.draft_models import DraftPlan
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
 
@@ -139,79 +139,75 @@ def load(
 ) -> PreTrainedModel:
     """Loads a Mixture-of-Experts checkpoint and leaves its routed experts on disk.
 
-    The result is the model that ``transformers`` would give: ``forward``, ``generate``, pipelines
-    and chat templates work. Its experts are read from the original files when they are routed to,
-    and kept in memory within the budget. Budget, policy and threads change no bit of what it
-    computes.
+    The result works like the model of ``transformers``: ``forward``, ``generate``, pipelines and
+    chat templates. It reads experts from the original files when tokens need them, and caches them
+    within the budget. Budget, policy and threads change no bit of the result.
 
     Args:
-        path_or_id: the folder of a checkpoint, a GGUF file, or the name of a repository on the hub.
-            One that was opened before is not opened again.
+        path_or_id: the folder of a checkpoint, a GGUF file, a repository on the hub, or an open
+            ``Checkpoint``.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
-        host_memory: what the runtime may allocate of the host's memory, dense weights, KV cache and
-            activations included: bytes, ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for
-            most of what the machine or the control group has free. Returned tensors, and what a
-            backward pass needs, come on top.
+        host_memory: limit of host memory, with dense weights, KV cache and activations: bytes,
+            ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for most of the free memory of the
+            machine or control group. Returned tensors and backward passes come on top.
         device_memory: the same for the memory of a GPU.
-        policy: the eviction policy, by name; ``"auto"`` takes the one that misses least on the
-            model's latest routing, and keeps the routing of this run for the next one.
-        prefetch: ``"off"``; ``"observe"`` guesses and counts, but reads nothing; ``"enforce"``
-            reads what is likely while the link is idle; ``"auto"`` does so as long as it is faster.
-        predictor: the name of a predictor, the file of a trained one, or ``"auto"`` for the model's
-            own gates where they are found.
-        shares: how a tier's slots are divided over the layers: ``"even"``, ``"adaptive"`` (they
-            move to where misses cost most), or ``"auto"``: even, or what ``policy="auto"`` found.
-        cache_code: how bf16 experts and linear layers lie in memory: ``"none"``, as in the files,
-            or ``"planes"``, in a lossless code that holds 1.4 times as many experts; only on a CPU.
-        kv_cache: how keys and values are kept: ``"exact"``, or ``"int8"``: rounded to 8 bits, 32
-            values to a scale, in half the memory. Running states stay as they are. Lossy; CPU only.
-        activations: what is multiplied by quantised weights: ``"exact"``, or ``"int8"``: rounded to
-            8 bits, 32 values to a scale, which is faster and loses digits; only on a CPU.
-        misses: where experts that a GPU lacks are computed: ``"device"``, once copied; or
-            ``"auto"``: in steps of up to 16 tokens there or on the CPU, by measured speeds, so that
-            the last bits of a result depend on residency. ``"stand-in"``, on a CPU: in such steps
-            resident int4 copies of all experts answer for missing ones. Lossy.
+        policy: the eviction policy. ``"auto"`` takes the one with the fewest misses on the model's
+            latest routing, and keeps the routing of this run for the next one.
+        prefetch: ``"off"``; ``"observe"`` predicts and counts, but reads nothing; ``"enforce"``
+            reads likely experts while the link is idle; ``"auto"`` does so while it is faster.
+        predictor: a predictor's name, the file of a trained one, or ``"auto"`` for the model's own
+            gates if it has known ones.
+        shares: slots of each layer: ``"even"``; ``"adaptive"``, more where misses cost most; or
+            ``"auto"``: even, or the shares that ``policy="auto"`` found.
+        cache_code: bf16 experts and linear layers in memory: ``"none"``, as in the files, or
+            ``"planes"``, a lossless code that holds 1.4 times as many experts. CPU only.
+        kv_cache: keys and values: ``"exact"``, or ``"int8"``: rounded to 8 bits with a scale per 32
+            values, in half the memory. Running states stay exact. Lossy; CPU only.
+        activations: inputs of quantised weights: ``"exact"``, or ``"int8"``: rounded to 8 bits with
+            a scale per 32 values. Faster and lossy; CPU only.
+        misses: where to compute experts that a GPU lacks, in steps of up to 16 tokens: ``"device"``
+            copies them first; ``"auto"`` also uses the CPU, by measured speeds, so the last bits
+            depend on residency. ``"stand-in"``, CPU only: int4 copies of all experts replace
+            missing ones. Lossy.
         routing: ``"exact"``, or ``"cache-aware:LAMBDA"``: in steps of up to 16 tokens a resident
-            expert wins over a missing one whose score is higher by at most LAMBDA times the sum of
-            the token's chosen scores; its best expert stays. Lossy; only on a CPU.
-        skip_below: missing experts of less than this share of a token's weights are left out, in
-            steps of up to 16 tokens. Lossy; only on a CPU.
-        draft: what guesses the next tokens, several of which a pass verifies: ``"none"``,
-            ``"lookup"``: what followed the latest tokens where they stood before, ``"mtp"``: the
-            checkpoint's own head for further tokens, or a small model with the same tokenizer, as
-            ``path_or_id`` names it. It lies in ``host_memory`` with all of its weights. Texts stay
-            the same, those of a seed too; drafts stop where they do not pay. Only on a CPU.
-        trace: a file to record the routing in, see ``docs/trace-format.md``.
-        timeline: a file for the times of layers, waits and reads, in the Chrome trace format.
-        max_tokens: tokens to set memory aside for, prompts and answers of all sequences (and beams)
-            of a batch together; more are refused with a ``CapacityError`` before computing. By
-            default 4096, and up to the length that the model knows as far as all experts leave room
-            for it, or where not all fit, as it takes a sixteenth of theirs.
+            expert replaces a missing one if their scores differ by at most LAMBDA times the sum of
+            the token's chosen scores. A token's best expert stays. Lossy; CPU only.
+        skip_below: steps of up to 16 tokens skip missing experts with less than this share of a
+            token's weights. Lossy; CPU only.
+        draft: source of draft tokens, several of which one pass verifies: ``"none"``;
+            ``"lookup"``: what followed the latest tokens earlier in the text; ``"mtp"``: the
+            checkpoint's own multi-token head; or a small model with the same tokenizer. Its weights
+            count in ``host_memory``. Texts stay the same; drafts that do not pay stop. CPU only.
+        trace: file for the routing, see ``docs/trace-format.md``.
+        timeline: file for the times of layers, waits and reads, in the Chrome trace format.
+        max_tokens: tokens to reserve memory for: prompts and answers of all sequences and beams of
+            a batch. More raise ``CapacityError`` before computing. Default: 4096, and more, up to
+            the model's length, from memory that all experts leave. If not all experts fit, it takes
+            up to a sixteenth of theirs.
         io_threads: reads in flight at once.
-        warm_up: reads experts as far as there are slots and compiles kernels before it returns.
-        teach: with ``policy="auto"``: once enough routing is kept, a process of the lowest
-            priority trains the policy ``reuse`` on it after the model is closed.
-        progress: called with what is being done, the bytes done and the bytes in all.
-        group: processes that divide the experts, each within budgets of its own. All load the same
-            model with the same options and make the same calls; the output has the bits of a single
-            process. Shares of memory and ``"auto"`` divide what is free equally among the processes
-            of a machine.
-        placement: the file that says which process has which experts; equal runs when omitted.
-        adapter: the folder of a LoRA adapter as PEFT or ``finetune`` writes it, on layers, experts
-            or both. Its products are added to the model's own, which stays as it is; only on a CPU.
+        warm_up: fill the slots with experts and compile kernels before returning.
+        teach: with ``policy="auto"``: after the model is closed, and once enough routing is kept, a
+            process of the lowest priority trains the policy ``reuse`` on it.
+        progress: called with the current work, the bytes done and the total bytes.
+        group: processes that divide the experts, each within its own budget. All load the same
+            model with the same options and make the same calls. The output has the bits of a single
+            process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
+        placement: file with the experts of each process; equal runs by default.
+        adapter: folder of a LoRA adapter from PEFT or ``finetune``, on layers, experts or both. The
+            base weights stay unchanged. CPU only.
 
     Returns:
-        The model, in evaluation mode and frozen, with a ``RuntimeHandle`` as its ``moe``. What it
-        cannot do it refuses (``UnsupportedUseError``); see ``docs/transformers-features.md``.
+        The model, frozen and in evaluation mode, with a ``RuntimeHandle`` as its ``moe``.
+        Unsupported uses raise ``UnsupportedUseError``; see ``docs/transformers-features.md``.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or incomplete.
-        UnsupportedModelError: the checkpoint is sound but not one that can be served.
+        UnsupportedModelError: the checkpoint is sound but not supported.
         CapacityError: the budget is too small, or an allocation fails.
-        RankFailureError: another process of the group died, stalled, or differs in something.
-        ValueError: an option is none that exists, or an output would replace an input or another.
-        TypeError: an option has another type than it may have.
+        RankFailureError: another process of the group died, stalled, or has other settings.
+        ValueError: an option is unknown, or an output would replace an input or another output.
+        TypeError: an option has a wrong type.
     """
     opened = path_or_id if isinstance(path_or_id, Checkpoint) else None
     require_types(TYPES, {**locals(), "path_or_id": opened.folder if opened else path_or_id})
@@ -249,8 +245,7 @@ def load(
     model = build_on_meta(checkpoint)
     require_roundable(model, kv_cache)
     set_up_libraries(checkpoint.dtype)
-    # memory of imported libraries; everything after this line counts as the runtime's
-    baseline = resident_bytes()
+    baseline = resident_bytes()  # libraries; memory allocated from here on counts as the runtime's
     experts = map_experts(model, checkpoint, codes_dense=cache_code != "none")
     if activations != "exact":
         from moe_runtime.checkpoints.dense_weights import round_activations
@@ -286,7 +281,7 @@ def load(
     if own_adapter is not None:
         tokens = min(planned_tokens, in_pass or planned_tokens)
         extra_bytes += own_adapter.bytes_beside(model, tokens)
-    # processes that divide the experts must not choose each for itself
+    # all processes of a group must plan the same context
     asked = max_tokens if partition is None else planned_tokens
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
@@ -295,7 +290,7 @@ def load(
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
     rules.require_effect(model, blocks, top_k=experts.top_k, lacks_slots=lacks_slots)
-    # a barrier: all processes have measured free memory before one of them allocates
+    # a barrier: all processes measure free memory before any of them allocates
     if partition is not None:
         partition.require_same_model(checkpoint, experts, place)
 
@@ -303,13 +298,14 @@ def load(
         from moe_runtime.inference.device.device_experts import policy_of_device
 
         policy = policy_of_device(plans, experts)
-    # before weights are loaded: memory of the choice is free again by then
+    # before weights are loaded, so that the memory of the choice is free again
     fastest = plans.get("device", plans["host"])
     folder = checkpoint.folder
-    room = fastest.num_slots, experts.slot_bytes
-    choice = resolve_policy(policy, shares, signature, folder, *room)
+    choice = resolve_policy(
+        policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
+    )
     with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
-        # of a CPU's plan the dense weights are less where embeddings stay in their files
+        # a CPU's plan has fewer dense bytes if embeddings stay in their files
         is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
         stored = experts.embeddings if is_stored else {}
         finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache)
@@ -362,7 +358,7 @@ def load(
     policies = PolicyListener(watched) if watched else None
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
-    # where every expert has a slot, no policy has to be chosen
+    # a policy matters only if some experts have no slot
     is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
@@ -387,7 +383,7 @@ def load(
         from moe_runtime.inference.drafts import Lookups
 
         drafts = DraftedSteps(model, Lookups(), max_tokens)
-    cast(Any, model).moe = RuntimeHandle(
+    handle = cast(Any, model).moe = RuntimeHandle(
         store,
         facts,
         host_store=host_store,
@@ -407,13 +403,15 @@ def load(
         if warm_up:
             warm(model, modules, max_tokens, progress)
     if drafting.drafter is not None and drafts is not None:
-        drafts.source = _load_draft(model, drafting.drafter, max_tokens, progress)
-        handle = cast(Any, model).moe
-        drafts.handle = handle
+        with ExitStack() as failure:
+            failure.callback(handle.close)
+            handle.draft_model = drafting.drafter.load(model, max_tokens, progress)
+            failure.pop_all()
+        drafts.source, drafts.handle = handle.draft_model, handle
         regret_drafts(handle, len(experts.layouts) - plans["host"].num_slots)
     if drafts is not None:
         cast(Any, model)._drafts = drafts
-        cast(Any, model).moe.reset_stats()
+        handle.reset_stats()
     return model
 
 
@@ -425,9 +423,8 @@ def check_names(
     activations: str = "exact",
     kv_cache: str = "exact",
 ) -> None:
-    """Refuses unknown names, before anything is loaded. Raises CheckpointError: the predictor's
-    file is missing, or is not a predictor. Raises ValueError: no policy, predictor, code, kind of
-    shares, of activations or of KV cache has the name."""
+    """Refuses unknown names before loading. Raises CheckpointError: the predictor's file is missing
+    or damaged. Raises ValueError: a name is unknown."""
     require_live(policy)
     require_known("shares", shares, SHARES)
     require_known("cache_code", cache_code, CACHE_CODES)
@@ -452,8 +449,8 @@ def check_place(
     *,
     is_alone: bool,
 ) -> None:
-    """Refuses options that models on this device, or experts divided among processes, do not have,
-    and pairs that contradict each other. Raises ValueError: one of these, or a name is unknown."""
+    """Refuses options that this device or a group of processes does not support, and contradicting
+    pairs. Raises ValueError: one of these, or a name is unknown."""
     check_draft(draft)
     require_known("misses", misses, MISSES)
     given = dict.fromkeys(rules.named, "cpu")
@@ -484,26 +481,26 @@ def check_place(
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """What drafts need: a model or the model's own head, and states after each drafted token."""
+    """Memory of drafts: a model or head that writes them, and states after each drafted token."""
 
     drafter: DraftPlan | None = None
     states_bytes: int = 0
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes to set aside for texts of so many tokens together."""
+        """Bytes to reserve for texts of ``num_tokens`` tokens in all."""
         of_model = 0 if self.drafter is None else self.drafter.bytes_for(num_tokens)
         return self.states_bytes + of_model
 
     @property
     def context_step_bytes(self) -> int:
-        """By which that grows with each `CONTEXT_STEP` more."""
+        """Bytes per further `CONTEXT_STEP` of tokens."""
         return 0 if self.drafter is None else self.drafter.context_step_bytes
 
 
 def plan_draft(
     draft: str | Path, checkpoint: Checkpoint, model: PreTrainedModel, progress: Progress | None
 ) -> DraftMemory:
-    """What drafts need for a model on the meta device."""
+    """The memory of drafts for a model on the meta device."""
     if draft == "none":
         return DraftMemory()
     from moe_runtime.inference.drafted_steps import MOST_STATES, without_effect
@@ -511,7 +508,7 @@ def plan_draft(
 
     if (of_text := bytes_of_states(model)) is None:
         raise without_effect(model)
-    states_bytes = (MOST_STATES + 1) * of_text  # with those that the text goes on from
+    states_bytes = (MOST_STATES + 1) * of_text  # one more: the text's own
     if draft == "lookup":
         return DraftMemory(None, states_bytes)
     if draft == "mtp":
@@ -523,21 +520,11 @@ def plan_draft(
     return DraftMemory(DraftPlan(draft, checkpoint, progress), states_bytes)
 
 
-def _load_draft(
-    model: Any, drafter: DraftPlan, max_tokens: int, progress: Progress | None
-) -> CachedDrafts:
-    with ExitStack() as failure:
-        failure.callback(model.moe.close)
-        source = model.moe.draft_model = drafter.load(model, max_tokens, progress)
-        failure.pop_all()
-    return source
-
-
 def _lay_out(
     model: PreTrainedModel, experts: ExpertMap, place: torch.device, cache_code: str
 ) -> tuple[list[OffloadedExperts], dict[str, ExpertMap], int]:
-    """Modules in the place of the experts, how experts lie in the slots of each tier, and bytes to
-    set aside for that."""
+    """Replaces the experts modules. Returns the new ones, the layout of experts in the slots of
+    each tier, and bytes to reserve for these layouts."""
     slot_maps, set_aside_bytes, kind = {"host": experts, "device": experts}, 0, OffloadedExperts
     if cache_code != "none":
         from moe_runtime.inference.cache_code import coded_experts
@@ -557,7 +544,7 @@ def _lay_out(
 
 
 def keep_readable(packed: dict[str, str], entries: Mapping[str, Weight]) -> None:
-    """Leaves what a GPU multiplies as it lies among the dense weights that stay packed."""
+    """Keeps only dense weights that a GPU multiplies without unpacking in ``packed``."""
     for name in [*packed]:
         weight = entries[name]
         if isinstance(weight, TensorEntry) or not reads_packed(weight.format):
@@ -567,7 +554,7 @@ def keep_readable(packed: dict[str, str], entries: Mapping[str, Weight]) -> None
 def replace_experts(
     model: PreTrainedModel, experts: ExpertMap, make: Callable[[ExpertsModule, int], ExpertsT]
 ) -> list[ExpertsT]:
-    """Replaces each experts module by one made of it and its layer."""
+    """Replaces each experts module by ``make(module, layer)``."""
     replaced = []
     for layer, module in enumerate(experts.modules):
         parent, _, name = module.name.rpartition(".")
@@ -585,7 +572,7 @@ def finish_dense(
     stored: Mapping[str, str] | None = None,
     kv_cache: str = "exact",
 ) -> None:
-    """Loads everything but the experts, and makes the model ready to generate; embeddings
+    """Loads everything but the experts and prepares the model to generate. Embeddings named in
     ``stored`` stay in their files. Raises CheckpointError: the checkpoint is damaged or
     incomplete."""
     load_dense(model, checkpoint, experts, place, progress, stored)
@@ -612,7 +599,7 @@ def _plan(
     drafting: DraftMemory,
     kept: dict[str, Any],
 ) -> tuple[dict[str, MemoryPlan], Context]:
-    """Divides the budgets: all on the host for a CPU, dense weights on the device for a GPU."""
+    """Divides the budgets. Dense weights lie on the GPU if there is one, else on the host."""
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
     signature = signature_of(checkpoint, experts)
 
@@ -664,8 +651,8 @@ def _open_stores(
     place: torch.device,
     times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
-    """The store that experts are computed from; for a device or coded experts, also the one below.
-    ``experts`` says where they lie in the files, ``slot_maps`` where in the slots of each tier."""
+    """The store that layers compute from and, for a device or coded experts, the one below.
+    ``experts`` has the layout in the files, ``slot_maps`` that in the slots of each tier."""
     host = plans["host"]
     listeners = (None, None) if times is None else (times.of_tier(0), times.of_tier(1))
     if "device" in plans:
@@ -685,7 +672,7 @@ def _open_stores(
 
 
 def signature_of(checkpoint: Checkpoint, experts: ExpertMap) -> ModelSignature:
-    """What traces, predictors and placements of a model agree on."""
+    """The shape that traces, predictors and placements of a model must match."""
     return ModelSignature(
         model_type=checkpoint.config.model_type,
         num_layers=len(experts.modules),
@@ -703,12 +690,12 @@ def resolve_policy(
     num_slots: int,
     expert_bytes: int | None = None,
 ) -> PolicyChoice:
-    """The policy and shares that were named, or for ``auto`` the ones that replay best.
+    """The named policy and shares; for ``auto`` those with the best replay.
 
     Args:
-        shares: ``even``, ``adaptive``, or ``auto``: even unless the policy's choice says otherwise.
+        shares: ``even``, ``adaptive``, or ``auto``: even, or the shares of the policy's choice.
         checkpoint: its folder or file.
-        num_slots: experts that fit where they are computed from.
+        num_slots: of the tier that layers compute from.
     """
     chosen = PolicyChoice(policy=policy, adaptive=False, reason="")
     if policy == AUTO:
@@ -728,9 +715,9 @@ def policy_maker(
     signature: ModelSignature,
     layouts: Mapping[ExpertKey, ExpertLayout],
 ) -> Callable[[MemoryPlan], LayerShares]:
-    """Makes the chosen policy for a tier; each has a memory of its own."""
+    """A function that makes the chosen policy for a tier."""
     shape = shape_of(signature)
-    # bytes that a miss of each expert reads, where they differ
+    # bytes per miss, if experts differ
     read = {key: float(layout.tensor_bytes) for key, layout in layouts.items()}
     costs = read if len({*read.values()}) > 1 else None
 

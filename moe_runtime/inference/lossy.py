@@ -1,7 +1,7 @@
-"""What steps of a few tokens may do instead of reading missing experts: lossy, by request alone.
+"""Lossy alternatives to reading missing experts, for steps of a few tokens; off by default.
 
-An expert is missing where it is not resident; what is on its way counts as missing. Longer steps,
-prompts among them, and calls with gradients compute every expert that the router chose.
+An expert is missing if it is not resident, even if it is being read. Longer steps, such as prompts,
+and calls with gradients compute every chosen expert.
 
 Shape suffixes: T tokens, K choices a token, E experts of a layer.
 """
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from moe_runtime.inference.expert_layer import OffloadedExperts
 
 MOST_TOKENS = 16
-"""Tokens of a step up to which the rules hold."""
+"""Most tokens of a step with lossy rules."""
 GROUP_COLS = 32
-"""Columns of a row of a copy that share a scale, where they divide; else all do."""
+"""Columns per scale in copies; if they do not divide the columns, a row has one scale."""
 MOST_SHARE = 0.7
-"""Of the bytes of experts that their copies may take."""
+"""Most bytes of copies, as a share of the experts' bytes."""
 READS_AT_ONCE = 2
-"""Reads under way with which those for later steps begin no more."""
+"""Reads for later steps begin only while fewer reads are in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossyRules:
-    """What was asked for.
+    """The lossy options of a model.
 
     Attributes:
-        margin: of `routing="cache-aware:MARGIN"`; 0 for the router's own choice.
-        skip_below: share of a token's weights under which a missing expert is left out.
-        stands_in: whether copies in 4 bits answer for missing experts (`misses="stand-in"`).
+        margin: of `routing="cache-aware:MARGIN"`; 0 for exact routing.
+        skip_below: missing experts with a smaller share of a token's weights are skipped.
+        stands_in: int4 copies replace missing experts (`misses="stand-in"`).
     """
 
     margin: float = 0.0
@@ -57,7 +57,7 @@ class LossyRules:
 
     @classmethod
     def of(cls, routing: str, skip_below: float, misses: str) -> LossyRules:
-        """Reads the options. Raises ValueError: one is none of those that exist."""
+        """Parses the options. Raises ValueError: one is unknown."""
         if not 0 <= skip_below < 1:
             raise ValueError(f"skip_below must be in [0, 1), got {skip_below!r}")
         return cls(
@@ -68,7 +68,7 @@ class LossyRules:
 
     @property
     def named(self) -> list[str]:
-        """The options that are not as by default."""
+        """Names of the options that are on."""
         asked = {
             "routing cache-aware": self.margin,
             "skip_below": self.skip_below,
@@ -78,8 +78,8 @@ class LossyRules:
 
     @staticmethod
     def refuse_exact(loading: Mapping[str, Any]) -> None:
-        """Refuses options of `load` beside an engine that is exact. Raises ValueError: by them the
-        experts in memory decide what is computed, or keys and values are rounded."""
+        """Refuses lossy options of `load` for an exact engine. Raises ValueError: residency changes
+        results, or keys and values are rounded."""
         if (kept := loading.get("kv_cache", "exact")) != "exact":
             raise ValueError(
                 f"exact keeps every bit, and kv_cache {kept} rounds keys and values: leave one of "
@@ -96,8 +96,8 @@ class LossyRules:
     def require_effect(
         self, model: torch.nn.Module, block_names: Sequence[str], *, top_k: int, lacks_slots: bool
     ) -> None:
-        """Refuses rules that would change nothing. Raises ValueError: these are such. Raises
-        UnsupportedModelError: a router chooses in a way that is not known."""
+        """Raises ValueError: the rules would have no effect. Raises UnsupportedModelError: a router
+        is unknown."""
         if self.named and not lacks_slots:
             raise ValueError(
                 f"{self._words} for missing experts, and here every expert fits in memory, so it "
@@ -123,8 +123,8 @@ def apply_rules(
     modules: Sequence[OffloadedExperts],
     store: ExpertStore[Any],
 ) -> None:
-    """Has the layers of a model on the CPU follow the rules. Raises UnsupportedModelError: a router
-    chooses in a way that is not known."""
+    """Applies the rules to the layers of a model on the CPU. Raises UnsupportedModelError: a router
+    is unknown."""
     for block_name, experts in zip(block_names, modules, strict=True):
         if rules.margin:
             router, form = _router_of(model, block_name)
@@ -148,12 +148,11 @@ def _router_of(model: torch.nn.Module, block_name: str) -> tuple[torch.nn.Module
 
 
 class ResidentsFirst:
-    """A hook of a router: a resident expert wins over a missing one that it almost equals.
+    """A hook of a router: a resident expert replaces a missing one with almost the same score.
 
-    Scores are what the router ranks by. A resident's is raised by ``margin`` times the sum of the
-    token's chosen ones, unbiased; the cache prior of arXiv:2412.00099 raises logits by a share of
-    their range. The token's best expert stays. Weights are those that the router's formula gives to
-    the experts taken.
+    The scores of residents are raised by ``margin`` times the sum of the token's chosen scores,
+    unbiased. (The cache prior of arXiv:2412.00099 raises logits by a share of their range.) A
+    token's best expert stays. The router's formula weighs the new experts.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class ResidentsFirst:
     def __call__(
         self, router: torch.nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The router's logits ``[T, E]``, weights and ids ``[T, K]``; None where none changes."""
+        """Logits ``[T, E]``, new weights and ids ``[T, K]``; None if nothing changes."""
         logits_TE, weights_TK, ids_TK = output
         if len(ids_TK) > MOST_TOKENS or weights_TK.requires_grad:
             return None
@@ -183,7 +182,7 @@ class ResidentsFirst:
             scores_TE = unbiased_TE = unbiased_TE.softmax(-1)
         raised_T = (self._margin * unbiased_TE.gather(1, ids_TK).sum(1)).tolist()
         scores = scores_TE.tolist()
-        # what a token has to have is there for the others
+        # the best expert of each token will be resident, also for the other tokens
         held = self._resident(range(logits_TE.shape[1]))
         held |= {max(row, key=own.__getitem__) for row, own in zip(chosen, scores, strict=True)}
         taken = [
@@ -208,8 +207,8 @@ class ResidentsFirst:
 def prefer_held(
     scores_E: Sequence[float], chosen: Sequence[int], held: Container[int], raised: float
 ) -> list[int]:
-    """A token's experts, in the order of ``chosen``, if the scores of those held are ``raised`` by
-    so much; the best of the chosen stays."""
+    """A token's experts in the order of ``chosen``, with scores of ``held`` experts ``raised``. The
+    best of the chosen stays."""
     best = max(chosen, key=scores_E.__getitem__)
     lacking = (expert for expert in chosen if expert != best and expert not in held)
     weakest = sorted(lacking, key=scores_E.__getitem__)
@@ -224,14 +223,14 @@ def prefer_held(
 
 
 class MissRules:
-    """What a layer does about missing experts instead of reading them at once.
+    """Skips or replaces missing experts of a layer.
 
-    Those that matter little are left out: light is a choice of less than a share of its token's
-    weights that is not the token's heaviest. A missing expert is left out where all choices of it
-    in the step are light. The others keep their weights.
+    A choice is light if it has less than a share of its token's weights and is not the token's
+    heaviest. A missing expert is skipped if all its choices in the step are light. The others keep
+    their weights.
 
-    Copies in int4 answer for the rest, if there are copies. The experts are read afterwards for
-    later steps, as far as the link has room.
+    Int4 copies, if there are any, replace the remaining missing experts. These are read later for
+    further steps, while the link is idle.
     """
 
     def __init__(
@@ -243,18 +242,18 @@ class MissRules:
         self._copies: dict[ExpertKey, ExpertWeights] | None = {} if stands_in else None
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether the rules hold for a step of so many tokens."""
+        """Whether the rules apply to a step of ``num_tokens``."""
         return num_tokens <= MOST_TOKENS
 
     def keep_copy(self, key: ExpertKey, weights: ExpertWeights) -> None:
-        """Makes the copy of an expert. Raises ValueError: its weights are not finite."""
+        """Makes the int4 copy of an expert. Raises ValueError: its weights are not finite."""
         assert self._copies is not None
         self._copies[key] = rounded_copy(weights)
 
     def without_light(
         self, rows: Mapping[int, list[int]], weights_TK: Tensor
     ) -> Mapping[int, list[int]]:
-        """The experts to compute, of those with their rows ``t * K + k``."""
+        """The experts to compute, with their rows ``t * K + k``."""
         if not self._least_share:
             return rows
         missing = self._store.missing([ExpertKey(self._layer, expert) for expert in rows])
@@ -274,7 +273,7 @@ class MissRules:
     def split(
         self, keys: list[ExpertKey]
     ) -> tuple[list[ExpertKey], list[tuple[ExpertKey, ExpertWeights]]]:
-        """The experts to lease, and the copies that answer for the others."""
+        """The experts to lease, and the copies of the others."""
         missing = self._store.missing(keys) if self._copies else ()
         if not missing:
             return keys, []
@@ -283,13 +282,13 @@ class MissRules:
         return [key for key in keys if key not in missing], copies
 
     def answered(self, keys: Sequence[ExpertKey], num_choices: int) -> None:
-        """Copies of these experts have answered for so many choices."""
+        """Counts choices that copies answered, and reads their experts later."""
         self._store.count(stood_in=num_choices)
         self._store.read_later(keys, READS_AT_ONCE)
 
 
 def rounded_copy(weights: ExpertWeights) -> ExpertWeights:
-    """An expert with its matrices in int4, and biases as they are."""
+    """An expert with int4 matrices and unchanged biases."""
     biases = {name: getattr(weights, name) for name in ("gate_bias", "up_bias", "down_bias")}
     kept = {name: None if bias is None else bias.clone() for name, bias in biases.items()}
     gate = None if weights.gate is None else _rounded(weights.gate)
@@ -307,8 +306,8 @@ def _kind(num_cols: int) -> WeightFormat:
 
 
 def copied_bytes(experts: ExpertMap) -> int:
-    """Bytes of the copies of all experts, and of making one. Raises UnsupportedModelError: they
-    would hardly be smaller than the experts."""
+    """Bytes of the copies of all experts, and of making one. Raises UnsupportedModelError: copies
+    would save too little."""
     total = largest = 0
     for key, layout in experts.layouts.items():
         for name, tensor in zip(experts.matrices[key.layer], layout.tensors, strict=True):
@@ -329,4 +328,4 @@ def copied_bytes(experts: ExpertMap) -> int:
             f"misses stand-in keeps copies in int4 ({format_bytes(total)}) of experts that take "
             f"{format_bytes(stored)}, which saves too little: leave it out"
         )
-    return total + 3 * 4 * largest  # a matrix in fp32, and what is made of it
+    return total + 3 * 4 * largest  # a matrix in fp32 and intermediate values

@@ -1,8 +1,8 @@
-"""A checkpoint's own head for further tokens drafts for its model.
+"""A checkpoint's own multi-token head drafts for its model.
 
-Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2. The head is a layer of the
-model that takes the model's last hidden state of a token and the embedding of the next one. It
-drafts several tokens by going on from its own output.
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2. The head is a layer that
+takes the model's last hidden state of a token and the embedding of the next token. For further
+tokens it continues from its own output.
 
 Shape suffixes: Q new tokens, D model width.
 """
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOST_AHEAD = 4
-"""Tokens of a draft: the head was trained for the first of them."""
+"""Most tokens of a draft; the head was trained for the first."""
 
 
 class HeadPlan(DraftPlan):
-    """The head of a checkpoint: its place there, and what it needs."""
+    """The multi-token head of a checkpoint."""
 
     def __init__(self, target: Checkpoint, model: PreTrainedModel) -> None:
-        """Raises UnsupportedModelError: the checkpoint has none, or not one that is known."""
+        """Raises UnsupportedModelError: the checkpoint has no known head."""
         self._name, text = "mtp", target.config.get_text_config(decoder=True)
         known = getattr(text, "num_mtp_layers", None)
         num_heads = int(text.model_type in HEADS_WITHOUT_SETTINGS) if known is None else known
@@ -70,7 +70,7 @@ class HeadPlan(DraftPlan):
                 f"{target.folder}; give lookup or a small model"
             )
         head, conversions = head_of_further_tokens(model)
-        # without stamps: those of the target are of the same files
+        # without stamps: the target checks the same files
         self._checkpoint = replace(
             target,
             config=head.config,
@@ -84,7 +84,7 @@ class HeadPlan(DraftPlan):
         self._in_pass = IN_PASS
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes of all its weights, and of hidden states and a cache for so many tokens."""
+        """Bytes of all weights, and of hidden states and a cache for ``num_tokens``."""
         return super().bytes_for(num_tokens) + num_tokens * self._width_bytes
 
     @property
@@ -123,7 +123,7 @@ class HeadPlan(DraftPlan):
 
 
 class HeadText(ModelText):
-    """One text, whose tokens but the first the head takes with the state of the one before."""
+    """One text. The head pairs each token but the first with the state of the token before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ class HeadText(ModelText):
         return self.first_state + len(self.states) < len(self.tokens)
 
     def take(self, first: int, states_QD: Tensor, most: int) -> None:
-        """States of tokens from that one on, of which so many are kept; those that were there are
-        of wrong drafts."""
+        """Adds states from token ``first`` on, ``most`` of them at most. Replaces states of wrong
+        drafts."""
         kept = first - self.first_state
-        if not 0 <= kept <= len(self.states):  # some were never computed here
+        if not 0 <= kept <= len(self.states):  # there is a gap
             self.states, self.first_state, kept = [], first, 0
         self.states = [*self.states[:kept], *states_QD]
         next_pair = self.first + self.num_cached if self.cache is not None else 0
@@ -161,14 +161,14 @@ class HeadText(ModelText):
             self.drop()
 
     def settle(self) -> None:
-        """Takes all drafted tokens out: the head had its own states for them, not the model's."""
+        """Removes all drafted tokens: the head computed them from its own states."""
         for layer in self.cache.layers if self.tail else ():
             layer.give_back(len(self.tail))
         self.tail = []
 
 
 class HeadDrafts(CachedDrafts):
-    """The `Source` of texts that a model's own head drafts for."""
+    """Drafts from a model's own head."""
 
     def __init__(
         self, head: Any, target: Any, store: ExpertStore[Any] | None, max_tokens: int

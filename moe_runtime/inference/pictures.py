@@ -1,4 +1,4 @@
-"""Pictures in prompts: files become the tensors and placeholder tokens of a model's own processor.
+"""Pictures in prompts: a model's own processor makes tensors and placeholder tokens from files.
 
 Shape suffixes: T tokens, P pictures.
 """
@@ -27,32 +27,32 @@ from moe_runtime.files import at_home, read_bounded
 MOST_PICTURES = 32
 MOST_BYTES = 20 << 20
 MOST_PIXELS = 40_000_000
-"""Of a picture: a file of a few bytes may decode to gigabytes."""
+"""Most pixels of a picture: a small file may decode to gigabytes."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _WORD_BYTES, _WORDS = 8, 8
 _OWN_TYPE = frozenset({"aria"})
-"""Families whose towers take pixels in the type of their weights only."""
+"""Families whose vision towers need pixels in the type of their weights."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "attention_mask", "input_ids")
-"""What a processor gives of tokens, and not of pictures."""
+"""Outputs of a processor about tokens, not about pictures."""
 
 
 class PictureError(ValueError):
-    """A picture cannot be read, or is not where the prompt says."""
+    """A picture cannot be read, or does not match the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """A picture as a model's processor gives it.
+    """A processed picture.
 
     Attributes:
-        tensors: arguments of the model's ``forward``; those of several are joined along the first
+        tensors: arguments of the model's ``forward``; several pictures are joined along the first
             dimension.
-        text: what stands for it in a prompt, and ``ids`` the same as tokens.
-        kinds: of these tokens, which are the picture's own (1) and which are text (0).
-        digest: of its pixels.
-        kinds_by_id: other kinds that a model is told of each token of a prompt, by argument and
-            token; 0 for tokens that are not named.
+        text: its text in a prompt.
+        ids: the tokens of ``text``.
+        kinds: 1 for tokens of the picture, 0 for text, for each of ``ids``.
+        digest: of the pixels.
+        kinds_by_id: other token types that the model takes, by argument and token; 0 for others.
     """
 
     tensors: Mapping[str, Tensor]
@@ -69,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedPicture:
-    """A picture in a prompt, from the token ``first`` to that before ``end``."""
+    """A picture at the tokens ``first`` to ``end - 1`` of a prompt."""
 
     first: int
     picture: Picture
@@ -90,18 +90,16 @@ class PictureReader:
     def of(
         cls, folder: Path, config: Any, tokenizer: Any, *, beside: Path = Path()
     ) -> PictureReader | None:
-        """None where the checkpoint says of no pictures how they are read.
-
-        Names of files begin in the folder ``beside``.
-        """
+        """A reader, or None if the checkpoint has no processor of pictures. File names are relative
+        to the folder ``beside``."""
         has_files = any((folder / name).exists() for name in _FILES)
         is_seeing = getattr(config, "vision_config", None) is not None
         return cls(folder, config, tokenizer, beside) if has_files and is_seeing else None
 
     @functools.cached_property
     def _processor(self) -> Any:
-        """Made for the first picture. Raises CheckpointError: its files cannot be used. Raises
-        UnsupportedModelError: a package is missing, or transformers has none for this model."""
+        """Raises CheckpointError: its files are damaged. Raises UnsupportedModelError: a package is
+        missing, or transformers has no processor for this model."""
         try:
             with blamed_on(f"{self._folder}: the processor of pictures cannot be used"):
                 found = picture_processor(self._folder, self._config, self._tokenizer)
@@ -119,11 +117,11 @@ class PictureReader:
 
     @property
     def mark(self) -> str:
-        """What a chat template writes where a picture is."""
+        """The mark of a picture in a chat template's text."""
         return self._processor.image_token
 
     def open_all(self, names: Sequence[str | Path]) -> list[Picture]:
-        """The pictures of files or data URLs; an OSError or a PictureError says why one is none."""
+        """The pictures of files or data URLs. Raises OSError or PictureError: one is not valid."""
         if len(names) > MOST_PICTURES:
             raise PictureError(
                 f"a conversation may have {MOST_PICTURES} pictures, got {len(names)}"
@@ -138,13 +136,9 @@ class PictureReader:
         return self.read(read_bounded(self._beside / at_home(name), max_bytes=MOST_BYTES), name)
 
     def read(self, data: bytes, name: str = "the picture") -> Picture:
-        """A picture of a file's bytes.
-
-        Raises:
-            PictureError: it is none of `FORMATS`, is damaged, or has too many bytes or pixels; the
-                message begins with ``name``.
-        """
-        processor = self._processor  # which tells of missing packages, Pillow among them
+        """A picture from a file's bytes. Raises PictureError, which begins with ``name``: it is not
+        in `FORMATS`, is damaged, or has too many bytes or pixels."""
+        processor = self._processor  # raises for missing packages, such as Pillow
         pixels = _decode(data, name)
         size = f"{pixels.width} {pixels.height} ".encode()
         digest = hashlib.blake2b(size + pixels.tobytes(), digest_size=_WORD_BYTES * _WORDS).digest()
@@ -154,7 +148,7 @@ class PictureReader:
                 images=[pixels],
                 return_tensors="pt",
                 add_special_tokens=False,
-                padding=False,  # the tokenizer, which others use, would go on with it
+                padding=False,  # the shared tokenizer would keep this setting
                 return_text_replacement_offsets=True,
             )
             text = found.pop("text_replacement_offsets")[0][0]["replacement"]
@@ -177,11 +171,8 @@ class PictureReader:
         return Picture(tensors, text, tuple(ids), tuple(kinds), digest, by_id)
 
     def write(self, prompt: str, pictures: Sequence[Picture]) -> str:
-        """A prompt with all the tokens of its pictures in place of their marks.
-
-        Raises:
-            PictureError: it has other marks than pictures, as one that a user wrote.
-        """
+        """Replaces the marks in a prompt by the texts of pictures. Raises PictureError: there are
+        more or fewer marks than pictures."""
         parts = prompt.split(self.mark)
         if len(parts) != len(pictures) + 1:
             raise PictureError(
@@ -208,15 +199,15 @@ class Pictures:
         return self.reader.write(prompt, self.pictures)
 
     def inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What a model is given of them beside the tokens of their prompt."""
+        """The model's further inputs for a prompt of these tokens."""
         kinds = kinds_of(len(ids), place(ids, self.pictures))
         others = other_kinds_of(ids, self.pictures)
         return {**tensors_of(self.pictures), "mm_token_type_ids": kinds, **others}
 
 
 def place(ids: Sequence[int], pictures: Iterable[Picture]) -> tuple[PlacedPicture, ...]:
-    """Finds pictures in the tokens of their prompt, in their order. Raises CheckpointError: one is
-    not there."""
+    """Finds pictures in the tokens of their prompt, in order. Raises CheckpointError: one is
+    missing."""
     placed, at, ids = [], 0, tuple(ids)
     for picture in pictures:
         size = len(picture.ids)
@@ -230,7 +221,7 @@ def place(ids: Sequence[int], pictures: Iterable[Picture]) -> tuple[PlacedPictur
 
 
 def keys_of(ids: Sequence[int], placed: Iterable[PlacedPicture]) -> list[int]:
-    """Numbers that tell prompts apart: tokens, and below zero what is in pictures."""
+    """Numbers that identify a prompt: its tokens, and negative numbers for picture contents."""
     keys = list(ids)
     for one in placed:
         digest = one.picture.digest
@@ -244,13 +235,13 @@ def keys_of(ids: Sequence[int], placed: Iterable[PlacedPicture]) -> list[int]:
 
 
 def tensors_of(pictures: Sequence[Picture]) -> dict[str, Tensor]:
-    """Arguments of a model's ``forward`` for some pictures together."""
+    """Arguments of a model's ``forward`` for several pictures."""
     names = pictures[0].tensors if pictures else ()
     return {name: torch.cat([one.tensors[name] for one in pictures]) for name in names}
 
 
 def for_model(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those inputs that a model's ``forward`` knows, on its device and in a type that it takes."""
+    """The inputs that a model's ``forward`` takes, on its device and in its type."""
     known = {"attention_mask", *inspect.signature(model.forward).parameters}
     own = model.dtype if model.config.model_type in _OWN_TYPE else None
     return {
@@ -269,16 +260,14 @@ def kinds_of(num_tokens: int, placed: Iterable[PlacedPicture]) -> Tensor:
 
 
 def other_kinds_of(ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Tensor]:
-    """``[1, T]`` int64 by argument: what `Picture.kinds_by_id` says of tokens."""
+    """``[1, T]`` int64 by argument, from `Picture.kinds_by_id`."""
     by_id = pictures[0].kinds_by_id if pictures else {}
     return {name: torch.tensor([[of.get(one, 0) for one in ids]]) for name, of in by_id.items()}
 
 
 class Positions:
-    """Where the tokens of one sequence with pictures are, in time, height and width.
-
-    After the prompt, these go on by one each, at a distance from the token's number.
-    """
+    """Positions of a sequence with pictures in time, height and width. After the prompt each grows
+    by one per token."""
 
     def __init__(self, rows_3T: Tensor) -> None:
         self._rows_3T = rows_3T
@@ -288,7 +277,7 @@ class Positions:
     def of(
         cls, model: Any, ids: Sequence[int], placed: Sequence[PlacedPicture]
     ) -> Positions | None:
-        """As the model's own ``get_rope_index`` gives them; None where it has none."""
+        """From the model's ``get_rope_index``; None if it has none or there are no pictures."""
         owner: Any = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
         if owner is None or not placed:
             return None
@@ -301,7 +290,7 @@ class Positions:
         return cls(rows_31T[:, 0])
 
     def rows(self, first: int, num_tokens: int) -> Tensor:
-        """``[4, T]`` int64 of some tokens: their numbers, and the three."""
+        """``[4, T]`` int64: the numbers of tokens, and their three positions."""
         known_3T = self._rows_3T[:, first : first + num_tokens]
         numbers_T = torch.arange(first, first + num_tokens)
         after_T = numbers_T[known_3T.shape[1] :] + self._shift
@@ -310,7 +299,7 @@ class Positions:
 
 
 def bytes_of_data_url(url: str) -> bytes:
-    """The file in ``data:image/png;base64,...``; a PictureError where it is none."""
+    """The bytes in ``data:image/png;base64,...``. Raises PictureError: it has another form."""
     head, _, data = url.partition(",")
     if not head.endswith(";base64"):
         raise PictureError("expected data:image/png;base64,... or another kind of image")
@@ -332,7 +321,7 @@ def _decode(data: bytes, name: str) -> Any:
     with blamed_on(complaint, PictureError):
         try:
             found = Image.open(io.BytesIO(data), formats=FORMATS)
-        except UnidentifiedImageError:  # which names an object of this process
+        except UnidentifiedImageError:  # its message names an object of this process
             raise PictureError(complaint) from None
         if found.width * found.height > MOST_PIXELS:
             raise PictureError(

@@ -1,4 +1,4 @@
-"""Predictions of a model's routing: named estimators, gates, and prefetches."""
+"""Prediction of a model's routing: estimators, gates and prefetching."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 NEXT_GATE_RECALL = 0.64
-"""Share of the next layer's experts that `next-gate` finds among its first K on the pocket model,
-and so what a trained predictor must find to be taken by ``auto``."""
+"""Recall of `next-gate` in the top K of the next layer, on the pocket model. ``auto`` takes a
+trained predictor only if its recall is higher."""
 MOST_TABLES = 1 / 256
-"""Bytes of its tables, of those of all experts: they take slots."""
+"""Most bytes of its tables, as a share of the experts' bytes: they take slots."""
 
 
 def open_estimator(
@@ -57,11 +57,13 @@ def open_estimator(
     checkpoint: Path,
     expert_bytes: int,
 ) -> tuple[Estimator, int]:
-    """The estimator that is named, and the bytes of its tables; untrained counts are in the fixed
-    reserve. For ``auto`` it is what the model's own routing trained, where that finds as much as
-    the model's gates, or these, or counts where there are no gates. Raises CheckpointError: the
-    predictor's file cannot be used, or belongs to another model. Raises ValueError: no predictor
-    has this name."""
+    """The named estimator, and the bytes of its tables; the fixed reserve covers untrained counts.
+
+    ``auto`` takes a predictor that was trained on the model's own routing if its recall is higher
+    than that of the gates. Otherwise it takes the gates, or counts if there are no known gates.
+    Raises CheckpointError: the predictor's file is damaged or of another model. Raises ValueError:
+    the name is unknown.
+    """
     from moe_runtime.lab.traces.learned import learned_path, read_lesson, read_predictor
 
     if predictor == "auto":
@@ -100,10 +102,10 @@ def _has_gates(
 def find_gate(
     model: torch.nn.Module, block_name: str, shape: Shape
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A layer's gate: weight ``[E, D]`` and bias ``[E]``, if it has one.
+    """A layer's gate: weight ``[E, D]``, and bias ``[E]`` or None.
 
-    It is the module next to the experts, or a part of one, whose weight has a row for every expert.
-    Raises UnsupportedModelError: the layer has no such module.
+    The gate is a module next to the experts, or a part of one, with a weight row per expert. Raises
+    UnsupportedModelError: there is no such module, or several.
     """
     gates = [
         (weight, getattr(part, "bias", None))
@@ -127,8 +129,8 @@ def find_gate(
 def find_gates(
     model: torch.nn.Module, block_names: Sequence[str], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of all gates, to train with: weights ``[L, E, D]`` and biases ``[L, E]``, float32.
-    Raises UnsupportedModelError: a layer has no gate, or the gates differ in width."""
+    """Copies of all gates for training: fp32 weights ``[L, E, D]`` and biases ``[L, E]``. Raises
+    UnsupportedModelError: a layer has no gate, or gates differ in width."""
     found = [find_gate(model, name, shape) for name in block_names]
     if len({weight.shape for weight, _ in found}) != 1:
         raise UnsupportedModelError("the gates of this model differ in width between layers")
@@ -138,7 +140,7 @@ def find_gates(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    # each of these costs as much as a small gate, even where it has nothing to do
+    # each of these calls takes as long as a small gate, even without effect
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype is not torch.float32 and tensor.dtype is not torch.int64:
@@ -149,8 +151,8 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 def _bind_ranker(
     estimator: Estimator, model: torch.nn.Module, block_names: Sequence[str], place: torch.device
 ) -> list[list[GateRanking]]:
-    """Binds an estimator of hidden states to the model's own gates, as tensors where it computes.
-    Returns rankings by distance and layer; none for other estimators."""
+    """Binds an estimator of hidden states to the gates, on the device ``place``. Returns rankings
+    by distance and layer; empty for other estimators."""
     if not isinstance(estimator, NextGate):
         return []
     if isinstance(estimator, HiddenLookahead):
@@ -175,7 +177,7 @@ def _bind_ranker(
 
 
 class PrefetchListener(Listener):
-    """Passes steps, and the routing of layers while it is wanted, to a prefetcher."""
+    """Passes steps, and the routing of layers if wanted, to a prefetcher."""
 
     def __init__(
         self,
@@ -189,7 +191,6 @@ class PrefetchListener(Listener):
         self._look_ahead = look_ahead
         self._needs_weights = needs_weights
         self._needs_hidden = needs_hidden
-        # each conversion takes as long as a small gate
         self._no_weights = np.zeros((0, 0), np.float32)
 
     def begin(self, step: Step) -> None:
@@ -228,8 +229,8 @@ def open_prefetcher(
     partition: ExpertPartition | None = None,
     learning: KeptLearning | None = None,
 ) -> Prefetcher:
-    """Opens a prefetcher that listens to every forward pass of a model. Raises
-    UnsupportedModelError: the predictor needs the gates, and they are not where gates are."""
+    """Opens a prefetcher that listens to every pass of a model. Raises UnsupportedModelError: the
+    predictor needs gates, and the model has no known ones."""
     gates_DL = _bind_ranker(estimator, model, block_names, place)
     predictor: Predictor = make_predictor(estimator)
     begins_empty = [] if learning is None else learning.keep(predictor)
@@ -247,9 +248,10 @@ def open_prefetcher(
     rules, shape = PrefetchRules(), estimator.shape
     look_ahead = None
     dtype = getattr(model, "dtype", torch.float32)
-    if isinstance(estimator, NextGate) and gates_DL:
-        least_chance = rules.min_probability / 2  # less protects no expert's slot from a guess
-        look_ahead = make_token_look_ahead(estimator, gates_DL, dtype, least_chance, partition)
+    is_native = all(gate.c_struct(dtype) is not None for gates in gates_DL for gate in gates)
+    if isinstance(estimator, NextGate) and gates_DL and is_native:
+        least_chance = rules.min_probability / 2  # less probable guesses have no effect
+        look_ahead = TokenLookAhead(estimator, gates_DL, dtype, least_chance, partition)
     prefetcher = Prefetcher(
         Guesses(store),
         predictor,
@@ -271,20 +273,29 @@ def open_prefetcher(
 
 
 class TokenLookAhead:
-    """Guesses from the tokens' hidden states, by the gates of the coming layers. As
-    ``LookaheadPredictor``, less what is too improbable to matter."""
+    """Guesses from hidden states by the gates of the next layers, in native code. Equals
+    ``LookaheadPredictor`` without improbable guesses."""
 
     def __init__(
         self,
         estimator: NextGate,
-        native: NativeLookAhead,
-        partition: ExpertPartition | None,
-        dim: int,
+        gates_DL: Sequence[Sequence[GateRanking]],
         dtype: torch.dtype,
+        least_chance: float,
+        partition: ExpertPartition | None,
     ) -> None:
         shape = estimator.shape
-        self._native = native
-        self._top_k, self._dim, self._dtype = shape.top_k, dim, dtype
+        self._native = native = NativeLookAhead(
+            gates_DL,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            dtype=dtype,
+            prior=PRIOR,
+            remembered=REMEMBERED,
+            believed=believed_at_first(estimator.num_ranks, shape.top_k),
+            least_chance=least_chance,
+        )
+        self._top_k, self._dim, self._dtype = shape.top_k, gates_DL[0][0].dim, dtype
         self._is_mine = None if partition is None else partition.owns
         keys = [
             ExpertKey(layer, expert)
@@ -296,7 +307,7 @@ class TokenLookAhead:
         self.take_counts = native.take_counts
 
     def takes(self, ids_TK: torch.Tensor, hidden_TD: torch.Tensor) -> bool:
-        """Whether the machine code was made for these shapes and types."""
+        """Whether the native code supports these shapes and types."""
         return (
             ids_TK.shape[0] <= MOST_TOKENS
             and ids_TK.shape[1] == self._top_k
@@ -310,7 +321,7 @@ class TokenLookAhead:
     def look(
         self, layer: int, ids_TK: torch.Tensor, hidden_TD: torch.Tensor, horizon: int
     ) -> list[Guess]:
-        """Notes a layer's routing and guesses the next layers', nearest first."""
+        """Records a layer's routing and guesses that of the next layers, nearest first."""
         native = self._native
         number = native.look(layer, ids_TK, hidden_TD, horizon)
         experts, chances = native.experts[:number], native.chances[:number]
@@ -320,38 +331,14 @@ class TokenLookAhead:
         return [guess for guess in guesses if self._is_mine(guess[0])]
 
 
-def make_token_look_ahead(
-    estimator: NextGate,
-    gates_DL: Sequence[Sequence[GateRanking]],
-    dtype: torch.dtype,
-    least_chance: float,
-    partition: ExpertPartition | None,
-) -> TokenLookAhead | None:
-    """The look-ahead, if the native code takes these gates."""
-    if any(gate.c_struct(dtype) is None for gates in gates_DL for gate in gates):
-        return None
-    shape = estimator.shape
-    native = NativeLookAhead(
-        gates_DL,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        dtype=dtype,
-        prior=PRIOR,
-        remembered=REMEMBERED,
-        believed=believed_at_first(estimator.num_ranks, shape.top_k),
-        least_chance=least_chance,
-    )
-    return TokenLookAhead(estimator, native, partition, gates_DL[0][0].dim, dtype)
-
-
 def record_hidden(
     model: PreTrainedModel,
     windows: Sequence[Sequence[int]],
     *,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Routes, np.ndarray]:
-    """Runs a loaded model over texts and keeps what each layer's gate was given. Returns the
-    routes, and ``[T, L, D]`` float16."""
+    """Runs a loaded model over texts. Returns the routes, and the inputs of each layer's gate,
+    ``[T, L, D]`` float16."""
     shape = shape_of(cast(Any, model).moe.facts.signature)
     hidden: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
     ids: list[list[np.ndarray]] = [[] for _ in range(shape.num_layers)]
@@ -383,16 +370,16 @@ def record_hidden(
 def fit_lookahead(
     model: PreTrainedModel, routes: Routes, hidden_TLD: np.ndarray
 ) -> HiddenLookahead:
-    """Trains the look-ahead from hidden states for a model. Raises UnsupportedModelError: the
-    model's gates are not where gates are."""
+    """Trains the look-ahead from hidden states. Raises UnsupportedModelError: the model has no
+    known gates."""
     estimator = HiddenLookahead(routes.shape)
     estimator.fit_hidden(routes, hidden_TLD, *_gates_of(model, routes.shape))
     return estimator
 
 
 def next_gate(model: PreTrainedModel, shape: Shape) -> NextGate:
-    """The look-ahead that needs no training, with copies of a model's gates. Raises
-    UnsupportedModelError: the model's gates are not where gates are."""
+    """The look-ahead without training, with copies of a model's gates. Raises
+    UnsupportedModelError: the model has no known gates."""
     estimator = NextGate(shape)
     estimator.set_gates(*_gates_of(model, shape))
     return estimator

@@ -1,8 +1,7 @@
-"""Router replay: which experts a server chose, and passes that choose the same ones.
+"""Router replay: passes that choose the experts which a server recorded.
 
-What a trained policy computes of an answer differs from what its server did where their routers
-choose other experts. A replayed pass takes the recorded experts; their weights are those of its own
-router, with gradients.
+A trained policy and its server compute different results where their routers choose different
+experts. A replayed pass takes the recorded experts, with weights and gradients of its own router.
 
 Source: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
 Routers" (R3, 2025).
@@ -48,18 +47,15 @@ _INTEGERS = {torch.uint8, torch.uint16, torch.int8, torch.int16, torch.int32, to
 
 
 def encode_routing(ids_TLK: np.ndarray) -> str:
-    """A NumPy file in base64, as vLLM gives `routed_experts` of an answer."""
+    """A NumPy file in base64, like vLLM's `routed_experts`."""
     with io.BytesIO() as file:
         np.save(file, ids_TLK, allow_pickle=False)
         return base64.b64encode(file.getvalue()).decode()
 
 
 def decode_routing(text: str) -> np.ndarray:
-    """`[T, L, K]`: what `encode_routing` wrote.
-
-    Raises:
-        ValueError: it is something else, such as `sglext.routed_experts` of SGLang's form.
-    """
+    """`[T, L, K]`, from the text of `encode_routing`. Raises ValueError: it is something else, such
+    as SGLang's `sglext.routed_experts`."""
     if not isinstance(text, str):
         raise ValueError(
             f"routed_experts must be text, a NumPy file in base64, got {type(text).__name__}"
@@ -73,7 +69,7 @@ def decode_routing(text: str) -> np.ndarray:
             )
     except ValueError as error:
         raise ValueError(f"routed_experts is no NumPy file in base64: {error}") from None
-    if (head := _HEADER.match(file)) is None:  # not evaluated, as NumPy does: it is not trusted
+    if (head := _HEADER.match(file)) is None:  # NumPy would evaluate it, but it is not trusted
         raise ValueError(
             "routed_experts must be a NumPy file of integers of tokens, layers and choices, got "
             f"{file[:80]!r}"
@@ -89,11 +85,11 @@ def decode_routing(text: str) -> np.ndarray:
 def require_routing(ids_NLK: Tensor, num_experts: int) -> None:
     """Refuses choices that cannot be replayed.
 
-    A row, the choices of one token in one layer, has each expert once, or is left to the router
-    whole: the router would not know the experts of the other places, and could double one.
+    A row, the choices of one token in one layer, has distinct experts, or only -1. With -1 in some
+    places the router could choose an expert twice.
 
     Raises:
-        ValueError: a row is otherwise, or names an expert that the layers have not.
+        ValueError: a row is different, or names an expert that does not exist.
     """
     if ids_NLK.numel() and int(ids_NLK.max()) >= num_experts:
         raise ValueError(
@@ -112,7 +108,7 @@ def require_routing(ids_NLK: Tensor, num_experts: int) -> None:
 
 
 class RoutingOfPass(Listener):
-    """Keeps the experts of one pass, whose layers may be called once for each of its pieces."""
+    """Keeps the experts of one pass; a long pass calls each layer once per piece."""
 
     wants_routing = True
     follows_requests = False
@@ -125,8 +121,7 @@ class RoutingOfPass(Listener):
         self._layers[routing.layer].append(routing.ids_TK.cpu().numpy())
 
     def ids(self) -> np.ndarray:
-        """`[T, L, K]` uint8, or uint16 where a byte does not hold the ids; int16 with ids of no
-        expert, which are negative."""
+        """`[T, L, K]` in uint8 or, for more than 256 experts, uint16; int16 if some are -1."""
         layers = [np.concatenate(self._layers[layer]) for layer in sorted(self._layers)]
         ids_TLK = np.stack(layers, axis=1)
         return ids_TLK.astype(np.int16 if ids_TLK.min(initial=0) < 0 else self._type)
@@ -136,20 +131,19 @@ class RoutingOfPass(Listener):
 def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]:
     """A `with` block in which a model's tokens go to recorded experts.
 
-    The passes in it are of the recorded tokens. Order and ids of each token's experts are as
-    recorded, so with the weights of the server log-probabilities have the bits of a pass that chose
-    by itself.
+    Its passes have the recorded tokens. Experts keep their recorded order, so with the server's
+    weights log-probabilities have the bits of a pass that chose by itself.
 
     Args:
         model: of transformers, from `load`, of `MoELayer`s, or after `offload_training`.
-        routed_experts: `[B, N, L, K]`, or `[Ni, L, K]` of each sequence, the first tokens of which
-            it has; rows of -1, and tokens that are not recorded, leave the choice to the router.
+        routed_experts: `[B, N, L, K]`, or `[Ni, L, K]` per sequence, for its first tokens. The
+            router chooses for rows of -1 and for tokens that are not recorded.
 
     Raises:
-        ValueError: it is of other layers, experts or numbers of tokens or choices, or a row is
-            neither whole nor left whole.
-        UnsupportedUseError: blocks are computed again in the backward pass, the model's gates do
-            not choose by `topk`, or one has no weight of an expert outside of its groups.
+        ValueError: it has other layers, experts, or numbers of tokens or choices, or a row is
+            incomplete.
+        UnsupportedUseError: activation checkpointing is on, a gate does not choose by `topk`, or it
+            has no weight for an expert outside its groups.
     """
     if not len(routed_experts):
         raise ValueError("routed_experts must be of one sequence at least, got none")
@@ -198,13 +192,12 @@ def replay_routing(model: nn.Module, routed_experts: Recorded) -> Iterator[None]
 
 @dataclass
 class _Passes:
-    """The passes of one `with` block: a long call is cut into several, whose tokens come behind
-    those that are cached.
+    """The passes of one `with` block; a long call has several, joined by the cache.
 
     Attributes:
-        names: of what the model's `forward` takes.
-        num_cached: tokens of each sequence, before the pass.
-        num_tokens: of each sequence, of all passes.
+        names: parameters of the model's `forward`.
+        num_cached: tokens of each sequence before the pass.
+        num_tokens: of each sequence in all passes.
     """
 
     names: Iterable[str]
@@ -221,8 +214,6 @@ class _Passes:
 
 @dataclass
 class _LayerReplay:
-    """Replays one layer, for the passes of one `with` block."""
-
     owner: _Passes
     layer: int
     num_experts: int
@@ -260,7 +251,7 @@ class _LayerReplay:
             )
 
     def ids(self, like_TK: Tensor) -> Tensor:
-        """`[T, K]` int64: recorded, -1 where a router is to choose."""
+        """`[T, K]` int64: the recorded experts, -1 for the router's choice."""
         num_tokens, top_k = like_TK.shape
         length, rest = divmod(num_tokens, len(self.sequences))
         first, parts = self.owner.num_cached, []
@@ -277,7 +268,7 @@ class _LayerReplay:
 
 
 class _Choices(TorchFunctionMode):
-    """Gives recorded ids for the choice of a router: the best `K` of `E` scores of each token."""
+    """Replaces the router's choice, `topk` of `K` among `E` scores, by recorded ids."""
 
     def __init__(self, replay: _LayerReplay) -> None:
         super().__init__()
@@ -297,7 +288,7 @@ class _Choices(TorchFunctionMode):
         ids = found.indices.where(recorded < 0, recorded)
         values = scores.gather(-1, ids)
         if self._chose_groups:
-            # most gates take weights of other scores; `compare` finds those that take these
+            # most gates weigh by other scores; `compare` finds those that weigh by these
             is_masked = (recorded >= 0) & ((values == 0) | values.isinf())
             values = values.masked_fill(is_masked, torch.nan)
             self._replay.is_outside = bool(is_masked.any())
@@ -314,7 +305,7 @@ def _signed(ids: np.ndarray | Tensor) -> np.ndarray | Tensor:
 
 
 def experts_of(model: nn.Module) -> list[str]:
-    """Names of the modules of routed experts, in order."""
+    """Names of the modules with routed experts, in order."""
     absent, own = [], []
     for name, module in model.named_modules():
         if isinstance(module, AbsentParameters) and hasattr(module, "layer"):

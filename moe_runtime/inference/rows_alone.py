@@ -1,4 +1,4 @@
-"""Rows of a step with the bits that each has in a step of its own."""
+"""Steps of several rows with the bits of single steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_runtime.kernels.linear.op import linear_of_few_shapes
 from moe_runtime.kernels.native import native_library
 
 VALUES_TRIED = 1 << 13
-"""Inputs of a trial of experts: few of the sums whose last bit differs round to another result."""
+"""Inputs of a trial of experts. Many, since most sums with another last bit round equally."""
 
 _VALUE_BY_VALUE = (
     "addcdiv addcmul celu cos elu erf exp exp2 expm1 gelu hardsigmoid hardswish lerp log log10 "
@@ -57,11 +57,10 @@ _FUNCTIONS = frozenset(
 
 
 class RowsAlone(TorchFunctionMode):
-    """Gives the rows of a step of several sequences the bits that each has in a step of its
-    own.
+    """Gives each sequence in a step of several the bits of a step of its own.
 
-    Rows lie along the first dimension. A function gets the rows of one sequence at a time, as it
-    does where the sequence is alone. The native kernels need no such care.
+    Rows lie along the first dimension. Functions of torch are called once per sequence. Native
+    kernels compute rows independently and are called once.
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -89,7 +88,7 @@ class RowsAlone(TorchFunctionMode):
         return torch.cat(parts)
 
     def _rows_at_once(self, func: Any, args: Items[Any], kwargs: dict[str, Any]) -> int:
-        """Rows of a call; 0 where one call takes all."""
+        """Rows per call; 0 for a single call."""
         if not args or not isinstance(args[0], Tensor) or "out" in kwargs:
             return 0
         rows: Tensor = args[0]
@@ -103,7 +102,7 @@ class RowsAlone(TorchFunctionMode):
             if not dims or any(dim % rows.ndim == 0 for dim in dims):
                 return 0
         if func is F.linear and type(args[1]) not in (Tensor, torch.nn.Parameter):
-            return 0  # a weight that our own kernel multiplies
+            return 0  # our kernel multiplies this weight
         num_rows = rows.shape[0]
         if num_rows % self._num_sequences == 0:
             return num_rows // self._num_sequences
@@ -121,8 +120,8 @@ class RowsAlone(TorchFunctionMode):
 
 
 def most_exact_rows(layer: OffloadedExperts, sizes: Items[int], dtype: torch.dtype) -> int:
-    """Rows up to which those sent to the same two experts have the bits of each alone; one of
-    ``sizes``, or 1."""
+    """The largest of ``sizes`` up to which rows for the same two experts have the bits of single
+    rows; else 1."""
     if layer.dim_in is None or layer.num_experts < 2 or not sizes:
         return max(sizes, default=1)
     num_rows, dim_in = sizes[-1], layer.dim_in
@@ -149,7 +148,7 @@ def most_exact_rows(layer: OffloadedExperts, sizes: Items[int], dtype: torch.dty
 
 
 def can_join(model: Any) -> bool:
-    """Whether several rows with caches of their own may go through a model together."""
+    """Whether sequences with caches of their own may share a pass of the model."""
     return (
         attention_names(model) in ({ATTENTION}, {EAGER_ATTENTION})
         and "position_ids" in inspect.signature(model.forward).parameters
@@ -158,13 +157,12 @@ def can_join(model: Any) -> bool:
 
 
 def rows_with_own_bits(model: Any) -> int:
-    """Sequences of one token each up to which every product takes the kernel of a single one.
+    """Most rows for which every product uses the native kernels, as for a single row.
 
-    Native kernels give a row the same bits whatever the others are; beyond a number of rows,
-    torch's take over on some processors.
+    Their rows are independent. Beyond this number torch's kernels take over on some processors.
     """
     library = native_library()
     if library is None or model.device.type != "cpu":
         return 1
     most = min(native_row_limit(library, p.dtype) for p in model.parameters())
-    return min(most, quantized_row_limit(library))  # experts, for one, may be in codes
+    return min(most, quantized_row_limit(library))  # experts may be quantised

@@ -1,4 +1,4 @@
-"""The cache of one sequence, and of several in one forward pass.
+"""Caches of one sequence, and of several sequences in one forward pass.
 
 Shape suffixes: B sequences, H query heads, G key heads, Q new tokens, S tokens, D key width, V
 value width.
@@ -29,32 +29,41 @@ from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, att
 from moe_runtime.kernels.decode_step.prompt_attention import Sight
 from moe_runtime.memory.device.cuda_device import CudaDevice
 
-OF_EACH_STATE = (
+STATE_FACTS = (
     *("is_conv_states_initialized", "is_recurrent_states_initialized"),
     *("has_previous_state", "conv_kernel_size"),
 )
 _States = dict[int, torch.Tensor | None]
 
 
-class BatchStates(LinearAttentionLayer):
+_STATES = ("conv_states", "recurrent_states")
+
+
+class _JoinedStates(LinearAttentionLayer):
+    """A layer with the facts of others, without states."""
+
+    def __init__(self, first: LinearAttentionLayer) -> None:
+        super().__init__(number_of_states=first.number_of_states)
+        self.dtype, self.device = first.dtype, first.device
+        for name in STATE_FACTS:
+            setattr(self, name, dict(getattr(first, name)))
+
+
+class BatchStates(_JoinedStates):
     """The states of one layer of several caches, one row of the batch for each.
 
-    Models write states in place, so those of the sequences become rows of the batch's: nothing is
-    copied after a pass, nor before the next one of the same sequences.
+    Models write states in place, so the sequences' states become views of the batch's rows: nothing
+    is copied after a pass, nor before the next pass of the same sequences.
     """
 
     def __init__(self, layers: Sequence[LinearAttentionLayer]) -> None:
-        first = layers[0]
-        super().__init__(number_of_states=first.number_of_states)
-        self.dtype, self.device = first.dtype, first.device
-        for name in OF_EACH_STATE:
-            setattr(self, name, dict(getattr(first, name)))
-        self.conv_states = _join([layer.conv_states for layer in layers])
-        self.recurrent_states = _join([layer.recurrent_states for layer in layers])
+        super().__init__(layers[0])
+        for name in _STATES:
+            setattr(self, name, _join([getattr(layer, name) for layer in layers]))
 
 
 def _join(states: Sequence[_States]) -> _States:
-    """Each state of all sequences, whose own become rows of it."""
+    """Each state of all sequences; the sequences' own become rows of it."""
     joined: _States = {}
     for index in states[0]:
         rows = [row for own in states if (row := own[index]) is not None]
@@ -66,30 +75,24 @@ def _join(states: Sequence[_States]) -> _States:
     return joined
 
 
-_STATES = ("conv_states", "recurrent_states")
-
-
-class RowsOfStates(LinearAttentionLayer):
+class RowsOfStates(_JoinedStates):
     """States of one layer after each of the next tokens of several caches.
 
-    A step function that `each_row` leads through the rows begins a row with what the one before it
-    left. A cache has the last of its rows; `take_out` and `bring_back` give it others.
+    A step function goes through the rows with `each_row`; each row begins with the state of the row
+    before. A cache holds the last of its rows; `take_out` and `bring_back` move it to others.
     """
 
     def __init__(self, layers: Sequence[LinearAttentionLayer], rows: Sequence[int]) -> None:
-        first = layers[0]
-        super().__init__(number_of_states=first.number_of_states)
-        self.dtype, self.device = first.dtype, first.device
-        for name in OF_EACH_STATE:
-            setattr(self, name, dict(getattr(first, name)))
+        super().__init__(layers[0])
         for name in _STATES:
-            setattr(self, name, {i: _in_rows(layers, name, i, rows) for i in getattr(first, name)})
+            states = getattr(layers[0], name)
+            setattr(self, name, {i: _in_rows(layers, name, i, rows) for i in states})
 
 
 def _in_rows(
     layers: Sequence[LinearAttentionLayer], name: str, index: int, rows: Sequence[int]
 ) -> torch.Tensor | None:
-    """A tensor of all rows, the first one of each cache filled."""
+    """A tensor of all rows, with the first row of each cache filled."""
     like = getattr(layers[0], name)[index]
     if like is None:
         return None
@@ -105,47 +108,49 @@ def _in_rows(
 
 
 _ROWS = "rows_of_texts"
-"""Attribute of a tensor with states of rows: how many each text has; and of a cache's layer, whose
-rows they are."""
+"""Attribute of a tensor of states: the number of rows of each text. In a cache's layer: its rows,
+by name and index of the state."""
 
 
 def each_row(states: torch.Tensor) -> Iterator[torch.Tensor] | None:
-    """The state that each row of a step begins with and leaves its own in, one after another; None
-    where rows are of different texts."""
+    """Yields each row's state in turn, filled with the state of the row before; the caller updates
+    it in place. None for states of one row per text."""
     rows = getattr(states, _ROWS, None)
-    return None if rows is None else _one_by_one(states, rows)
+    if rows is None:
+        return None
 
+    def one_by_one() -> Iterator[torch.Tensor]:
+        for own in states.split([*rows]):
+            before = own[:1]
+            for row in own.split(1):
+                if row.data_ptr() != before.data_ptr():
+                    row.copy_(before)
+                yield row
+                before = row
 
-def _one_by_one(states: torch.Tensor, rows: Sequence[int]) -> Iterator[torch.Tensor]:
-    for own in states.split([*rows]):
-        before = own[:1]
-        for row in own.split(1):
-            if row.data_ptr() != before.data_ptr():
-                row.copy_(before)
-            yield row
-            before = row
+    return one_by_one()
 
 
 def take_out(cache: DynamicCache, num_tokens: int) -> None:
-    """Takes the last tokens out, which were rows of the last pass."""
+    """Removes the last tokens, which were rows of the last pass."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
-            _go_by(layer, -num_tokens)
-        elif isinstance(layer, DynamicLayer):  # others keep nothing
+            _move_rows(layer, -num_tokens)
+        elif isinstance(layer, DynamicLayer):  # other layers keep nothing
             cast(Any, layer).give_back(num_tokens)
 
 
 def bring_back(cache: DynamicCache) -> None:
-    """Brings the first of the tokens back that were taken out."""
+    """Restores the first of the removed tokens."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
-            _go_by(layer, 1)
+            _move_rows(layer, 1)
         elif isinstance(layer, DynamicLayer):
             assert cast(Any, layer).take_place() is not None, "the pass had room for its tokens"
 
 
 def is_as_left(cache: DynamicCache) -> bool:
-    """Whether nothing but these functions changed a cache since its rows were computed."""
+    """Whether only `take_out` and `bring_back` changed a cache since its rows were computed."""
     return all(
         all(_place_of(layer, *key) is not None for key in vars(layer).get(_ROWS, {}))
         if isinstance(layer, LinearAttentionLayer)
@@ -159,7 +164,7 @@ def _place_of(layer: LinearAttentionLayer, name: str, index: int) -> int | None:
     return next((place for place, row in enumerate(rows) if row is own), None)
 
 
-def _go_by(layer: LinearAttentionLayer, num_tokens: int) -> None:
+def _move_rows(layer: LinearAttentionLayer, num_tokens: int) -> None:
     for (name, index), rows in vars(layer)[_ROWS].items():
         place = _place_of(layer, name, index)
         assert place is not None, "the cache is as its rows were left"
@@ -167,7 +172,7 @@ def _go_by(layer: LinearAttentionLayer, num_tokens: int) -> None:
 
 
 def _whole(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor that has just these rows in this order, if there is one."""
+    """The tensor that consists of these rows in this order, if there is one."""
     first = rows[0]
     storage, stride = first.untyped_storage(), first.stride(0)
     if storage.nbytes() != len(rows) * stride * first.itemsize:
@@ -180,7 +185,7 @@ def _whole(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def own_states(cache: DynamicCache) -> None:
-    """Gives a sequence that goes on alone tensors of its own, so that no batch's stays for it."""
+    """Copies the states of a sequence out of a batch's tensors, which can then be freed."""
     for layer in cache.layers:
         vars(layer).pop(_ROWS, None)
     for own in _states_of(cache):
@@ -190,7 +195,7 @@ def own_states(cache: DynamicCache) -> None:
 
 
 def have_close_states(cache: DynamicCache, other: DynamicCache, tolerance: float) -> bool:
-    """Whether no state is further from the other's than a share of that one's norm."""
+    """Whether each state differs from the other's by at most ``tolerance`` times its norm."""
     pairs = zip(_tensors_of(cache), _tensors_of(other), strict=True)
     return all(
         torch.dist(state.float(), given.float()) <= tolerance * given.float().norm()
@@ -204,14 +209,14 @@ def have_same_states(cache: DynamicCache, other: DynamicCache) -> bool:
 
 
 def bytes_of_states(model: Any) -> int | None:
-    """Bytes of the states of a sequence, by a pass of a model on the meta device; 0 where it keeps
-    none, None where it takes no such pass."""
+    """Bytes of a sequence's states, from a pass on the meta device. 0 without states; None if the
+    model fails in such a pass."""
     if not keeps_states(model.config):
         return 0
     cache, own = DynamicCache(config=model.config), cache_name(model.forward)
     experts = [module for module in model.modules() if is_experts_module(module)]
     with contextlib.ExitStack() as stack, torch.inference_mode():
-        for module in experts:  # whose code may look at the ids of a token's experts
+        for module in experts:  # their code may look at ids of experts
             vars(module)["forward"] = lambda hidden, *_, **__: hidden
             stack.callback(vars(module).pop, "forward")
         try:
@@ -222,11 +227,10 @@ def bytes_of_states(model: Any) -> int | None:
 
 
 def tokens_of_states(cache: DynamicCache, reserved: int) -> int:
-    """Tokens whose room has place for the states of a sequence in addition to their keys and
-    values.
+    """Tokens whose reserved memory has room for a sequence's states, besides keys and values.
 
-    Of a token ``reserved`` bytes are set aside, as if every layer kept keys and values: layers with
-    states use the rest of it.
+    A token has ``reserved`` bytes, as if every layer kept keys and values. States use the part that
+    layers without keys and values leave.
     """
     states = sum(state.nbytes for state in _tensors_of(cache))
     filled: list[Any] = [
@@ -250,7 +254,7 @@ def _states_of(cache: DynamicCache) -> Iterator[_States]:
 
 
 def new_cache(model: Any, *, grows: bool) -> DynamicCache:
-    """An empty cache for a model, of the kind that the model makes of any."""
+    """An empty cache for a model. It grows in place if ``grows`` is set."""
     cache = DynamicCache(config=model.config)
     if grows:
         give_room(cache, model)
@@ -276,7 +280,7 @@ def have_same_tokens(cache: DynamicCache, other: DynamicCache) -> bool:
 
 
 def set_room(cache: DynamicCache, num_tokens: int) -> None:
-    """Gives the layers that keep every token room for so many; tokens beyond are lost."""
+    """Sets the room of layers that keep every token; tokens beyond it are dropped."""
     for layer in cache.layers:
         grown: Any = layer
         if hasattr(grown, "growing_keys") and grown.is_initialized and not grown.is_sliding:
@@ -295,15 +299,15 @@ def _with_room(growing: Any, cached: Any, num_tokens: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysOfSequences:
-    """Replaces the keys where a layer's attention is called: each sequence has its own.
+    """Replaces the keys in a call of attention: each sequence has its own.
 
     Attributes:
         keys: of each sequence, ``[1, G, S, D]``.
         values: of each sequence, ``[1, G, S, V]``.
-        num_new: tokens of each sequence in the pass; None where each has one, and a row of its own.
-        window: tokens that one attends to, itself included; None for all.
-        adds_mask: whether masks are added to the scores instead of saying what is allowed.
-        expand: makes keys and values of what is cached in their place; None where it is they.
+        num_new: new tokens of each sequence; None if each has one, in a row of its own.
+        window: tokens that a token attends to, itself included; None for all.
+        adds_mask: masks are added to the scores, not bool.
+        expand: makes keys and values from cached latents; None if keys and values are cached.
     """
 
     keys: Sequence[torch.Tensor]
@@ -322,10 +326,10 @@ class KeysOfSequences:
         mask: object,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, None]:
-        """Attention of every sequence to its own tokens; ``value`` and ``mask`` are unused.
+        """Attention of each sequence to its own tokens; ``value`` and ``mask`` are unused.
 
-        ``query`` is ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with the sequences one after another.
-        Returns ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
+        ``query`` is ``[B, H, 1, D]``, or ``[1, H, Q, D]`` with sequences one after another. Returns
+        ``[B, 1, H, V]`` or ``[1, Q, H, V]``, and None.
         """
         if self.expand is not None and self.num_new is None:
             together = self.expand.attend_each(query, self.keys, self.values, options)
@@ -355,12 +359,12 @@ class KeysOfSequences:
 class BatchCache(Cache):
     """The caches of several sequences in one forward pass.
 
-    The pass has a row of one token for each sequence (``[B, 1]``), or with ``num_new`` one row with
-    the new tokens of one sequence after those of another (``[1, Q]``). With ``rows`` a sequence has
-    so many rows, its next tokens one after another: each attends to those before it.
+    The pass has one row of one token per sequence (``[B, 1]``). With ``num_new`` it has a single
+    row, with the new tokens of the sequences one after another (``[1, Q]``). With ``rows`` a
+    sequence has several rows, its next tokens in order: each attends to those before it.
 
     Attributes:
-        is_one_text: whether all rows are of the text that this thread began last.
+        is_one_text: all rows belong to the text that this thread began last.
     """
 
     is_one_text = False
@@ -387,13 +391,13 @@ class BatchCache(Cache):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor | None:
-        """A whole attention layer for a row of one token each: ``[B, 1, D]`` to ``[B, 1, D]``.
+        """A whole attention layer for rows of one token: ``[B, 1, D]`` to ``[B, 1, D]``.
 
-        ``cos`` and ``sin`` are of each row's position, ``[B, 1, R]``. Gives None, with nothing
-        appended, for a layer without ``weights`` or of another form.
+        ``cos`` and ``sin`` are of each row's position, ``[B, 1, R]``. Returns None, and appends
+        nothing, for a layer without ``weights`` or of another form.
         """
         layer: Any = self.layers[layer_idx]
-        # kernels keep rows apart: `RowsAlone` costs time alone
+        # rows are independent in kernels, so `RowsAlone` would only cost time
         with torch._C.DisableTorchFunction():
             if weights is None or not isinstance(layer, _BatchLayer) or len(cos) != len(hidden):
                 return None
@@ -407,12 +411,12 @@ class BatchCache(Cache):
             return mixed_BD.view(hidden.shape[0], 1, -1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens cached, of all sequences for one row, else in the mean of the rows."""
+        """Cached tokens: of all sequences if they share one row, else the mean of the rows."""
         return self._length
 
 
 def _appended(layer: Any, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with tokens more of any content, where they cannot grow in place."""
+    """Keys and values with more tokens of any content."""
     return layer.update(
         layer.keys.new_empty((*layer.keys.shape[:-2], num_tokens, layer.keys.shape[-1])),
         layer.values.new_empty((*layer.values.shape[:-2], num_tokens, layer.values.shape[-1])),
@@ -420,26 +424,23 @@ def _appended(layer: Any, num_tokens: int = 1) -> tuple[torch.Tensor, torch.Tens
 
 
 def make_room(cache: DynamicCache, num_tokens: int) -> None:
-    """Lets so many tokens follow in the room that those before them are in, and be given back."""
-    for layer in cache.layers:
-        _make_room(layer, num_tokens)
-
-
-def _make_room(layer: Any, num_tokens: int) -> None:
-    _appended(layer, num_tokens)
-    layer.give_back(num_tokens)
+    """Makes room for the next tokens, so that they can be appended and removed in place."""
+    for layer in cast(list[Any], cache.layers):
+        _appended(layer, num_tokens)
+        layer.give_back(num_tokens)
 
 
 def _places(layer: Any, num_rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each new token of a sequence, with those before it; none is written."""
+    """Keys and values up to each new token of a sequence; the new tokens are not written."""
     if num_rows == 1:
         return [layer.take_place() or _appended(layer)]
-    _make_room(layer, num_rows)
+    _appended(layer, num_rows)
+    layer.give_back(num_rows)
     return [layer.take_place() for _ in range(num_rows)]
 
 
 def _row_views(part: torch.Tensor, num_rows: int, window: int | None) -> list[torch.Tensor]:
-    """What each of the last tokens of ``[1, G, S, D]`` attends to."""
+    """The keys or values ``[1, G, S, D]`` that each of the last tokens attends to."""
     ends = range(part.shape[2] - num_rows + 1, part.shape[2] + 1)
     firsts = [0 if window is None else max(end - window, 0) for end in ends]
     return [part[:, :, first:end] for first, end in zip(firsts, ends, strict=True)]
@@ -498,7 +499,7 @@ class _BatchLayer(CacheLayerMixin):
         return together, value_states
 
     def take_places(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Makes keys and values of each sequence one token longer; it is not written yet."""
+        """Appends one unwritten token to the keys and values of each row."""
         if not all(can_take_place(layer, dtype) for layer in self._layers):
             return None
         rows = self._rows or [1] * len(self._layers)
@@ -524,9 +525,9 @@ class _BatchKeysAndStates(_BatchLayer, BatchStates):
 
 
 class RowStep(NamedTuple):
-    """What steps of some rows are called with, in memory that stays in place.
+    """Inputs of a step of some rows, at fixed addresses.
 
-    ``numbers_3B`` are int64: tokens, their places, and rows of the tables of masks.
+    ``numbers_3B`` are int64: tokens, their places, and rows of the mask tables.
     """
 
     cache: RowCache
@@ -534,7 +535,7 @@ class RowStep(NamedTuple):
 
 
 class RowMemory:
-    """Rows of ``num_tokens`` places for tokens in every layer of a model."""
+    """Rows with places for ``num_tokens`` tokens in every layer of a model."""
 
     def __init__(
         self, config: Any, device: CudaDevice, like: DynamicCache, num_rows: int, num_tokens: int
@@ -552,11 +553,11 @@ class RowMemory:
         self._tables = {window: self._table(window) for window in windows}
 
     def write(self, row: int, cache: DynamicCache, num_tokens: int) -> None:
-        """Copies so many tokens of a sequence into a row; windows keep the last ones."""
+        """Copies the tokens of a sequence into a row; windows have only the last ones."""
         layers: list[Any] = [*cache.layers]
         for pair, layer in zip(self._layers, layers, strict=True):
             for rows, own in zip(pair, (layer.keys, layer.values), strict=True):
-                # what was there may be no number, which even a masked token must be
+                # masked places must be finite too
                 rows[row].zero_()
                 rows[row, :, num_tokens - own.shape[2] : num_tokens].copy_(own[0])
 
@@ -566,10 +567,7 @@ class RowMemory:
                 rows[to].copy_(rows[row])
 
     def read(self, row: int, num_tokens: int, cache: DynamicCache, *, is_view: bool) -> None:
-        """Fills an empty cache with the tokens of a row.
-
-        A view, for layers that keep every token, is good until the row changes.
-        """
+        """Fills an empty cache with the tokens of a row. A view is valid until the row changes."""
         layers: list[Any] = [*cache.layers]
         for index, (layer, pair) in enumerate(zip(layers, self._layers, strict=True)):
             own = [rows[row, None, :, :num_tokens] for rows in pair]
@@ -582,11 +580,8 @@ class RowMemory:
     def step(
         self, first: int, tokens: Sequence[int], places: Sequence[int]
     ) -> tuple[RowCache, dict[str, Any]]:
-        """Arguments of the model for one token more of neighbouring rows: the cache, and others by
-        name.
-
-        ``places`` are the tokens that each row has.
-        """
+        """The cache and the other arguments of the model for one more token of adjacent rows.
+        ``places`` are the numbers of tokens in the rows."""
         size = len(tokens)
         step = self._steps.get((first, size))
         if step is None:
@@ -618,7 +613,7 @@ class RowMemory:
         return RowStep(RowCache(self._config, layers), numbers_3B)
 
     def _table(self, window: int | None) -> torch.Tensor:
-        """What is added to scores of all places: row L - 1 - p is for a token at place p."""
+        """Additive masks of all places; row L - 1 - p is for a token at place p."""
         some: Any = self._layers[0][0]
         length = self.num_tokens
         behind = torch.arange(1 - length, length, device=some.device)  # from the token

@@ -15,7 +15,7 @@ _TIERS = ("reads", "reads below")
 
 
 class StepTimes(Listener):
-    """Notes every step; what lies between two of its layers is dense computation."""
+    """Records every step; time between two layers with experts is dense computation."""
 
     follows_requests = False
 
@@ -25,11 +25,11 @@ class StepTimes(Listener):
         self._dense_since_s: float | None = None
 
     def of_tier(self, tier: int) -> StoreTimes:
-        """The listener of a store: 0 for the one that layers compute from, 1 for that below."""
+        """The listener of a store: 0 for the tier that layers compute from, 1 for the one below."""
         return StoreTimes(self, tier)
 
     def begin(self, step: Step) -> None:
-        # now: the cache has other tokens when the step ends
+        # not at the end of the step, when the cache has more tokens
         num_tokens = step.num_sequences * step.num_new
         self._begun[:] = [(time.perf_counter(), step.phase, num_tokens)]
         self.begin_dense()
@@ -52,17 +52,17 @@ class StepTimes(Listener):
 
 
 class StoreTimes:
-    """Notes every read of a store with its expert, and the layers that compute from it."""
+    """Records every read of a store, and the layers that compute from it."""
 
     def __init__(self, steps: StepTimes, tier: int) -> None:
         self._steps = steps
         self._timeline = steps.timeline
         self._tier = tier
-        # Reads under way: begin, row on the timeline, and what they were begun as.
+        # reads in flight: begin, row on the timeline, and first priority
         self._begun: dict[ExpertKey, tuple[float, int, str]] = {}
 
     def read_began(self, key: ExpertKey, priority: Priority) -> None:
-        """Notes the time, in a row of the timeline that no other read is in."""
+        """Puts the read into a free row of the timeline."""
         taken = {lane for _, lane, _ in self._begun.values()}
         lane = next(number for number in range(len(taken) + 1) if number not in taken)
         self._begun[key] = (time.perf_counter(), lane, _KINDS[priority])
@@ -78,7 +78,6 @@ class StoreTimes:
         self._begun = {key: self._begun[key] for key in self._begun.keys() & set(arriving)}
 
     def lease(self) -> LayerTimes | None:
-        """Layers compute from the first tier only."""
         return None if self._tier else LayerTimes(self._steps)
 
     def _write(self, key: ExpertKey, outcome: str, num_bytes: int, end_s: float) -> None:
@@ -98,7 +97,7 @@ class StoreTimes:
 
 
 class LayerTimes:
-    """Notes a layer: computation of experts that are there, and waits for the others."""
+    """Records a layer: computation of arrived experts, and waits for the others."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps

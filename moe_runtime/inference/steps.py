@@ -1,4 +1,4 @@
-"""Calls of a loaded model: the forward passes that each becomes, and their listeners.
+"""Calls of a loaded model, their forward passes, and listeners of these.
 
 Shape suffixes: T tokens, K top-k, D model width.
 """
@@ -35,19 +35,18 @@ from moe_runtime.types import ExpertKey
 
 
 class Step:
-    """The tokens of one forward pass, T in all, sequence by sequence.
+    """The T tokens of one forward pass, sequence by sequence.
 
     Attributes:
-        num_new: tokens of a sequence that the pass computes.
+        num_new: new tokens of each sequence.
         cache: of keys and values, or None.
         first_request: number of the first sequence's request.
         begun: requests that begin with this step.
-        ended: requests that have ended with it.
+        ended: requests that ended before this step.
     """
 
     def __init__(self, inputs: Mapping[str, Any], shape: tuple[int, int]) -> None:
-        """Reads the arguments of a causal language model's ``forward``; ``shape`` is sequences and
-        tokens of each."""
+        """``inputs`` are the arguments of ``forward``; ``shape`` is sequences and new tokens."""
         self.num_sequences, self.num_new = shape
         # the cache of continuous batching has no length
         self.cache = cache if hasattr(cache := cache_of(inputs), "get_seq_length") else None
@@ -59,7 +58,7 @@ class Step:
 
     @cached_property
     def num_cached(self) -> int:
-        """Tokens of a sequence that were computed before; a static cache has them on the device."""
+        """Cached tokens of a sequence. A static cache counts on the device: this waits for it."""
         return 0 if self.cache is None else int(self.cache.get_seq_length())
 
     @property
@@ -69,14 +68,14 @@ class Step:
 
     @cached_property
     def token_ids(self) -> np.ndarray:
-        """``[T]``, -1 where the model is fed embeddings."""
+        """``[T]``; -1 if the input is embeddings."""
         if self._ids is None:
             return np.full(self.num_sequences * self.num_new, -1)
         return self._ids.cpu().numpy().reshape(-1)
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """``[T]`` positions in the sequences."""
+        """``[T]`` positions within the sequences."""
         shape, given = (self.num_sequences, self.num_new), self._positions
         if given is not None and given.shape == shape:
             return given.cpu().numpy().reshape(-1)
@@ -84,24 +83,24 @@ class Step:
 
     @cached_property
     def sequences(self) -> np.ndarray:
-        """``[T]`` number of the sequence in the batch."""
+        """``[T]`` numbers of the sequences in the batch."""
         return np.repeat(np.arange(self.num_sequences), self.num_new)
 
     @cached_property
     def requests(self) -> np.ndarray:
-        """``[T]`` number of the request."""
+        """``[T]`` numbers of the requests."""
         return self.sequences + self.first_request
 
 
 class LayerRouting(NamedTuple):
-    """Where a layer sends the tokens of a step.
+    """The routing of a step's tokens in one layer.
 
     Attributes:
-        layer: its index among the layers with experts.
-        keys: the experts that this process computes, most wanted last.
+        layer: index among the layers with experts.
+        keys: experts that this process computes, those with most rows last.
         hidden_TD: input of the router.
         ids_TK: experts of each token; ids outside the layer's experts are skipped.
-        weights_TK: their router weights.
+        weights_TK: router weights.
     """
 
     layer: int
@@ -112,40 +111,39 @@ class LayerRouting(NamedTuple):
 
 
 class Listener:
-    """Follows a model's forward passes; override only what you need.
+    """Follows a model's forward passes; subclasses override what they need.
 
     Attributes:
-        wants_routing: whether ``routed`` is called; read after ``begin``.
-        wants_demands: whether ``demanded`` is.
-        reads_ahead: whether ``demanded`` may start reads, which run while the layer computes.
-        follows_requests: whether it has to know which requests a step belongs to.
+        wants_routing: ``routed`` is called; read after ``begin``.
+        wants_demands: ``demanded`` is called.
+        reads_ahead: ``demanded`` may start reads, which run while the layer computes.
+        follows_requests: steps need the numbers of their requests.
     """
 
     wants_routing = wants_demands = reads_ahead = False
     follows_requests = True
 
     def allow(self, step: Step) -> None:
-        """Called before a pass; raises an error to refuse it."""
+        """Raises an error to refuse a pass."""
 
     def begin(self, step: Step) -> None:
-        """A pass begins, after all listeners have allowed it."""
+        """A pass begins; all listeners have allowed it."""
 
     def routed(self, routing: LayerRouting) -> None:
-        """Called once per layer, before its experts are leased or their uses noted."""
+        """Called once per layer, before its experts are leased."""
 
     def demanded(self, routing: LayerRouting) -> None:
-        """Called once per layer after its reads are queued, or its experts were all resident;
-        predict here."""
+        """Called once per layer, after its reads are queued or all its experts were resident."""
 
     def end(self) -> None:
         """The pass succeeded."""
 
     def forget(self) -> None:
-        """The pass failed: drop its state. May be called twice."""
+        """The pass failed; its state is void. May be called twice."""
 
 
 class Listeners:
-    """All listeners of a model, in order; ``routed`` and ``demanded`` hold those that want it."""
+    """All listeners of a model, in order."""
 
     def __init__(self) -> None:
         self._requests = RequestNumbers()
@@ -155,12 +153,11 @@ class Listeners:
         self._set((listener, *self._all) if is_first else (*self._all, listener))
 
     def remove(self, listener: Listener) -> None:
-        """Removes a listener, if it is there."""
         self._set(tuple(one for one in self._all if one is not listener))
 
     @contextmanager
     def also(self, listener: Listener) -> Iterator[None]:
-        """Adds a listener within a ``with`` block."""
+        """Adds a listener for a ``with`` block."""
         self.add(listener)
         try:
             yield
@@ -169,7 +166,7 @@ class Listeners:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Calls no listener within a ``with`` block."""
+        """Calls no listener in a ``with`` block."""
         everyone = self._all
         self._set(())
         try:
@@ -178,8 +175,8 @@ class Listeners:
             self._set(everyone)
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
-        """Calls the listeners for a pass with these inputs. Raises MoERuntimeError: one of the
-        listeners refuses it."""
+        """Calls the listeners for a pass with these inputs. Raises MoERuntimeError: a listener
+        refuses the pass."""
         tokens = inputs.get("input_ids")
         if tokens is None:
             tokens = inputs.get("inputs_embeds")
@@ -188,7 +185,7 @@ class Listeners:
         step = Step(inputs, tokens.shape[:2])
         for listener in self._all:
             listener.allow(step)
-        # on a GPU num_cached forces a sync, so decode steps avoid it
+        # num_cached waits for a GPU, so decode steps avoid it
         if step.num_new > 1 or self._following:
             self._requests.begin(step)
         for listener in self._all:
@@ -211,14 +208,14 @@ class Listeners:
 
 
 class Steps:
-    """One forward pass after another.
+    """Runs one forward pass at a time.
 
-    Listeners have a state for the running pass, so calls of several threads take turns; a pass may
-    call the model again. However a pass ends, Ctrl-C included, other threads may go on, torch has
-    its threads, and no lease is left open.
+    Listeners keep state of the running pass, so threads take turns; a pass may call the model
+    again. After any end of a pass, Ctrl-C included, other threads can go on, torch has its threads
+    back, and no lease is open.
 
     Attributes:
-        turn: the lock that a pass holds, and what must not come between passes.
+        turn: the lock of a pass.
     """
 
     def __init__(self, stores: Sequence[ExpertStore[Any]], names: Sequence[str] = ()) -> None:
@@ -227,24 +224,24 @@ class Steps:
         self._stores = list(stores)
         self.turn = threading.RLock()
         self._is_passing = False
-        self._known = threading.local()  # threads whose number of torch's threads is their own
+        self._known = threading.local()  # threads that are known to have torch's own threads
         self._known.is_known = True
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Mutes the listeners within a ``with`` block of this thread; other threads wait."""
+        """Mutes the listeners in a ``with`` block; other threads wait."""
         with self.turn, self.listeners.muted():
             yield
 
     def require_open(self) -> None:
-        """MoERuntimeError where the model was closed, or loaded before this process was forked."""
+        """Raises MoERuntimeError: the model is closed, or this process is a fork."""
         if self._stores[0].is_forked:
             raise MoERuntimeError(FORKED)
         if self._stores[0].is_closed:
             raise MoERuntimeError(CLOSED)
 
     def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model when it is this thread's turn. Raises MoERuntimeError: as
+        """Runs ``call`` as a pass when it is this thread's turn. Raises MoERuntimeError: as
         ``require_open``."""
         self.require_open()
         with self.turn:
@@ -252,8 +249,7 @@ class Steps:
             num_threads = self._num_threads()
             try:
                 self._is_passing = True
-                named = dict(zip(self._names, args, strict=False)) if args else {}
-                self.listeners.begin({**kwargs, **named} if named else kwargs)
+                self.listeners.begin({**kwargs, **dict(zip(self._names, args, strict=False))})
                 result = call(*args, **kwargs)
                 self.listeners.end()
                 is_done = True
@@ -268,10 +264,10 @@ class Steps:
                     self.listeners.forget()
 
     def _num_threads(self) -> int:
-        """How many threads torch is to have in this thread.
+        """The number of torch's threads for this thread.
 
-        A thread keeps what torch had for the process when it first used torch. If that was within
-        another thread's pass, it has only one: then it gets what a new thread has.
+        A thread inherits the number at its first use of torch. If that was during another thread's
+        pass, it has one thread, and gets the number of a new thread instead.
         """
         found = torch.get_num_threads()
         if not hasattr(self._known, "is_known"):
@@ -283,7 +279,7 @@ class Steps:
         return found
 
 
-# locks and listeners are no part of a graph; what is called within may be
+# locks and listeners are not part of a graph; layers inside may be
 _outside_graphs: Any = torch.compiler.disable(
     recursive=False,
     reason="the experts of a loaded model come and go: export the model that from_pretrained has",
@@ -291,7 +287,7 @@ _outside_graphs: Any = torch.compiler.disable(
 
 
 class CalledInSteps:
-    """Comes before the class of a model whose calls are passes of ``_steps``."""
+    """Mixin of a model's class: its calls are passes of ``_steps``."""
 
     _steps: Steps
     _drafts: Any
@@ -299,11 +295,8 @@ class CalledInSteps:
 
     @_outside_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; calls of several threads take turns.
-
-        Raises:
-            UnsupportedUseError: torch traces it, or transforms it with ``torch.func``.
-        """
+        """As in torch; threads take turns. Raises UnsupportedUseError: torch traces the call, or
+        transforms it with ``torch.func``."""
         require_plain_call()
         if cast(Any, self).training:
             _require_something_to_train(self, args, kwargs)
@@ -317,7 +310,6 @@ class CalledInSteps:
 
 
 def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses a loss in training mode that would train nothing."""
     if kwargs.get("labels") is None or not torch.is_grad_enabled():
         return
     given = chain(args, kwargs.values(), model.parameters())
@@ -330,19 +322,17 @@ def _require_something_to_train(model: Any, args: Any, kwargs: Mapping[str, Any]
 
 
 _FUNCTORCH: Any = torch._C._functorch  # type: ignore[attr-defined]
-_INSTEAD = {
+_INSTEAD_OF_TRANSFORM = {
     "Vmap": "call it on a batch",
     "Grad": "use backward() or torch.autograd.grad",
     "Jvp": "use backward() or torch.autograd.grad",
 }
-"""What to do instead of a transform of torch."""
-
+# modes in which tensors have no content
 _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
-"""Under which torch passes around tensors without content."""
 
 
 def require_plain_call() -> None:
-    """UnsupportedUseError where torch traces, or a transform of ``torch.func`` is under way."""
+    """Raises UnsupportedUseError: torch traces, or a transform of ``torch.func`` is active."""
     if torch._C._get_tracing_state() is not None:
         refuse_tracing("torch.jit.trace")
     if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
@@ -350,7 +340,7 @@ def require_plain_call() -> None:
     transform = _FUNCTORCH.peek_interpreter_stack()
     if transform is not None:
         name = transform.key().name
-        instead = _INSTEAD.get(name, "call it outside of the transform")
+        instead = _INSTEAD_OF_TRANSFORM.get(name, "call it outside of the transform")
         raise UnsupportedUseError(
             f"torch.func cannot transform a loaded model ({name.lower()}), since its experts come "
             f"and go: {instead}"
@@ -358,7 +348,7 @@ def require_plain_call() -> None:
 
 
 def refuse_tracing(who: str) -> NoReturn:
-    """UnsupportedUseError: no graph of a loaded model can be made."""
+    """Raises UnsupportedUseError: a loaded model cannot be traced."""
     raise UnsupportedUseError(
         f"{who} cannot follow a loaded model, since its experts come and go: use torch.compile, "
         "which makes graphs between them, or give it the model that from_pretrained of "
@@ -367,16 +357,15 @@ def refuse_tracing(who: str) -> NoReturn:
 
 
 class TokenLimit(Listener):
-    """Refuses passes that need room for more tokens than memory was set aside for. Cached and new
-    tokens of all sequences count, of a static cache all its places. ``in_pass`` is the most
-    sequences, where a pass cannot have a token of each of ``max_tokens``."""
+    """Refuses passes with more than ``max_tokens`` cached and new tokens, all places of a static
+    cache included, or with more than ``in_pass`` sequences."""
 
     def __init__(self, max_tokens: int, in_pass: int | None = None) -> None:
         self._max_tokens, self._in_pass = max_tokens, in_pass or max_tokens
         self.follows_requests = False
 
     def allow(self, step: Step) -> None:
-        """CapacityError where a pass needs more room."""
+        """Raises CapacityError: the pass needs more memory than is reserved."""
         places = [getattr(layer, "max_cache_len", 0) for layer in getattr(step.cache, "layers", ())]
         length = max(step.num_new, *places) if any(places) else step.num_cached + step.num_new
         if step.num_sequences * length > self._max_tokens:
@@ -397,14 +386,14 @@ def too_long(num_sequences: int, length: int, max_tokens: int) -> CapacityError:
 
 
 class RequestNumbers:
-    """Numbers requests as they begin; they end when their thread begins others, or has ended."""
+    """Numbers requests as they begin. They end when their thread begins others, or ends itself."""
 
     def __init__(self) -> None:
         self.next = 0
         self._running: dict[int | None, range] = {}  # by thread
 
     def begin(self, step: Step) -> None:
-        """Numbers the requests of a step that begins; a server's caches know their own."""
+        """Numbers the requests of a step. A server's caches have numbers of their own."""
         if (number := getattr(step.cache, "number_requests", None)) is not None:
             return number(self, step)
         me = threading.current_thread().ident
@@ -419,7 +408,7 @@ class RequestNumbers:
 
 
 class OneThread:
-    """Sets torch to one thread during the forward passes of a model."""
+    """Limits torch to one thread during a model's forward passes."""
 
     _before: int | None = None
 
@@ -429,7 +418,7 @@ class OneThread:
 
     def begin(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # the compiler cannot follow it
+            return
         self._before = torch.get_num_threads()
         torch.set_num_threads(1)
 
@@ -440,15 +429,15 @@ class OneThread:
 
 
 PASS_TOKENS = 2048
-"""Most tokens of a pass: enough rows for every expert, few enough for their activations."""
+"""Most tokens of a pass: enough rows for every expert, and little memory for activations."""
 _WHOLE_FAMILIES = frozenset(
     ("diffusion_gemma", "jamba", "minimax", "qwen3_omni_moe", "qwen3_omni_moe_thinker")
 )
-"""Families whose caches, states or positions do not go on after a part of a prompt."""
+"""Families that cannot continue a prompt from their cache, states or positions."""
 _ROPE_BY_LENGTH = frozenset({"dynamic", "longrope"})
-"""Angles that depend on how long the whole prompt is."""
+"""RoPE types whose angles depend on the length of the whole prompt."""
 ANSWERS_MORE = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""Settings with which a model answers more than logits."""
+"""Settings that add outputs to the logits."""
 _BY_TOKEN = ("input_ids", "inputs_embeds")
 _AS_THEY_ARE = ("return_dict", "tokenizer", "assistant_tokenizer")
 _OF_PICTURES = ("pixel_values", "image_", "mm_encoder_outputs")
@@ -457,7 +446,7 @@ _KINDS = ("mm_token_type_ids", "token_type_ids")
 
 
 def most_in_pass(model: PreTrainedModel, device: torch.device) -> int | None:
-    """Tokens of a pass of a model on a ``device``; None where any prompt is one pass."""
+    """Most tokens of a pass on a ``device``; None if any prompt is one pass."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
@@ -473,26 +462,26 @@ def most_in_pass(model: PreTrainedModel, device: torch.device) -> int | None:
 
 
 class Pieces:
-    """Comes between the calls of a model and its passes.
+    """Cuts long calls of a model into several passes.
 
-    A piece's tokens attend to those before it through the cache, as those of a conversation do. A
-    picture stays whole, and with it what comes before it. A call is one pass if gradients, a loss
-    or hidden states are asked for, which are known to take more than was set aside. Any other that
-    cannot be cut is refused where it is longer than that. Router logits come without their loss.
+    Tokens of a piece attend to earlier pieces through the cache, as in a conversation. The first
+    piece ends after the last picture. A call with gradients, a loss or hidden states stays one
+    pass; it may take more memory than is reserved. Other calls that cannot be cut are refused.
+    Router logits come without their loss.
     """
 
     def __init__(self, model: Any, most_tokens: int, max_tokens: int) -> None:
-        """A pass has ``most_tokens`` at most, all cached and new tokens are ``max_tokens``."""
+        """``most_tokens`` is the limit of a pass, ``max_tokens`` that of cached and new tokens."""
         self.most_tokens, self._max_tokens = most_tokens, max_tokens
         self._names = [*inspect.signature(model.forward).parameters]
         self._cache_name = cache_name(model.forward)
 
     def call(self, model: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The model's answer; ``run`` computes a pass. Raises CapacityError: it needs room for more
-        tokens than memory is set aside for, or cannot be cut."""
+        """The model's output; ``run`` computes a pass. Raises CapacityError: the call needs more
+        memory than is reserved, or cannot be cut."""
         given = {**kwargs, **dict(zip(self._names, args, strict=False))}
         given = {name: value for name, value in given.items() if value is not None}
-        if not given.get("mm_encoder_outputs", True):  # of a text without pictures
+        if not given.get("mm_encoder_outputs", True):  # empty for texts without pictures
             del given["mm_encoder_outputs"]
         tokens = next((given[name] for name in _BY_TOKEN if name in given), None)
         if tokens is None or tokens.shape[0] * tokens.shape[1] <= self.most_tokens:
@@ -517,7 +506,7 @@ class Pieces:
         text = model.config.get_text_config(decoder=True)
         is_cached = given.pop("use_cache", getattr(text, "use_cache", True))
         keep = given.pop("logits_to_keep", 0)
-        keep = keep if keep > 0 else max(num_new + keep, 0)  # a negative one leaves out the first
+        keep = keep if keep > 0 else max(num_new + keep, 0)  # a negative number drops the first
         if cache is None:
             cache = DynamicCache(config=model.config)
             give_room(cache, model)
@@ -539,13 +528,13 @@ class Pieces:
         if routed:
             layers = zip(*routed, strict=True)
             answer["router_logits"] = tuple(_joined(parts, num_sequences) for parts in layers)
-            answer.pop("aux_loss", None)  # of the last piece alone
+            answer.pop("aux_loss", None)  # it belongs to the last piece only
         kept = kept or [out.logits[:, :0]]
         return type(out)(**(answer | {"logits": kept[0] if len(kept) == 1 else torch.cat(kept, 1)}))
 
     def _first_end(self, model: Any, given: Mapping[str, Any]) -> int | str:
-        """Tokens up to the end of the last picture; or why the call is not cut, empty where it is
-        known to take more than was set aside."""
+        """Tokens up to the end of the last picture; or the reason not to cut the call. An empty
+        reason means one pass that may take more memory than is reserved."""
         cache, mask = given.get(self._cache_name), given.get("attention_mask")
         config = model.config.get_text_config(decoder=True)
         more = [name for name in ANSWERS_MORE if given.get(name, getattr(config, name, False))]
@@ -553,7 +542,7 @@ class Pieces:
             isinstance(one, torch.Tensor) and one.requires_grad
             for one in chain(given.values(), model.parameters())
         )
-        is_served = hasattr(cache, "number_requests")  # whose owner cuts
+        is_served = hasattr(cache, "number_requests")  # the server cuts prompts itself
         if is_served or has_gradients or "labels" in given or "output_hidden_states" in more:
             return ""
         if "output_attentions" in more:
@@ -586,7 +575,6 @@ class Pieces:
     def _part(
         self, given: Mapping[str, Any], begin: int, end: int, num_cached: int
     ) -> Iterator[tuple[str, Any]]:
-        """The arguments of the pass of some new tokens."""
         for name, value in given.items():
             if name in _BY_TOKEN:
                 yield name, value[:, begin:end]
@@ -600,19 +588,19 @@ class Pieces:
 
 
 def _joined(parts: Sequence[torch.Tensor], num_sequences: int) -> torch.Tensor:
-    """Router logits of pieces: ``[B, T, E]``, or ``[B * T, E]`` as most families have them."""
+    """Joins router logits of pieces: ``[B, T, E]``, or ``[B * T, E]`` as in most families."""
     if parts[0].ndim > 2:
         return torch.cat([*parts], -2)
     return torch.cat([part.unflatten(0, (num_sequences, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _has_positions(model: Any, given: dict[str, Any], num_cached: int) -> bool:
-    """Whether a piece can be told where its tokens are, where the model counts pictures otherwise
-    than tokens. Gives it the positions of all, which it would find from the whole prompt."""
+    """Adds ``position_ids`` of the whole prompt if the model counts positions of pictures its own
+    way. Returns whether pieces then have right positions."""
     owner: Any = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
     if owner is None or "position_ids" in given:
         return True
-    if num_cached:  # the model counts on from the cache, as it does for the whole call
+    if num_cached:  # the model continues from the cache, as for a whole call
         return owner.rope_deltas is not None or not any(n.startswith(_OF_PICTURES) for n in given)
     if "input_ids" not in given:
         return False

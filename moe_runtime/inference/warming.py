@@ -1,4 +1,4 @@
-"""Before the first request: experts are read, kernels compiled, and stand-ins made."""
+"""Warm-up before the first request: read experts, compile kernels, make stand-ins."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from moe_runtime.memory.tiers import TierStore
 from moe_runtime.types import ExpertKey
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 3
-"""A prompt that kernels for many tokens compute, and steps of one token."""
+"""A prompt for the kernels of many tokens, and steps of one token."""
 MOST_PROMPT_TOKENS = 8192
-"""Of a prompt that is computed for the sake of its kernels alone."""
+"""Most tokens of a prompt that only compiles kernels."""
 
 
 def warm(
     model: Any, modules: Sequence[OffloadedExperts], max_tokens: int, progress: Progress | None
 ) -> None:
-    """Reads experts as far as every layer has slots, on all tiers, then computes a few tokens."""
+    """Fills the slots of all tiers with experts, then computes a few tokens."""
     with _before_use(model):
         read_experts(modules, progress)
-        # a class of several models has no pass of its own
+        # a class of several models has no forward
         if model.can_generate() and type(model).forward is not torch.nn.Module.forward:
             _compute(model, max_tokens)
             _compute_prompts(model, modules, max_tokens)
@@ -36,7 +36,7 @@ def warm(
 def copy_experts(
     model: Any, modules: Sequence[OffloadedExperts], progress: Progress | None
 ) -> None:
-    """Reads every expert once, and makes its stand-in."""
+    """Reads every expert once and makes its int4 copy."""
     total, num_done = model.moe.facts.expert_bytes, 0
     num_experts = sum(module.num_experts for module in modules)
     with _before_use(model):
@@ -54,8 +54,8 @@ def copy_experts(
 
 @contextmanager
 def _before_use(model: Any) -> Iterator[None]:
-    """Calls no listener of passes and reads within a ``with`` block. Counters begin at zero after
-    it; a failure closes the model."""
+    """Mutes all listeners in a ``with`` block, and resets counters after it. A failure closes the
+    model."""
     stores = model._steps._stores
     listeners = [store.listener for store in stores]
     with ExitStack() as failure:
@@ -73,16 +73,12 @@ def _before_use(model: Any) -> Iterator[None]:
 
 
 def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
-    """Reads as many experts as have slots, on all tiers."""
+    """Fills the slots of all tiers with experts."""
     store = modules[0].store
     assert store is not None, "the model is loaded"
     lower = store.fetcher.lower if isinstance(store, TierStore) else None
     wanted = [
-        [
-            e
-            for e in range(m.num_experts)
-            if m.partition is None or m.partition.owns(ExpertKey(m.layer, e))
-        ]
+        [key.expert for key in m._keys if m.partition is None or m.partition.owns(key)]
         for m in modules
     ]
     counts = [store.slots_of(module.layer) for module in modules]
@@ -112,7 +108,6 @@ def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None)
 
 @torch.inference_mode()
 def _compute(model: Any, max_tokens: int) -> None:
-    """Computes a prompt and some steps, with the cache that `generate` takes."""
     length = min(PROMPT_TOKENS, max_tokens - NEW_TOKENS)
     if length < 1:
         return
@@ -131,8 +126,7 @@ def _compute(model: Any, max_tokens: int) -> None:
 
 @torch.inference_mode()
 def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens: int) -> None:
-    """Computes prompts of other lengths, for which a device has kernels of their own. Memory is set
-    aside for the logits of one token alone."""
+    """Computes prompts of lengths with other kernels on a device; keeps logits of one token."""
     if not isinstance(modules[0].store, TierStore):
         return
     vocab_size = model.config.get_text_config().vocab_size
@@ -145,8 +139,7 @@ def _compute_prompts(model: Any, modules: Sequence[OffloadedExperts], max_tokens
 
 
 def prompt_lengths(num_experts: int, top_k: int, most: int) -> list[int]:
-    """Tokens of the shortest prompts for which products take their second tile, their third, and so
-    on."""
+    """The shortest prompts for the second tile of products, the third, and so on."""
     from moe_runtime.kernels.grouped_gemm.tile import TILES_16_BIT
 
     limits = [rows for rows, _ in TILES_16_BIT["gated"][:-1]]

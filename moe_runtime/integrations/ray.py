@@ -23,18 +23,18 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import moe_runtime
 from moe_runtime.config import parse_budget
 from moe_runtime.errors import RankFailureError
 from moe_runtime.serving.batches.batch_run import (
     Answered,
+    Batch,
     BatchSettings,
     BatchWork,
     Job,
     answer_jobs,
-    make_batch,
     needs_of,
     room_of,
 )
@@ -46,8 +46,7 @@ RayActorError: Any = ray.exceptions.RayActorError
 RayTaskError: Any = ray.exceptions.RayTaskError
 
 HELD_SHARE = 0.75
-"""Of its share of what is left, an engine has so much at hand; the rest goes to the first that has
-little left."""
+"""An engine gets this part of its share of the open requests; the rest goes to idle engines."""
 MOST_LOSSES = 4
 """Engines that may be lost one after another without an answer in between."""
 LOOK_S = 0.5
@@ -70,11 +69,9 @@ class BatchEngine:
             import torch
 
             torch.set_num_threads(self._num_threads)
-        self._batch, _ = make_batch((), self._settings)
-        room = room_of(needs, self._settings)
-        self._loaded: Any = moe_runtime.load(
-            self._settings.model, max_tokens=room, **self._settings.loading
-        )
+        settings = self._settings
+        self._batch, room = Batch((), settings), room_of(needs, settings)
+        self._loaded: Any = moe_runtime.load(settings.model, max_tokens=room, **settings.loading)
 
     def add(self, jobs: Mapping[int, Job]) -> None:
         self._jobs.update(jobs)
@@ -90,21 +87,15 @@ class BatchEngine:
 
     def _answer(self) -> None:
         try:
-            answer_jobs(
-                self._loaded,
-                self._batch,
-                self._jobs,
-                self._settings.engine,
-                self._done.put,
-                self._news,
-            )
+            engine, take = self._settings.engine, self._done.put
+            answer_jobs(self._loaded, self._batch, self._jobs, engine, take, self._news)
         finally:
             self._done.put(sys.exception())
 
 
 @dataclasses.dataclass(eq=False)
 class _Worker:
-    """An actor, the jobs that it has, and what it is waited for with: its loading, or answers."""
+    """An actor, its jobs, and the reference that is awaited: of its loading, or its answers."""
 
     actor: Any
     awaited: Any
@@ -115,7 +106,7 @@ class _Worker:
 def answer_on_ray(
     address: str, num_engines: int | None, say: Callable[[str], None]
 ) -> Callable[[BatchWork], None]:
-    """What `run_batch` takes as ``answer``: engines on the nodes of a Ray cluster.
+    """Makes an ``answer`` for `run_batch`: engines on the nodes of a Ray cluster.
 
     Checkpoint, pictures and adapters must be at the same place on all nodes.
 
@@ -162,9 +153,8 @@ def _connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Engines of a cluster and what each is given."""
+class _Layout(NamedTuple):
+    """Engines of a cluster and the processors and GPUs of each."""
 
     num_engines: int
     num_cpus: int
@@ -172,7 +162,7 @@ class _Layout:
 
 
 def _layout(nodes: list[Mapping[str, float]], device: str, wanted: int | None) -> _Layout:
-    """Divides the resources of all nodes between so many engines of one size."""
+    """Divides the resources of all nodes among ``wanted`` engines of one size."""
     gpus = [] if device == "cpu" else [int(node.get("GPU", 0)) for node in nodes]
     if any(gpus) or device.startswith("cuda"):
         most = sum(gpus)
@@ -188,7 +178,7 @@ def _layout(nodes: list[Mapping[str, float]], device: str, wanted: int | None) -
 
 
 class _Pool:
-    """The driver's side: which engine has which job."""
+    """Gives jobs to engines and takes their answers, on the driver."""
 
     def __init__(
         self, work: BatchWork, num_engines: int | None, say: Callable[[str], None]
@@ -226,21 +216,18 @@ class _Pool:
                 ray.kill(worker.actor)
 
     def _start(self) -> None:
-        layout = self._layout
+        _, num_cpus, num_gpus = self._layout
         kind: Any = ray.remote(BatchEngine)
-        made = kind.options(
-            num_cpus=layout.num_cpus,
-            num_gpus=layout.num_gpus,
-            # jobs are added while answers are taken
-            max_concurrency=2,
+        actor = kind.options(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_concurrency=2,  # jobs are added while answers are taken
             scheduling_strategy="SPREAD",
-        )
-        threads = None if layout.num_gpus else layout.num_cpus
-        actor = made.remote(self._work.settings, threads)
+        ).remote(self._work.settings, None if num_gpus else num_cpus)
         self._workers.append(_Worker(actor, actor.load.remote(self._needs)))
 
     def _look(self) -> None:
-        """Takes what has come from any engine."""
+        """Takes the answers that have come from any engine."""
         by_ref = {worker.awaited: worker for worker in self._workers}
         done, _ = ray.wait(list(by_ref), num_returns=1, timeout=LOOK_S, fetch_local=False)
         for ref in done:
@@ -262,15 +249,15 @@ class _Pool:
             worker.is_ready = True
             worker.awaited = worker.actor.answers.options(num_returns="streaming").remote()
         else:
-            one: Answered = ray.get(next(worker.awaited))
-            del worker.held[one.number]
+            answered: Answered = ray.get(next(worker.awaited))
+            del worker.held[answered[0]]
             self._left -= 1
             self._losses = 0
-            self._work.take(one)
+            self._work.take(answered)
         self._give(worker)
 
     def _give(self, worker: _Worker) -> None:
-        """Gives an engine more to do, in pieces."""
+        """Gives an engine more jobs, many at a time."""
         num_ready = sum(one.is_ready for one in self._workers)
         most = 2 * self._work.settings.engine.most_running
         wanted = min(math.ceil(HELD_SHARE * self._left / num_ready), most)
@@ -282,7 +269,7 @@ class _Pool:
             worker.actor.add.remote(jobs)
 
     def _lose(self, worker: _Worker, error: BaseException) -> None:
-        """Gives the jobs of an engine that died to others, and starts another in its place."""
+        """Gives the jobs of a dead engine to others, and starts another engine."""
         self._workers.remove(worker)
         ray.kill(worker.actor)
         self._losses += 1
@@ -305,10 +292,10 @@ ROUTER = (
     ".PrefixCacheAffinityRouter"
 )
 MOST_BODY_BYTES = 64 << 20
-# Where the beginning of a prompt stands in a body, in any of the protocols.
+# The fields of a body that a prompt begins with, in any of the protocols.
 _BEGINNINGS = ("instructions", "system", "messages", "prompt", "input")
 _OF_A_CONNECTION = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
-# A server that ends with the replica, however that ends: then nothing holds the pipe open.
+# A server that ends when the replica does: then the pipe closes.
 _SERVER = """
 import os, signal, sys, threading
 def watch():
@@ -322,7 +309,7 @@ sys.exit(program())
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AskedRequest:
-    """A request over HTTP; the router compares ``prompt`` with what replicas had before."""
+    """A request over HTTP; the router compares ``prompt`` with earlier prompts of replicas."""
 
     method: str
     target: str
@@ -394,7 +381,7 @@ class Replica:
 
 
 class Entrance:
-    """What Ray Serve's proxies call: hands requests on to the replica that suits their prompts."""
+    """Takes requests of Ray Serve's proxies to the replica that suits their prompts."""
 
     def __init__(self, replicas: Any) -> None:
         self._answer = replicas.options(stream=True).answer
@@ -428,7 +415,7 @@ async def _until_cancelled(answer: Any) -> AsyncIterator[bytes]:
         async for piece in answer:
             yield piece
     finally:
-        answer.cancel()  # which nothing that has ended minds
+        answer.cancel()  # no effect on one that has ended
 
 
 def _carried(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -458,12 +445,10 @@ def application(options: Mapping[str, str]) -> Any:
     target = _number(options, "target_requests", most_running)
     if not 1 <= given["min_replicas"] <= given["max_replicas"]:
         raise ValueError(f"expected 1 <= min_replicas <= max_replicas, got {given}")
-    own = {"model", "target_requests", *numbers}
-    flags = [f"--{name.replace('_', '-')}" for name in words if name not in own]
-    values = [value for name, value in words.items() if name not in own]
     line = [words["model"]]
-    for flag, value in zip(flags, values, strict=True):
-        line += [flag] if value == "true" else [flag, value]
+    for name, value in words.items():
+        if name not in {"model", "target_requests", *numbers}:
+            line += [f"--{name.replace('_', '-')}", *([] if value == "true" else [value])]
     replicas = serve.deployment(
         name="moe-runtime",
         max_ongoing_requests=2 * max(most_running, target),
@@ -474,7 +459,7 @@ def application(options: Mapping[str, str]) -> Any:
         },
         request_router_config={
             "request_router_class": ROUTER,
-            # of requests that one replica may have more than another for a prefix's sake
+            # for a prefix, one replica may have this many requests more than another
             "request_router_kwargs": {"imbalanced_threshold": most_running, "do_eviction": True},
         },
         ray_actor_options={"num_cpus": given["num_cpus"], "num_gpus": given["num_gpus"]},

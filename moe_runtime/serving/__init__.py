@@ -1,1 +1,1 @@
-"""A loaded model that answers many requests at a time: what they ask, the engine, the server."""
+"""Answers many requests at a time with a loaded model: requests, the engine, the HTTP server."""

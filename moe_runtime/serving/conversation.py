@@ -1,4 +1,4 @@
-"""A conversation with a model: turns, what is remembered of them, and what they cost."""
+"""A conversation with a model: its messages, and the cost of each answer."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from moe_runtime.serving.requests import (
 from moe_runtime.types import RuntimeStats
 
 _LOOKING_S = 0.05
-"""Seconds between two looks at whether the user asked to stop, while no token comes."""
+"""Seconds between two checks for a request to stop, while no token comes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What one answer cost; ``ttft_s`` is to its first token, ``decode_s`` from there on."""
+    """The cost of one answer; ``ttft_s`` is to its first token, ``decode_s`` from there on."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -53,8 +53,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A conversation without its model: files of pictures that messages show, and of those that
-    wait for the next one."""
+    """A conversation without its model, with the files of pictures: ``shown`` in messages, and
+    ``waiting`` for the next one."""
 
     messages: list[dict[str, Any]]
     turns: list[Turn]
@@ -63,11 +63,10 @@ class Said:
 
 
 class Conversation:
-    """Messages so far, and answers to new ones. Later turns reuse what the engine cached of
-    earlier ones.
+    """Messages and answers. Later turns use the prefix cache of earlier ones.
 
-    ``stops`` end an answer and are no part of it. ``known_tokens`` are the positions that the model
-    knows, None for no limit.
+    ``stops`` end an answer and are not part of it. ``known_tokens`` are the positions that the
+    model knows, None for no limit.
     """
 
     def __init__(
@@ -95,27 +94,23 @@ class Conversation:
         marks = HARMONY_MARKS if self._is_harmony else ()
         self._shown = tokenizer.convert_tokens_to_ids(list(marks))
         self._reader = reader
-        self.messages: list[dict[str, Any]] = []
-        self.turns: list[Turn] = []
-        self.num_generated = 0  # tokens of all answers, also of one that is being made
-        self._pictures: list[Picture] = []  # of all messages, in their order
-        self._waiting: list[tuple[str, Picture]] = []
+        self.num_generated = 0  # tokens of all answers, also of the current one
         self.reset()
 
     def reset(self) -> None:
-        self.messages = []
-        if self._system is not None:
-            self.messages.append({"role": "system", "content": self._system})
-        self.turns = []
-        self._pictures.clear()
-        self._waiting.clear()
+        """Forgets all messages but the system message."""
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.messages: list[dict[str, Any]] = [*system]
+        self.turns: list[Turn] = []
+        self._pictures: list[Picture] = []  # of all messages, in their order
+        self._waiting: list[tuple[str, Picture]] = []
 
     def show(self, file: str) -> None:
         """Puts a picture before the text of the next message.
 
         Raises:
-            ValueError: the model takes none, or the file is none.
-            OSError: it cannot be read.
+            ValueError: the model takes no pictures, or the file is not a picture.
+            OSError: the file cannot be read.
         """
         if self._reader is None:
             raise ValueError("this model takes no pictures")
@@ -124,11 +119,11 @@ class Conversation:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine answers nothing more."""
+        """Whether the engine takes no more requests."""
         return not self._engine.is_open
 
     def expert_stats(self) -> RuntimeStats:
-        """What experts have cost, in all processes of a divided model."""
+        """Statistics of experts, in all processes of a divided model."""
         return self._engine.statistics().experts
 
     @property
@@ -139,19 +134,19 @@ class Conversation:
         return Said([*self.messages], [*self.turns], shown, [file for file, _ in self._waiting])
 
     def go_on_from(self, said: Said, pictures: Sequence[Picture]) -> None:
-        """Takes what was said to another model; ``pictures`` are those of its files, shown ones
-        first, as this model has them."""
+        """Continues a conversation with another model; ``pictures`` are this model's of its files,
+        shown ones first."""
         self.messages, self.turns = [*said.messages], [*said.turns]
         self._pictures = [*pictures[: len(said.shown)]]
         self._waiting = [*zip(said.waiting, pictures[len(said.shown) :], strict=True)]
 
     def undo(self) -> bool:
-        """Takes the last message and its answer back; gives whether there was one."""
+        """Removes the last message and its answer; returns whether there was one."""
         if not self.turns:
             return False
         content = self.messages[-2]["content"]
         if isinstance(content, list):
-            del self._pictures[1 - len(content) :]  # all its parts but the text
+            del self._pictures[1 - len(content) :]  # all parts but the text
         del self.messages[-2:]
         self.turns.pop()
         return True
@@ -159,15 +154,13 @@ class Conversation:
     def ask(
         self, text: str, on_text: Callable[[str], None], is_stopped: Callable[[], bool]
     ) -> Turn:
-        """Answers a message, which is remembered with its answer; one that was stopped too.
+        """Answers a message and keeps both, also if the answer was stopped.
 
-        ``on_text`` gets each piece of the answer; the analysis of gpt-oss is shown and not
-        remembered.
+        ``on_text`` gets each piece of the answer, and the analysis of gpt-oss, which is not kept.
 
         Raises:
             ValueError: the conversation is too long, or the message is no text.
-            MoERuntimeError: the chat template refuses it, or the model failed; nothing is
-                remembered.
+            MoERuntimeError: the chat template refuses it, or the model failed; nothing is kept.
         """
         text.encode()  # half a surrogate pair is no text
         content: Any = text

@@ -1,4 +1,4 @@
-"""Sequences that decode in rows on a GPU, where a step is recorded once and replayed."""
+"""Decoding in rows on a GPU: a step is recorded once and replayed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_runtime.serving.requests import EngineOptions
 from moe_runtime.serving.scheduling import Failure, Scheduler, Sequence
 
 LEAST_TOKENS = 64
-"""Places of a row; shorter ones are not worth their memory."""
+"""Tokens of the shortest row that is worth its memory."""
 
 
 class InRow(DynamicCache):
-    """Replaces the cache of a sequence while its keys and values are in a row."""
+    """The cache of a sequence while its keys and values are in a row."""
 
     def __init__(self, row: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class InRow(DynamicCache):
 
 
 def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
-    """Rows, and places of each, that take half of the memory for tokens; none if too short."""
+    """Number of rows, and tokens of each, in half of the memory for tokens; none if too short."""
     num_rows = min(options.decode_rows, options.most_running, capacity // 2 // LEAST_TOKENS)
     # exact bits must not depend on the order of arrival
     if not num_rows or (options.exact and num_rows < options.most_running):
@@ -37,13 +37,12 @@ def size_of_rows(options: EngineOptions, capacity: int) -> tuple[int, int]:
 class RowDecoding:
     """Rows for sequences that decode, with room of their own in the account.
 
-    A sequence whose prompt was read gets a row if one is free, and gives its own room back. It
-    stays until it ends, loses its cache, or outgrows the row. Those in rows decode in one pass, the
-    first rows without a gap.
+    A sequence whose prompt was read gets a free row and gives its own room back. It stays until it
+    ends, loses its cache, or outgrows the row. Sequences in rows decode in one pass, and take the
+    first rows without a gap. Memory is allocated for the first sequence.
     """
 
     def __init__(self, passes: ModelPasses, scheduler: Scheduler, options: EngineOptions) -> None:
-        """Reserves the room; memory is allocated for the first sequence."""
         self._passes, self._scheduler, self._account = passes, scheduler, scheduler.account
         self._exact = options.exact
         self._num_rows = self._num_tokens = 0
@@ -60,7 +59,7 @@ class RowDecoding:
 
     @property
     def most_request_tokens(self) -> int:
-        """Tokens that a request may have: rows make way for one, unless bits depend on them."""
+        """Tokens that a request may have. Rows make room for it, unless bits depend on them."""
         left = self._account.capacity - (self.room if self._exact else 0)
         return left // PIECE * PIECE
 
@@ -75,9 +74,9 @@ class RowDecoding:
         self._account.release(self)
 
     def divide(self) -> tuple[list[list[Sequence]], list[Sequence]]:
-        """Gives decoding sequences a row, as far as rows are free, or room for one token more.
+        """Gives decoding sequences a free row or room for one more token.
 
-        Returns those in rows, by pass, and the others.
+        Returns the sequences in rows, by pass, and the others.
         """
         waiting = self._scheduler.waiting
         if not waiting:
@@ -98,7 +97,7 @@ class RowDecoding:
         return self._groups(), [each for each in others if each.cache is not None]
 
     def take_out(self, sequence: Sequence, *, is_view: bool = False) -> None:
-        """Gives a sequence in a row a cache of its own, or one that is a view of the row."""
+        """Gives a sequence in a row its own cache, or one that is a view of the row."""
         if isinstance(sequence.cache, InRow):
             assert self._memory is not None
             cache = self._passes.new_cache()
@@ -129,7 +128,7 @@ class RowDecoding:
             self._account.reserve(self, self._num_rows * self._num_tokens)
 
     def _make_way(self, num_tokens: int) -> None:
-        """Gives the room back for a waiting sequence that needs more than is left besides."""
+        """Gives the rows up for a waiting sequence that needs their room."""
         if num_tokens > self._account.capacity - self.room:
             self._tidy()
             for sequence, _ in self._held:
@@ -146,7 +145,7 @@ class RowDecoding:
             if self._may_enter(sequence):
                 with Failure():  # it stays in its own cache
                     self._enter(sequence)
-                if self._memory is None:  # there was none
+                if self._memory is None:  # out of memory
                     self._num_rows = 0
                     self.close()
 
@@ -158,7 +157,7 @@ class RowDecoding:
         return [together] if together else []
 
     def _tidy(self) -> None:
-        """Frees the rows of sequences that left; the last ones move into their places."""
+        """Frees the rows of sequences that left, and moves the last rows into them."""
         for row in reversed(range(len(self._held))):
             sequence, own = self._held[row]
             if sequence.cache is own:

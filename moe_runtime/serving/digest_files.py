@@ -1,4 +1,4 @@
-"""Small pieces of data on the disk, named by digests, in a folder of a limited size."""
+"""Small files, named by digests, in a folder of limited size."""
 
 from __future__ import annotations
 
@@ -26,31 +26,29 @@ from moe_runtime.files import (
 )
 
 DIGEST_BYTES = 32
-"""Of the digests that name files."""
 SUM_BYTES = 16
 _DISK_BLOCK = 4096
-"""Files take a multiple of so many bytes of a disk."""
+"""A file takes a multiple of this on disk."""
 _SHARE = 16
-"""A sixteenth of the room is made where there is none left."""
+"""A full folder frees a sixteenth of its room at once."""
 _COUNT = "bytes"
-"""The file that says how much all the others take."""
+"""The file with the total size of all others."""
 _MOST_DIGITS = 20
 _LOCK_TRIALS, _LOCK_TRIAL_S = 20, 0.01
 _OURS = re.compile(rf"[0-9a-f]{{64}}(\.[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)})?")
 
 
 class DigestFiles:
-    """Files that are named by digests, up to ``most_bytes`` of all that lie in a folder.
+    """Files named by digests in a folder of at most ``most_bytes``; ``what`` names their content.
 
-    Several processes and threads may use the folder: a file is whole or absent, and a damaged one
-    is removed. The files used longest ago give way.
+    Several processes and threads may use the folder: a file is whole or absent, and a damaged file
+    is removed. The least recently used files are evicted.
 
     Raises:
         ValueError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, most_bytes: int, what: str) -> None:
-        """``what`` they hold, for a warning."""
         self.folder = folder
         self.num_failures = 0
         self._most_bytes = most_bytes
@@ -60,7 +58,7 @@ class DigestFiles:
         except OSError as error:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
         try:
-            self._take_place(0)  # the files may be from a time of a larger size
+            self._take_room(0)  # the limit may have been larger before
         except OSError as error:
             self.failed(error)
 
@@ -73,10 +71,9 @@ class DigestFiles:
             warnings.warn(message, MoERuntimeWarning, stacklevel=3)
 
     def read(self, file: Path, size: int | None = None) -> torch.Tensor | None:
-        """The bytes of a file, of a ``size`` that may be known; None where it is absent or memory
-        for it is."""
+        """The bytes of a file, of ``size`` if given; None if it is absent, or memory is short."""
         try:
-            # what is no regular file must not be waited for
+            # O_NONBLOCK: a pipe must not block
             with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
                 found = os.fstat(source.fileno())
                 num_bytes = found.st_size if size is None else size + SUM_BYTES
@@ -84,7 +81,7 @@ class DigestFiles:
                 is_whole = is_whole and SUM_BYTES <= num_bytes <= self._most_bytes
                 block = torch.empty(num_bytes if is_whole else 0, dtype=torch.uint8)
                 is_whole = is_whole and source.readinto(block.numpy().data) == num_bytes
-        except (OSError, MemoryError, RuntimeError):  # torch lacks memory with a RuntimeError
+        except (OSError, MemoryError, RuntimeError):  # torch out of memory: RuntimeError
             return None
         if is_whole:
             data, expected = block[:-SUM_BYTES], block[-SUM_BYTES:]
@@ -95,22 +92,22 @@ class DigestFiles:
         return None
 
     def write(self, file: Path, data: bytes | memoryview) -> None:
-        """Writes a file, which is renamed when it is whole. A sum tells what a power cut left.
+        """Writes a file and renames it when it is whole; a checksum detects power cuts.
 
         Raises:
-            OSError: it is not written, as one that is larger than all may be.
+            OSError: it is not written, for example because it is larger than the folder's limit.
         """
         num_bytes = on_disk(len(data))
         if num_bytes > self._most_bytes:
             raise OSError(errno.EFBIG, "a file is larger than --prefix-disk")
         try:
-            self._take_place(num_bytes)
+            self._take_room(num_bytes)
         except FileNotFoundError:  # another process emptied the cache
             self._make_folder()
-            self._take_place(num_bytes)
+            self._take_room(num_bytes)
         partial = partial_name(file)
         try:
-            with new_held(partial, 0o600) as target:  # or others that make room would remove it
+            with new_held(partial, 0o600) as target:  # held: others must not remove it
                 for part in (memoryview(data), memoryview(_sum(file, data))):
                     _write_all(target.fileno(), part)
                 os.replace(partial, file)
@@ -119,18 +116,17 @@ class DigestFiles:
             raise
 
     def use(self, path: Sequence[Path]) -> None:
-        """The last block first, so that beginnings stay longest."""
+        """Notes a use of files, the last first, so that beginnings stay longest."""
         for file in reversed(path):
             with contextlib.suppress(OSError):
-                _set_time(file)
+                os.utime(file)
 
     def _make_folder(self) -> None:
         make_folders(self.folder)
-        os.chmod(self.folder, 0o700)  # they tell what was asked
+        os.chmod(self.folder, 0o700)  # the files reveal requests
 
-    def _take_place(self, num_bytes: int) -> None:
-        """Counts one file more, or none but what lies there; all processes add to the same number,
-        one at a time."""
+    def _take_room(self, num_bytes: int) -> None:
+        """Adds a file to the total size, which all processes share, and evicts others if needed."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with open(os.open(self.folder / _COUNT, flags, 0o600), "r+b", buffering=0) as count:
             if not stat.S_ISREG(os.fstat(count.fileno()).st_mode):
@@ -139,20 +135,20 @@ class DigestFiles:
             written = count.read(_MOST_DIGITS)
             total = int(written) if written.isdigit() else self._most_bytes + 1
             if total + num_bytes > self._most_bytes:
-                # more than one, since looking at all of them takes a while
+                # listing the folder takes long, so several files are evicted at once
                 spare = max(self._most_bytes // _SHARE, num_bytes)
                 total = self._remove_down_to(self._most_bytes - spare)
             os.pwrite(count.fileno(), b"%0*d" % (_MOST_DIGITS, total + num_bytes), 0)
 
     def _remove_down_to(self, limit: int) -> int:
-        """Removes what was used longest ago; gives the bytes on the disk that are left."""
+        """Removes the least recently used files; returns the bytes on disk that are left."""
         files: list[tuple[int, int, str]] = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):  # another process removed it
                         found = entry.stat(follow_symlinks=False)
-                        size = -(-found.st_size // _DISK_BLOCK) * _DISK_BLOCK
+                        size = on_disk(found.st_size - SUM_BYTES)
                         files.append((found.st_mtime_ns, size, entry.path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
@@ -169,16 +165,12 @@ class DigestFiles:
 
 
 def on_disk(num_bytes: int) -> int:
-    """Bytes that a file takes, with its sum."""
+    """Bytes on disk of a file with ``num_bytes`` and its checksum."""
     return -(-(num_bytes + SUM_BYTES) // _DISK_BLOCK) * _DISK_BLOCK
 
 
-def _set_time(file: Path) -> None:
-    os.utime(file)
-
-
 def _lock(descriptor: int) -> None:
-    """Waits a moment for other processes; one that is stopped may hold the lock for ever."""
+    """Waits briefly for other processes; a stopped process may hold the lock for ever."""
     for _ in range(_LOCK_TRIALS):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

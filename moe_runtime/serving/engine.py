@@ -9,8 +9,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
+from moe_runtime.inference.pictures import Positions
 from moe_runtime.inference.routing_replay import RoutingOfPass
 from moe_runtime.inference.sequence_cache import bring_back, own_states, set_room, take_out
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
@@ -51,8 +51,7 @@ from moe_runtime.serving.scheduling import (
 
 
 class Turns:
-    """Lets one engine at a time compute, first come first served, so that models share cores
-    fairly."""
+    """Lets one engine compute at a time, first come first served: models share cores fairly."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -77,16 +76,16 @@ class Turns:
         return self._num_asked - self._num_ended > 1
 
 
-class Engine:
+class Engine(contextlib.AbstractContextManager["Engine"]):
     """Answers requests with a model; a context manager that closes itself.
 
     A step computes one more token for each sequence whose prompt was read, and some tokens of
-    prompts, in one forward pass where the model allows it. The model stays the caller's. Where its
-    experts are divided among processes, this is the first one's; see `serving.following`.
+    prompts, in one forward pass where the model allows it. The model stays the caller's. If
+    processes divide its experts, this engine is for the first one; see `serving.following`.
 
     Attributes:
         most_request_tokens: tokens that a request may have, prompt and answer together.
-        failure: what ended the steps of several processes.
+        failure: the error that ended the steps of several processes.
     """
 
     _is_leading = True
@@ -106,18 +105,18 @@ class Engine:
         Args:
             model: a causal language model, from ``load`` or of transformers.
             options: how work is divided.
-            max_tokens: tokens of all sequences and kept prefixes together; when omitted, as many as
+            max_tokens: room for all sequences and kept prefixes; if omitted, the tokens that
                 ``load`` reserved memory for.
             turns: shared by the engines of several models, which then compute one at a time.
-            adapters: that requests may name.
-            prefix_disk: where prefixes of requests without an adapter are kept too.
+            adapters: LoRA adapters that requests may name.
+            prefix_disk: also keeps prefixes of requests without an adapter on disk.
 
         Raises:
-            UnsupportedModelError: the model is none that generates text from tokens alone, or keeps
-                no prefixes for ``prefix_disk``.
-            ValueError: ``max_tokens`` is more than memory is reserved for, or too few;
-                ``prefix_disk`` has no room, or its folder cannot be made; the model is divided
-                among processes and this is not the first one, or one is given what they lack.
+            UnsupportedModelError: the model does not generate text from tokens alone, or keeps no
+                prefixes for ``prefix_disk``.
+            ValueError: ``max_tokens`` exceeds the reserved memory or is too small; ``prefix_disk``
+                has no room, or its folder cannot be made; processes divide the model, and this is
+                not the first one or they do not support an argument.
             RankFailureError: the processes would not take the same steps.
         """
         self._plans = Plans.of(model)
@@ -144,9 +143,11 @@ class Engine:
                 self._account, self._passes, exact=self._options.exact, disk=prefix_disk
             )
             passed = capacity if pieces is None else min(capacity, pieces.most_tokens)
-            self._most_logprobs = rows_of_logits(
-                model.config, model.dtype, passed, model.moe.facts.signature.top_k
-            )
+            # rows of fp32 logits that fit, with their activations, into those of a pass
+            top_k, config = model.moe.facts.signature.top_k, model.config
+            activations = activation_bytes_per_token(config, model.dtype, top_k)
+            logits = 4 * config.get_text_config().vocab_size
+            self._most_logprobs = max(4, passed * activations // (activations + logits))
             self._sizes = StepSizes(self._options.prompt_tokens, self._options.max_slowdown)
             self._scheduler = Scheduler(
                 self._account,
@@ -168,7 +169,7 @@ class Engine:
             undo.pop_all()
         self._changed = threading.Condition()
         self._arrived: deque[Sequence] = deque()
-        self._awaited: list[Arrival[Filled]] = []
+        self._awaited: list[Arrival] = []
         self._num_requests = self._beside_tokens = 0
         self._known = self._state()
         self._is_open, self._is_closed = self._is_leading, False
@@ -182,21 +183,16 @@ class Engine:
         """Takes a request; from any thread.
 
         Args:
-            on_event: called from the engine's thread with each event, `Finished` last, whatever
-                happens. It must return soon and not raise: it holds up all requests.
+            on_event: called from the engine's thread with each event; `Finished` always comes
+                last. It must return soon and not raise: it holds up all requests.
 
         Raises:
-            QueueFullError: as many requests wait as may.
+            QueueFullError: the queue is full.
             RequestTooLongError: it needs more tokens than ``most_request_tokens``.
             EngineClosedError: the engine drains or is closed.
-            ValueError: a token is none of the model's vocabulary.
+            ValueError: a token is not in the model's vocabulary.
         """
-        check_request(
-            request,
-            most_tokens=self.most_request_tokens,
-            most_room=self._rows.most_request_tokens,
-            vocab_size=self._passes.vocab_size,
-        )
+        self._check(request)
         if self._plans is not None:
             self._plans.check(request)
         with self._changed:
@@ -214,6 +210,21 @@ class Engine:
             self._changed.notify_all()
         return EngineHandle(self, sequence)
 
+    def _check(self, request: GenerationRequest) -> None:
+        num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
+        most, vocab_size = self.most_request_tokens, self._passes.vocab_size
+        # the engine computes one token more after a prompt, which is not shown
+        if num_prompt + num_new > most or num_prompt >= self._rows.most_request_tokens:
+            raise RequestTooLongError(
+                f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
+                f"but the maximum context length is {most} tokens",
+                num_tokens=num_prompt + num_new,
+                most_tokens=most,
+            )
+        for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
+
     def _sequence_of(self, request: GenerationRequest, on_event: OnEvent, number: int) -> Sequence:
         root = f"{self._adapters.number(request.adapter)} {request.prefix_owner}"
         # several rows of an adapter's products have other bits than one
@@ -224,7 +235,7 @@ class Engine:
         return Sequence(request, on_event, number, root, is_apart=is_apart)
 
     def add_adapter(self, name: str, folder: AdapterFolder) -> None:
-        """Takes an adapter that requests may name from now on; from any thread.
+        """Adds an adapter that requests may name; from any thread.
 
         Raises:
             UnsupportedModelError, CheckpointError: it is not for this model.
@@ -238,14 +249,22 @@ class Engine:
         return self._is_open
 
     def statistics(self) -> EngineStatistics:
-        """Of experts, what all processes did: sums, and the longest of the times."""
-        account, counts = self._account, self._counts
-        if self._plans is not None:
+        """Counts so far. Counts of experts are sums over all processes, times the longest."""
+        account, counts, plans = self._account, self._counts, self._plans
+        if plans is not None:
             with self._changed:  # the others report when the last step is over
-                self._changed.wait_for(self._is_settled, 2 * BEAT_S)
+                self._changed.wait_for(
+                    lambda: (
+                        plans.is_resting
+                        or self._has_work()
+                        or self._is_closed
+                        or self.failure is not None
+                    ),
+                    2 * BEAT_S,
+                )
         experts = self._model.moe.stats()
-        if self._plans is not None:
-            experts = self._plans.of_all(experts)
+        if plans is not None:
+            experts = plans.of_all(experts)
         return EngineStatistics(
             running=len(self._scheduler.running),
             waiting=self._num_waiting(),
@@ -267,15 +286,14 @@ class Engine:
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Refuses new requests and waits for those that were taken; gives whether all ended within
-        the time."""
+        """Refuses new requests and waits for the others; returns whether all ended in time."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._has_work(), timeout_s)
 
     def close(self) -> None:
-        """Cancels what has not ended, and ends the thread; the model stays open."""
+        """Cancels unfinished requests and ends the thread; the model stays open."""
         with self._changed:
             self._is_open, self._is_closed = False, True
             self._changed.notify_all()
@@ -290,15 +308,7 @@ class Engine:
         self._scheduler.check(self._rows.room)
         self._adapters.check()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _num_waiting(self) -> int:
@@ -306,10 +316,6 @@ class Engine:
 
     def _has_work(self) -> bool:
         return bool(self._arrived or self._scheduler.waiting or self._scheduler.running)
-
-    def _is_settled(self) -> bool:
-        is_resting = self._plans is None or self._plans.is_resting
-        return is_resting or self._has_work() or self._is_closed or self.failure is not None
 
     def _run(self) -> None:
         try:
@@ -340,11 +346,14 @@ class Engine:
             awaited, self._awaited = self._awaited, []
             self._changed.wait_for(lambda: self._is_closed or self._has_news(awaited))
             while self._arrived:
-                self._add(self._arrived.popleft())
+                sequence = self._arrived.popleft()
+                self._scheduler.add(sequence)
+                if self._plans is not None:
+                    self._plans.take(sequence.number, sequence.request)
             return not self._is_closed
 
     def _is_called(self) -> bool:
-        """Waits for work, or the end; with other processes only until they must hear of this."""
+        """Waits for work or the end, at most until other processes must hear from this one."""
         limit_s = None
         if self._plans is not None:
             limit_s = BEAT_S if self._plans.is_resting else 0
@@ -353,13 +362,18 @@ class Engine:
                 self._changed.notify_all()
             return self._changed.wait_for(lambda: self._is_closed or self._has_work(), limit_s)
 
-    def _has_news(self, awaited: list[Arrival[Filled]]) -> bool:
-        """Whether a step can do more than the last one, which only waited."""
+    def _has_news(self, awaited: list[Arrival]) -> bool:
+        """Whether a step has something to do; the last one only waited for reads."""
         known = (*self._scheduler.running, *self._scheduler.waiting)
         is_cancelled = any(sequence.is_cancelled for sequence in known)
-        return not awaited or bool(self._arrived) or is_cancelled or any(a.is_done for a in awaited)
+        return (
+            not awaited
+            or bool(self._arrived)
+            or is_cancelled
+            or any(a.future.done() for a in awaited)
+        )
 
-    def _notify(self) -> None:
+    def _notify(self, _: object = None) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -375,16 +389,10 @@ class Engine:
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             self._finish(sequence, Finished(reason, message), keeps=False)
         self._rows.close()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _add(self, sequence: Sequence) -> None:
-        self._scheduler.add(sequence)
-        if self._plans is not None:
-            self._plans.take(sequence.number, sequence.request)
+        self._notify()
 
     def _state(self) -> int:
-        """A checksum by which processes see that they know the same."""
+        """A checksum that is equal in all processes."""
         account, scheduler = self._account, self._scheduler
         known = [(one.number, one.num_computed, len(one.tokens)) for one in scheduler.running]
         waiting = (one.number for one in scheduler.waiting)
@@ -403,7 +411,7 @@ class Engine:
             self._known = self._state()
 
     def _compute(self, cancelled: Iterable[Sequence]) -> None:
-        """A step, after the end of sequences that were cancelled."""
+        """Finishes cancelled sequences and takes a step."""
         for sequence in cancelled:
             self._finish(sequence, Finished("cancelled"))
         look_up, is_held = self._prefixes.look_up, self._prefixes.are_coming
@@ -413,10 +421,10 @@ class Engine:
             if failure.has_failed:
                 self._finish(sequence, failure.finished)
         for sequence in [*self._scheduler.running]:
-            if sequence.arrival is None or not sequence.arrival.is_done:
+            if sequence.arrival is None or not sequence.arrival.future.done():
                 continue
             with self._catching() as failure:
-                self._begin(sequence, sequence.arrival.result())
+                self._begin(sequence, sequence.arrival.future.result())
             if failure.has_failed:
                 self._finish(sequence, failure.finished)
         in_rows, decoding = self._rows.divide()
@@ -443,7 +451,7 @@ class Engine:
                 self._pass(together, lambda: self._passes.read(together))
 
     def _decode(self, group: list[Sequence]) -> None:
-        """One token more of each, and those drafted tokens that are right."""
+        """Computes one more token of each, and the drafted tokens that are right."""
         drafts = self._drafts
         if drafts is None or drafts.has_ended or any(one.drafter is None for one in group):
             self._pass(_one_each(group), lambda: self._passes.decode(group))
@@ -453,7 +461,11 @@ class Engine:
 
     def _decode_drafted(self, group: list[Sequence]) -> None:
         drafts = self._drafts
-        offers = [self._offer(sequence) for sequence in group]
+        offers: list[Offer] = []
+        for sequence in group:
+            left = sequence.request.max_new_tokens - len(sequence.answer)
+            assert sequence.drafter is not None
+            offers.append(sequence.drafter.offer(max(min(drafts.control.most_rows, left) - 1, 0)))
 
         def has_room(index: int, count: int) -> bool:
             return self._account.reserve(group[index], group[index].num_computed + 1 + count)
@@ -487,7 +499,7 @@ class Engine:
     def _shown(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits of a pass that drafters see, before that of another thread."""
+        """Logits of a pass; drafters see it before another thread's pass."""
         if self._drafts is None:
             return self._routed(chosen, compute)
         with self._drafts.turn:
@@ -500,7 +512,7 @@ class Engine:
     def _routed(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Logits of a pass, the experts of whose tokens are told to those who asked for them."""
+        """Logits of a pass; sequences that ask for it get the experts of their tokens."""
         if not any(sequence.request.returns_routing for sequence, _ in chosen):
             return compute()
         steps = self._model._steps
@@ -514,16 +526,8 @@ class Engine:
             first += num_new
         return logits
 
-    def _offer(self, sequence: Sequence) -> Offer:
-        """What may be verified with a sequence's next token."""
-        most = min(
-            self._drafts.control.most_rows, sequence.request.max_new_tokens - len(sequence.answer)
-        )
-        assert sequence.drafter is not None
-        return sequence.drafter.offer(max(most - 1, 0))
-
     def _advance_over(self, sequence: Sequence, draft: list[int], logits_RV: torch.Tensor) -> int:
-        """Goes on by one token, and by drafted ones while the sampler chooses them too."""
+        """Advances by one token, and by drafted ones while the sampler chooses them too."""
         cache, num_right = sequence.cache, 0
         assert cache is not None
         take_out(cache, len(draft))
@@ -538,7 +542,7 @@ class Engine:
         return num_right
 
     def _prompt_sizes(self, is_beside: bool) -> tuple[int, int]:
-        """Most tokens of prompts in a pass, and most whose log-probabilities are asked for."""
+        """Most prompt tokens in a pass, and most of them with log-probabilities."""
         if not self._passes.reads_in_pieces:
             return self._account.capacity, self._account.capacity
         options = self._options
@@ -553,7 +557,8 @@ class Engine:
         if sequence.sampler is None:
             sequence.sampler = Sampler(sequence.request)
             self._counts["prompt_tokens"] += len(sequence.tokens)
-            sequence.positions = self._passes.positions_of(sequence.request)
+            request = sequence.request
+            sequence.positions = Positions.of(self._model, request.prompt_ids, request.pictures)
         is_plain = sequence.request.adapter is None and not sequence.request.pictures
         if self._drafts is not None and is_plain and sequence.drafter is None:
             drafter = sequence.drafter = self._drafts.source.new()
@@ -570,15 +575,15 @@ class Engine:
                 return self._prefixes.read(sequence, filled, is_dropped)
 
         sequence.arrival = Arrival(self._threads, read)
-        sequence.arrival.call_when_done(self._notify)
+        sequence.arrival.future.add_done_callback(self._notify)
 
     def _begin(self, sequence: Sequence, filled: Filled) -> None:
-        """A sequence goes on after what its cache was filled with."""
+        """Starts a sequence after the tokens in its cache."""
         self._prefixes.begin(sequence, filled)
         num_prompt, num_found = len(sequence.request.prompt_ids), filled.num_cached
         read_end = num_prompt if self._options.exact else len(sequence.tokens)
         if num_prompt <= num_found == len(sequence.tokens) - 1:
-            read_end = num_found  # it decodes, as when it left
+            read_end = num_found  # it decodes, as before it was preempted
         sequence.start(filled.cache, num_found, read_end)
         sequence.room = filled.room if num_found else 0
         self._counts["prefix_hit_tokens"] += min(num_found, num_prompt)
@@ -611,7 +616,7 @@ class Engine:
     def _add_logprobs(
         self, sequence: Sequence, num_new: int, logits_RV: torch.Tensor | None
     ) -> Finished | None:
-        """Log-probabilities of the tokens of a prompt; gives how the answer ends, if they fail."""
+        """Adds log-probabilities of prompt tokens; returns the answer's end if they fail."""
         assert logits_RV is not None
         with Failure() as failure:
             add_logprobs(sequence, num_new, logits_RV)
@@ -621,7 +626,7 @@ class Engine:
         return failed
 
     def _catching(self) -> Failure:
-        """What one process catches, several cannot: the others have computed something else."""
+        """Catches errors in one process. In several it cannot: the others had no error."""
         return Failure(is_fatal=self._plans is not None)
 
     def _advance(self, sequence: Sequence, num_new: int, logits_V: torch.Tensor | None) -> None:
@@ -654,7 +659,7 @@ class Engine:
             self._finish(sequence, finished)
 
     def _add_token(self, sequence: Sequence, logits_V: torch.Tensor | None) -> Finished | None:
-        """An answer is one token longer; gives how it ends, if it does."""
+        """Chooses the next token; returns the answer's end if it ends with it."""
         assert sequence.sampler is not None
         assert logits_V is not None
         token: NewToken | None = None
@@ -673,7 +678,7 @@ class Engine:
         return finished
 
     def _fail(self, sequences: list[Sequence], finished: Finished) -> None:
-        """A pass failed: it was one sequence's, or each tries again alone."""
+        """After a failed pass: a single sequence ends, several try again alone."""
         self._sizes.ignore_step()
         for sequence in sequences:
             self._prefixes.forget_cuts(sequence)
@@ -691,7 +696,7 @@ class Engine:
                 self._prefixes.take_over(sequence, lambda: self._account.release(sequence))
         self._scheduler.remove(sequence)
         self._prefixes.forget(sequence)
-        self._passes.requests.end(sequence.number)
+        self._passes.end_request(sequence.number)
         self._finished[finished.reason] += 1
         sequence.finish(finished)
 
@@ -701,7 +706,7 @@ def _one_each(sequences: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
 
 
 def _within_pass(options: EngineOptions, pieces: Any) -> EngineOptions:
-    """Options whose steps have as many tokens as memory for activations is set aside for."""
+    """The options with steps that fit into the memory for activations."""
     if pieces is None:
         return options
     names = ("prompt_tokens", "idle_prompt_tokens")
@@ -723,38 +728,13 @@ def capacity_of(model: Any, max_tokens: int | None) -> int:
     return int(found)
 
 
-def check_request(
-    request: GenerationRequest, *, most_tokens: int, most_room: int, vocab_size: int
-) -> None:
-    num_prompt, num_new = len(request.prompt_ids), request.max_new_tokens
-    # the engine also computes what follows a prompt: one token more, which is not shown
-    if num_prompt + num_new > most_tokens or num_prompt >= most_room:
-        raise RequestTooLongError(
-            f"the prompt has {num_prompt} tokens and needs room for {max(num_new, 1)} more, "
-            f"but the maximum context length is {most_tokens} tokens",
-            num_tokens=num_prompt + num_new,
-            most_tokens=most_tokens,
-        )
-    for token in (*request.prompt_ids, *request.sampling.logit_bias, *request.stop_ids):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
-
-
-def rows_of_logits(config: Any, dtype: torch.dtype, num_tokens: int, top_k: int) -> int:
-    """Rows of fp32 logits that fit, with activations, into those of so many tokens; at least
-    four."""
-    activations = activation_bytes_per_token(config, dtype, top_k)
-    logits = 4 * config.get_text_config().vocab_size
-    return max(4, num_tokens * activations // (activations + logits))
-
-
 class EngineHandle:
     def __init__(self, engine: Engine, sequence: Sequence) -> None:
         self._engine = engine
         self._sequence = sequence
 
     def cancel(self) -> None:
-        """Ends it between two steps; nothing happens if it has ended. From any thread."""
+        """Ends the request between two steps, if it has not ended; from any thread."""
         with self._engine._changed:
             self._sequence.is_cancelled = True
             self._engine._changed.notify_all()

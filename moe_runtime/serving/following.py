@@ -25,47 +25,46 @@ def follow(model: Any, **options: Any) -> None:
     Raises:
         RankFailureError: another process died, stalled, or does something else.
     """
-    with Follower(model, **options) as engine:
+    with (engine := Follower(model, **options)):
         engine.join()
 
 
 class Follower(Engine):
-    """Knows what the first process's engine knows, a step later: which tokens it chose, the next
-    plan says."""
+    """Has the state of the first process's engine, a step later: the next plan has its tokens."""
 
     _is_leading = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         self._computed: list[list[tuple[Sequence, int]]] = []
-        self._told: deque[tuple[int, FinishReason | None]] = deque()
+        self._chosen: deque[tuple[int, FinishReason | None]] = deque()
         super().__init__(model, **options)
 
     def join(self) -> None:
-        """Returns when the first process's engine was closed; raises what went wrong before."""
+        """Waits until the first process's engine is closed; raises this process's failure."""
         self._thread.join()
         if self.failure is not None:
             raise self.failure
 
     def close(self) -> None:
-        """Ends nothing that the first process has not ended."""
+        """Frees threads and the model; the first process ends the steps."""
         self._threads.shutdown()
         self._passes.close()
 
     def _work(self) -> None:
         assert self._plans is not None
         while (plan := self._plans.receive(self._model.moe.stats)).kind != "end":
-            self._settle(plan)
+            self._end_step(plan)
             if plan.kind == "step":
                 self._begin_step(plan)
         self._is_closed = True
 
-    def _settle(self, plan: Plan) -> None:
-        """Ends the step before, with the tokens that were chosen."""
-        self._told.extend(plan.chosen)
+    def _end_step(self, plan: Plan) -> None:
+        """Ends the last step with the tokens that the first process chose."""
+        self._chosen.extend(plan.chosen)
         computed, self._computed = self._computed, []
         for chosen in computed:
             self._end_pass(chosen, None)
-        if self._told or plan.state != self._state():
+        if self._chosen or plan.state != self._state():
             raise self._disagreement()
 
     def _disagreement(self) -> RankFailureError:
@@ -92,7 +91,7 @@ class Follower(Engine):
         self._computed.append(chosen)
 
     def _add_token(self, sequence: Sequence, logits_V: torch.Tensor | None) -> Finished | None:
-        token, ending = self._next_told()
+        token, ending = self._next_chosen()
         if ending != "error":
             self._counts["generated_tokens"] += 1
             sequence.add(NewToken(token))
@@ -101,10 +100,10 @@ class Follower(Engine):
     def _add_logprobs(
         self, sequence: Sequence, num_new: int, logits_RV: torch.Tensor | None
     ) -> Finished | None:
-        _, ending = self._next_told()
+        _, ending = self._next_chosen()
         return None if ending is None else Finished(ending)
 
-    def _next_told(self) -> tuple[int, FinishReason | None]:
-        if not self._told:
+    def _next_chosen(self) -> tuple[int, FinishReason | None]:
+        if not self._chosen:
             raise self._disagreement()
-        return self._told.popleft()
+        return self._chosen.popleft()

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 PIECE = 16
-"""Sequences get room for a multiple of so many tokens."""
+"""The room of a sequence is a multiple of this many tokens."""
 SLACK_SHARE = 16
-"""A sequence that grows gets room for a sixteenth of its tokens beyond, while memory is free."""
+"""A growing sequence gets room for a sixteenth more tokens, while memory is free."""
 _DIGEST_BYTES = 16
 _STATE = b"state"
-"""After the digest of a block: what is kept of the state after it."""
+"""The digest of a block and this name the state after the block."""
 
 T = TypeVar("T")
 
@@ -33,8 +33,8 @@ def digests_of(
     *,
     with_rest: bool = False,
 ) -> Iterator[bytes]:
-    """Of the whole blocks of some tokens, each with all before it; ``digest`` comes first. With the
-    rest, also of the tokens after them."""
+    """Digests of whole blocks, each with all tokens before it; ``digest`` comes first. With the
+    rest, also of the tokens after the last whole block."""
     end = len(tokens) if with_rest else len(tokens) - block_tokens + 1
     for first in range(0, end, block_tokens) if block_tokens else ():
         block = array("q", tokens[first : first + block_tokens]).tobytes()
@@ -45,9 +45,9 @@ def digests_of(
 class KVAccount(Generic[T]):
     """Divides room for tokens between sequences and prefixes; sequences take it from prefixes.
 
-    A prefix is known by a digest of all its tokens, block by block, under a key of this account's
-    own. The prefixes used last stay longest, and of one prefix its beginning. Where sequences have
-    states beside their tokens, a prefix ends with a block after which a state is kept.
+    A prefix is found by a digest of all its tokens, block by block, under a key of this account's
+    own. The least recently used blocks are evicted first, and of one prefix its end. If sequences
+    have states, a prefix ends with a block after which a state is kept.
     """
 
     def __init__(
@@ -59,42 +59,36 @@ class KVAccount(Generic[T]):
         block_room: int | None = None,
         state_room: int = 0,
     ) -> None:
-        """Begins empty; blocks of 0 tokens keep no prefix, sequences have room for
-        ``least_tokens``.
+        """Starts empty.
 
-        A kept block takes the room of ``block_room`` tokens, when omitted of its own; a state takes
-        ``state_room``, and without it there are none.
+        Args:
+            capacity: tokens of all sequences and prefixes.
+            block_tokens: tokens of a block; 0 keeps no prefixes.
+            least_tokens: room that each sequence gets.
+            block_room: tokens whose room a block takes; its own if omitted.
+            state_room: tokens whose room a state takes; 0 keeps no states.
         """
         self.capacity = capacity
         self.block_tokens = block_tokens
         self.block_room = block_tokens if block_room is None else block_room
         self.state_room = state_room
-        self._kept_room = 0
+        self.prefix_tokens = 0  # the room that prefixes take
+        self.sequence_tokens = 0
         self._least_tokens = min(least_tokens, capacity // PIECE * PIECE)
         self._rooms: dict[Hashable, int] = {}
-        self._held = 0
         self._secret = secrets.token_bytes(_DIGEST_BYTES)
         self._prefixes: dict[bytes, T] = {}  # blocks and states, the one used longest ago first
 
     @property
-    def sequence_tokens(self) -> int:
-        return self._held
-
-    @property
-    def prefix_tokens(self) -> int:
-        """The room that prefixes take."""
-        return self._kept_room
-
-    @property
     def available(self) -> int:
-        """Tokens that a sequence could get, prefixes being given up for it."""
-        return self.capacity - self._held
+        """Tokens that a sequence could get if prefixes are evicted."""
+        return self.capacity - self.sequence_tokens
 
     def room_of(self, sequence: Hashable) -> int:
         return self._rooms.get(sequence, 0)
 
     def reserve(self, sequence: Hashable, num_tokens: int) -> bool:
-        """Gives a sequence room for so many tokens in all; gives whether it has it now."""
+        """Gives a sequence room for ``num_tokens`` in all; returns whether it has it."""
         held = self._rooms.get(sequence, 0)
         num_tokens = max(num_tokens, self._least_tokens)
         if num_tokens <= held:
@@ -106,14 +100,14 @@ class KVAccount(Generic[T]):
         added = ample if held and ample <= self._free() else least
         self._make_free(added)
         self._rooms[sequence] = held + added
-        self._held += added
+        self.sequence_tokens += added
         return True
 
     def release(self, sequence: Hashable) -> None:
-        self._held -= self._rooms.pop(sequence, 0)
+        self.sequence_tokens -= self._rooms.pop(sequence, 0)
 
     def find(self, tokens: Sequence[int], root: str = "") -> list[T]:
-        """What is kept of the longest known beginning of some tokens, block by block."""
+        """The kept blocks of the longest known beginning of some tokens."""
         path = self._known(tokens, root)
         if self.state_room:
             while path and path[-1] + _STATE not in self._prefixes:
@@ -122,19 +116,19 @@ class KVAccount(Generic[T]):
         return [self._prefixes[digest] for digest in path]
 
     def num_known(self, tokens: Sequence[int], root: str = "") -> int:
-        """Blocks that are kept of the beginning of some tokens, also beyond the last state."""
+        """Number of kept blocks of the beginning of some tokens, also beyond the last state."""
         return len(self._known(tokens, root))
 
     def state_after(self, tokens: Sequence[int], root: str = "") -> T | None:
-        """What is kept of the state after the whole blocks of some tokens."""
+        """The kept state after the whole blocks of some tokens."""
         *_, last = b"", *self._digests(tokens, root)
         return self._prefixes.get(last + _STATE)
 
     def keep(self, tokens: Sequence[int], make: Callable[[int], T], root: str = "") -> int:
-        """Keeps the whole blocks of some tokens, as far as prefixes used longer ago give way.
+        """Keeps the whole blocks of some tokens, as far as older prefixes make room.
 
-        ``make`` gives what is kept of the block with a number; ``root`` names what computed them,
-        and their owner. Returns blocks of these tokens that are kept now.
+        ``make`` copies the block with a number; ``root`` names the adapter and owner. Returns the
+        number of blocks of these tokens that are kept now.
         """
         if not self.block_tokens:
             return 0
@@ -150,9 +144,9 @@ class KVAccount(Generic[T]):
         return len(path)
 
     def keep_state(self, tokens: Sequence[int], make: Callable[[], T], root: str = "") -> bool:
-        """Keeps the state after some tokens, whole blocks, if prefixes used longer ago leave room.
+        """Keeps the state after some tokens, whole blocks, if older prefixes make room.
 
-        Gives whether it is kept now; ``make`` is called where it was not before.
+        Returns whether it is kept now; ``make`` is called if it was not before.
         """
         *_, last = self._digests(tokens, root)
         path = self._known(tokens, root)
@@ -168,33 +162,33 @@ class KVAccount(Generic[T]):
     def drop_state(self, tokens: Sequence[int], root: str = "") -> None:
         *_, last = self._digests(tokens, root)
         if self._prefixes.pop(last + _STATE, None) is not None:
-            self._kept_room -= self.state_room
+            self.prefix_tokens -= self.state_room
 
     def check(self) -> None:
         """Asserts that the sums agree."""
-        assert self._held == sum(self._rooms.values())
+        assert self.sequence_tokens == sum(self._rooms.values())
         assert all(room > 0 and room % PIECE == 0 for room in self._rooms.values())
-        assert self._kept_room == sum(map(self._room_of_kept, self._prefixes))
-        assert 0 <= self._held + self.prefix_tokens <= self.capacity
+        assert self.prefix_tokens == sum(map(self._room_taken, self._prefixes))
+        assert 0 <= self.sequence_tokens + self.prefix_tokens <= self.capacity
 
     def _free(self) -> int:
-        return self.capacity - self._held - self.prefix_tokens
+        return self.capacity - self.sequence_tokens - self.prefix_tokens
 
     def _make_free(self, num_tokens: int, stays: Collection[bytes] = ()) -> None:
-        """Gives prefixes up until so many tokens are free, or the next one is to stay."""
+        """Evicts prefixes until ``num_tokens`` are free or the next one must stay."""
         if self._free() >= num_tokens:
             return
         for digest in list(self._prefixes):
             if self._free() >= num_tokens or digest in stays:
                 return
             del self._prefixes[digest]
-            self._kept_room -= self._room_of_kept(digest)
+            self.prefix_tokens -= self._room_taken(digest)
 
     def _add(self, digest: bytes, kept: T) -> None:
         self._prefixes[digest] = kept
-        self._kept_room += self._room_of_kept(digest)
+        self.prefix_tokens += self._room_taken(digest)
 
-    def _room_of_kept(self, digest: bytes) -> int:
+    def _room_taken(self, digest: bytes) -> int:
         return self.block_room if len(digest) == _DIGEST_BYTES else self.state_room
 
     def _known(self, tokens: Sequence[int], root: str) -> list[bytes]:
@@ -205,7 +199,7 @@ class KVAccount(Generic[T]):
         return digests_of(tokens, self.block_tokens, root.encode(), _DIGEST_BYTES, self._secret)
 
     def _use(self, path: Sequence[bytes]) -> None:
-        """The last block first, so that beginnings stay longest; the state after it before it."""
+        """Notes a use of the last state, then of the last block first: beginnings stay longest."""
         state = [digest + _STATE for digest in path[-1:] if digest + _STATE in self._prefixes]
         for digest in (*state, *reversed(path)):
             self._prefixes[digest] = self._prefixes.pop(digest)

@@ -32,7 +32,6 @@ from moe_runtime.inference.known_classes import (
     keeps_states,
 )
 from moe_runtime.inference.pictures import (
-    Positions,
     for_model,
     kinds_of,
     other_kinds_of,
@@ -55,7 +54,6 @@ from moe_runtime.inference.sequence_cache import (
 )
 from moe_runtime.inference.steps import RequestNumbers, Step
 from moe_runtime.serving.kv_account import PIECE
-from moe_runtime.serving.requests import GenerationRequest
 from moe_runtime.serving.sampling import token_logprobs
 from moe_runtime.serving.scheduling import Failure, Sequence
 
@@ -63,58 +61,33 @@ if TYPE_CHECKING:
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
 
 
-class EngineRequests:
-    """The numbers by which a model's listeners know an engine's requests."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._ended: list[int] = []
-
-    def end(self, sequence: int) -> None:
-        if sequence in self._numbers:
-            self._ended.append(self._numbers.pop(sequence))
-
-    def name(self, cache: Any, sequences: Items[int], num_new: Items[int]) -> Any:
-        def number_requests(numbers: RequestNumbers, step: Step) -> None:
-            begun = [number for number in sequences if number not in self._numbers]
-            step.begun = range(numbers.next, numbers.next + len(begun))
-            numbers.next = step.begun.stop
-            self._numbers.update(zip(begun, step.begun, strict=True))
-            step.ended, self._ended = self._ended, []
-            step.requests = np.repeat([self._numbers[number] for number in sequences], num_new)
-            step.first_request = int(step.requests[0])
-
-        cache.number_requests = number_requests
-        return cache
-
-
 LOGPROB_ROWS = 32
-"""Rows of which log-probabilities are computed at once."""
+"""Rows whose log-probabilities are computed at once."""
 TOLERANCE = 0.05
-"""By which what a trial gives may differ from what it should."""
+"""Largest difference between the result of a trial and the expected one."""
 TRIED_TOGETHER = (2, 3, 8)
-"""Sequences of steps, beside the most, whose bits are compared with those of each alone."""
+"""Numbers of sequences whose bits in one step are compared with those of each alone."""
 
 
 class ModelPasses:
     """Calls a model for sequences.
 
-    A single sequence goes through the model as ``generate`` would send it. Several go together
-    where the model allows it: products and experts see the tokens of all, attention those of each.
+    A single sequence goes through the model as ``generate`` would send it. Several go together if
+    the model allows it: products and experts see the tokens of all, attention the tokens of each.
 
     Attributes:
-        most_exact: sequences up to which one token each, together, have the bits of each alone.
+        most_exact: most sequences that get the same bits in a shared step as alone.
         reads_in_pieces: whether a prompt may go through the model piece by piece.
-        keeps_prefixes: whether a sequence can go on from copies of another's cache.
-        states: copies what a cache keeps beside the tokens of blocks; None where that is nothing.
-        token_bytes: of a token in a block, where there are such states.
+        keeps_prefixes: whether a sequence can continue from copies of another's cache.
+        states: copies the parts of a cache that are not tokens of blocks; None if there are none.
+        token_bytes: of a token in a block, if there are states.
         state_tokens: tokens whose room the running states of a sequence need.
-        reserved_bytes: of memory that are set aside for a token's keys and values.
+        reserved_bytes: memory reserved for the keys and values of a token.
     """
 
     def __init__(self, model: Any, adapters: Adapters, *, exact: int = 1) -> None:
-        """Finds out, with a few tokens, whether ``exact`` sequences can go together with equal
-        bits.
+        """Tries with a few tokens what the model allows, and whether up to ``exact`` sequences get
+        equal bits together.
 
         Raises:
             UnsupportedModelError: the model does not generate text from tokens alone.
@@ -122,7 +95,7 @@ class ModelPasses:
         config = model.config
         for part in model.modules():
             if hasattr(part, "rope_deltas"):
-                part.rope_deltas = None  # of the pictures that an earlier caller gave
+                part.rope_deltas = None  # of an earlier caller's pictures
         if getattr(config, "is_encoder_decoder", False) or not model.can_generate():
             raise UnsupportedModelError(
                 f"a server needs a causal language model, and {type(model).__name__} is none; use "
@@ -131,7 +104,8 @@ class ModelPasses:
         self._model = model
         self._adapters = adapters
         self._device = model.device
-        self.requests = EngineRequests()
+        self._request_numbers: dict[int, int] = {}  # by a sequence's, as listeners know them
+        self._ended_requests: list[int] = []
         known = inspect.signature(model.forward).parameters
         self._cache_name = cache_name(model.forward)
         self._keeps_rows = "logits_to_keep" in known
@@ -139,7 +113,7 @@ class ModelPasses:
         self._next = [9 % self.vocab_size]  # of trials
         self._borrowed = attention_name(model) if _keeps_attention(model) else None
         if self._borrowed == "sdpa":
-            use_single_query_attention(model)  # which knows keys of several caches
+            use_single_query_attention(model)  # supports keys of several caches
         self._adds_mask = attention_names(model) == {EAGER_ATTENTION}
         self.can_join = can_join(model)
         self.most_exact = 1
@@ -171,20 +145,25 @@ class ModelPasses:
                 self._try_pieces()
 
     def close(self) -> None:
-        """Gives the model back the attention that it had."""
+        """Restores the model's attention."""
         if self._borrowed is not None and attention_name(self._model) != self._borrowed:
             self._model.set_attn_implementation(self._borrowed)
 
+    def end_request(self, sequence: int) -> None:
+        """Tells listeners with the next step that a sequence has ended."""
+        if sequence in self._request_numbers:
+            self._ended_requests.append(self._request_numbers.pop(sequence))
+
     @property
     def abilities(self) -> tuple[Any, ...]:
-        """All that the trials found out, on which steps depend."""
+        """All results of the trials on which steps depend."""
         states = None if self.states is None else (self.states.can_cut, self.states.num_bytes)
         found = self.can_join, self.most_exact, self.reads_in_pieces, self.keeps_prefixes, states
         return *found, self.token_bytes, self.state_tokens, self.reserved_bytes, self.can_have_rows
 
     @property
     def reads_together(self) -> bool:
-        """Whether prompts can go together, also with those that decode."""
+        """Whether prompts can share a pass, also with sequences that decode."""
         return self.can_join and not self._has_states
 
     def new_cache(self) -> DynamicCache:
@@ -204,22 +183,21 @@ class ModelPasses:
         return self.most_exact if exact else sys.maxsize
 
     def decode(self, sequences: Items[Sequence]) -> torch.Tensor:
-        """Computes the next token of each; gives logits ``[B, V]`` of what follows."""
+        """Computes the next token of each; returns logits ``[B, V]`` of the following one."""
+        chosen = [(sequence, 1) for sequence in sequences]
         last = [sequence.tokens[sequence.num_computed] for sequence in sequences]
         caches = [_cache_of(sequence) for sequence in sequences]
-        positions = _positions([(sequence, 1) for sequence in sequences])
         if len(caches) == 1:
             own_states(cache := caches[0])
         else:
             cache = self._joined(caches)
-        numbers = [sequence.number for sequence in sequences]
-        self.requests.name(cache, numbers, [1] * len(numbers))
-        with self._adapted([(sequence, 1) for sequence in sequences]):
-            return self._step(last, cache, positions)
+        self._name_requests(cache, chosen)
+        with self._adapted(chosen):
+            return self._step(last, cache, _positions(chosen))
 
     def verify(self, sequences: Items[Sequence], drafted: Items[list[int]]) -> torch.Tensor:
-        """Computes the next token of each and what may follow it; gives logits ``[R, V]`` of what
-        follows each of these, sequence by sequence."""
+        """Computes the next token of each and its drafted ones; returns logits ``[R, V]`` after
+        each of these, sequence by sequence."""
         rows = [1 + len(draft) for draft in drafted]
         tokens, places = [], []
         for sequence, draft in zip(sequences, drafted, strict=True):
@@ -228,7 +206,7 @@ class ModelPasses:
             places += range(first, first + 1 + len(draft))
         caches = [_cache_of(sequence) for sequence in sequences]
         cache = BatchCache(caches, adds_mask=self._adds_mask, rows=rows)
-        self.requests.name(cache, [sequence.number for sequence in sequences], rows)
+        self._name_requests(cache, list(zip(sequences, rows, strict=True)))
         with RowsAlone(len(tokens)):
             ids, positions = [[token] for token in tokens], torch.tensor(places)[:, None]
             return self._call(ids, cache, keep=1, position_ids=positions)[:, -1]
@@ -238,18 +216,19 @@ class ModelPasses:
         return RowMemory(self._model.config, self._graphs.store.device, like, num_rows, num_tokens)
 
     def step_of_rows(
-        self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence]
+        self, cache: Any, inputs: dict[str, Any], sequences: Items[Sequence] = ()
     ) -> torch.Tensor:
-        numbers = [sequence.number for sequence in sequences]
-        self.requests.name(cache, numbers, [1] * len(numbers))
-        return self._row_logits(cache, inputs)
+        """Logits ``[B, V]`` of a step of `RowMemory`; without sequences it is a trial."""
+        if sequences:
+            self._name_requests(cache, [(sequence, 1) for sequence in sequences])
+        options = {**inputs, self._cache_name: cache, "logits_to_keep": 1}
+        return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
 
     def read(self, chosen: Items[tuple[Sequence, int]]) -> torch.Tensor:
-        """Computes the next tokens of prompts, so many of each; gives logits ``[B, V]`` of what
-        follows.
+        """Computes the next tokens of prompts; returns logits ``[B, V]`` after the last of each.
 
-        One alone that wants log-probabilities of its prompt gets ``[R, V]``, of all tokens. States
-        after tokens that `Sequence.cuts` names are copied there.
+        A single sequence that wants log-probabilities of its prompt gets ``[R, V]``, of all tokens.
+        States are copied to `Sequence.cuts`.
         """
         sizes = [num_new for _, num_new in chosen]
         ids = []
@@ -262,7 +241,7 @@ class ModelPasses:
             inputs |= self._seen(*chosen[0])
         caches = [_cache_of(sequence) for sequence, _ in chosen]
         cache = caches[0] if len(caches) == 1 else self._joined(caches, sizes)
-        self.requests.name(cache, [sequence.number for sequence, _ in chosen], sizes)
+        self._name_requests(cache, chosen)
         with self._adapted(chosen), self._cutting(chosen):
             if len(chosen) > 1:
                 ends = torch.tensor(sizes, device=self._device).cumsum(0) - 1
@@ -271,18 +250,15 @@ class ModelPasses:
                 return self._call([ids], cache, keep=1, **inputs)[:, -1]
             return self._call([ids], cache, keep=sizes[0], **inputs)[0]
 
-    def positions_of(self, request: GenerationRequest) -> Positions | None:
-        return Positions.of(self._model, request.prompt_ids, request.pictures)
-
     def _seen(self, sequence: Sequence, num_new: int) -> dict[str, torch.Tensor]:
-        """What the model is given of the pictures in the next tokens of a prompt."""
+        """Inputs of the pictures in the next tokens of a prompt."""
         end = sequence.num_computed + num_new
         placed = [one for one in sequence.pictures_left if one.end <= end]
         inputs = tensors_of([one.picture for one in placed])
         pictures = [one.picture for one in sequence.request.pictures]
         inputs |= other_kinds_of(sequence.tokens[sequence.num_computed : end], pictures)
         if placed and sequence.positions is None:
-            # masks are made of the kinds of all tokens so far
+            # masks depend on the kinds of all tokens so far
             before = [one for one in sequence.request.pictures if one.end <= end]
             inputs["mm_token_type_ids"] = kinds_of(end, before)
         return for_model(self._model, inputs)
@@ -293,7 +269,7 @@ class ModelPasses:
         if self.states is None or not cut:
             yield
             return
-        first = cut[0][0]  # which is alone where running states are copied
+        first = cut[0][0]  # the only one if running states are copied
         within = first.cuts if self.states.can_cut else {}
         with self.states.within(_cache_of(first), first.num_computed, within):
             yield
@@ -305,7 +281,7 @@ class ModelPasses:
 
     @contextlib.contextmanager
     def _trial(self) -> Iterator[None]:
-        """Passes are no requests: the model's listeners learn and record nothing of them."""
+        """The model's listeners do not see the passes of this block."""
         steps = getattr(self._model, "_steps", None)  # of a model from ``load``
         muted = contextlib.nullcontext() if steps is None else steps.muted()
         with muted, torch.inference_mode():
@@ -325,6 +301,22 @@ class ModelPasses:
     ) -> contextlib.AbstractContextManager[None]:
         return self._adapters.applied([(one.request.adapter, num_new) for one, num_new in chosen])
 
+    def _name_requests(self, cache: Any, chosen: Items[tuple[Sequence, int]]) -> None:
+        """Gives a step the numbers of its requests, for the model's listeners."""
+
+        def number_requests(numbers: RequestNumbers, step: Step) -> None:
+            known = self._request_numbers
+            begun = [one.number for one, _ in chosen if one.number not in known]
+            step.begun = range(numbers.next, numbers.next + len(begun))
+            numbers.next = step.begun.stop
+            known.update(zip(begun, step.begun, strict=True))
+            step.ended, self._ended_requests = self._ended_requests, []
+            own, num_new = zip(*((known[one.number], count) for one, count in chosen), strict=True)
+            step.requests = np.repeat(own, num_new)
+            step.first_request = own[0]
+
+        cache.number_requests = number_requests
+
     def _joined(self, caches: Items[DynamicCache], num_new: Items[int] | None = None) -> BatchCache:
         return BatchCache(caches, num_new, adds_mask=self._adds_mask)
 
@@ -336,7 +328,7 @@ class ModelPasses:
         keep: int | torch.Tensor,
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits ``[B, Q, V]`` of the rows to keep: the last ones, or those named."""
+        """Logits ``[B, Q, V]`` of the last ``keep`` rows, or of the rows that it names."""
         options: dict[str, Any] = {self._cache_name: cache}
         options |= {name: value.to(self._device) for name, value in inputs.items()}
         if self._keeps_rows:
@@ -347,10 +339,6 @@ class ModelPasses:
             return out
         return out[:, -keep:] if isinstance(keep, int) else out[:, keep]
 
-    def _row_logits(self, cache: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        options = {**inputs, self._cache_name: cache, "logits_to_keep": 1}
-        return self._model(**options, use_cache=True, return_dict=True).logits[:, -1]
-
     def _tried(self) -> tuple[list[DynamicCache], list[int]]:
         ids = [[index % self.vocab_size for index in row] for row in ((5, 7, 3), (11, 2))]
         caches = [self.new_cache() for _ in ids]
@@ -359,19 +347,19 @@ class ModelPasses:
         return caches, [len(row) for row in ids]
 
     def _try_rows(self) -> None:
-        """Has rows only if two sequences in them get what each gets alone."""
+        """Uses rows only if two sequences in them get the same results as alone."""
         caches, places = self._tried()
         with Failure() as failure:  # as of joined ones
             rows = self.new_rows(caches[0], len(caches), 2 * PIECE)
             for index, (cache, place) in enumerate(zip(caches, places, strict=True)):
                 rows.write(index, cache, place)
-            together = self._row_logits(*rows.step(0, self._next * 2, places))
+            together = self.step_of_rows(*rows.step(0, self._next * 2, places))
             alone = [self._step(self._next, cache) for cache in caches]
             self.can_have_rows = _are_close(together, torch.cat(alone))
         self.can_have_rows &= not failure.has_failed
 
     def _try_joining(self) -> None:
-        """Joins two sequences only if that gives what each gives alone."""
+        """Joins sequences only if two of them get the same results as alone."""
         caches, places = self._tried()
         own = copy.deepcopy(caches)
         alone = torch.cat([self._step(self._next, cache) for cache in own])
@@ -393,7 +381,7 @@ class ModelPasses:
         own: Items[DynamicCache],
         alone: torch.Tensor,
     ) -> int:
-        """Sequences up to which a step gives each the bits that it gets alone."""
+        """The most sequences that get the same bits in a shared step as alone."""
         limit = min(self._exact, rows_with_own_bits(self._model))
         sizes = sorted({min(size, limit) for size in (*TRIED_TOGETHER, limit)} - {0, 1})
         found = 1
@@ -412,8 +400,7 @@ class ModelPasses:
         return min((most_exact_rows(m, sizes, self._model.dtype) for m in layers), default=found)
 
     def _try_pieces(self) -> None:
-        """Cuts prompts, and keeps prefixes, only if the rest of one gives what it gives with its
-        beginning."""
+        """Cuts prompts and keeps prefixes only if a prompt in two parts has the same result."""
         ids = [index % self.vocab_size for index in (5, 7, 3, 11, 2, 9)]
         cache = self.new_cache()
         whole = self._call([ids], cache, keep=1)[:, -1]
@@ -475,8 +462,8 @@ def add_logprobs(sequence: Sequence, num_new: int, logits_RV: torch.Tensor) -> N
 
 
 def _positions(parts: Items[tuple[Sequence, int]]) -> torch.Tensor | None:
-    """``[R]`` int64: where the next tokens of sequences are, so many of each; ``[4, R]`` where one
-    has pictures that count otherwise. None for one alone, whose cache tells."""
+    """Positions of the next tokens, ``[R]`` int64, or ``[4, R]`` if pictures count otherwise. None
+    for a single sequence without such pictures: its cache has them."""
     if not any(sequence.positions for sequence, _ in parts):
         if len(parts) == 1:
             return None

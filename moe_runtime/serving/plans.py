@@ -1,8 +1,8 @@
-"""The plans of an engine's steps, where several processes take them together.
+"""The plans of an engine's steps when several processes compute them together.
 
-Each process has an engine and its own experts of the model. The first one's gets requests and
-chooses tokens. Before each step it sends the others a plan: what came, what was cancelled, and the
-tokens with which the step before ended. Equal plans make equal steps: nothing else has to travel.
+Each process has an engine and its own experts of the model. The first process gets requests and
+chooses tokens. Before each step it sends the others a plan: new requests, cancelled ones, and the
+tokens that the last step chose. Equal plans make equal steps, so nothing else is sent.
 
 Shape suffixes: N numbers.
 """
@@ -30,30 +30,30 @@ Kind = Literal["step", "rest", "end"]
 
 _KINDS: tuple[Kind, ...] = ("step", "rest", "end")
 _ENDINGS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
-_TOLD = (
+_SENT_FIELDS = (
     *("prompt_ids", "max_new_tokens", "num_prompt_logprobs", "priority", "client", "prefix_owner"),
     "returns_routing",
 )
-"""What steps depend on of a request; how tokens are chosen is the first process's concern."""
+"""Fields of a request on which steps depend; only the first process chooses tokens."""
 _BLOCK = 32
-"""Numbers that travel with each plan; a longer plan takes a second exchange."""
+"""Numbers in the first exchange of each plan; a longer plan takes a second one."""
 _WORD_BYTES = 8
 _REPORT_S = 0.5
-"""Seconds between two reports of what the others did, while there is work."""
+"""Seconds between two statistics of the other processes while there is work."""
 BEAT_S = 2.0
-"""Seconds between two plans while there is none: a process that is gone is missed by then."""
+"""Seconds between two plans without work, so that a lost process is noticed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the next step begins with.
+    """The input of the next step.
 
     Attributes:
-        kind: a step follows; none does, for now; or never again.
-        beside_tokens: most tokens of prompts that it computes beside sequences that decode.
-        state: checksum of all that the engine knew after the step before.
-        chosen: of each sequence that got a token in that step, in their order: the token, and why
-            the answer ended with it, if it did.
+        kind: a step, a rest without work, or the end.
+        beside_tokens: most prompt tokens of a step in which sequences also decode.
+        state: checksum of the engine's state after the last step.
+        chosen: a token for each sequence that the last step advanced, in order, and the reason if
+            the answer ended with it.
         cancelled: numbers of sequences that end before the step.
         came: new requests and their numbers.
     """
@@ -67,21 +67,21 @@ class Plan:
 
     def numbers(self) -> np.ndarray:
         """``[N]`` int64."""
-        told = b""
+        text = b""
         if self.came:
-            came = [[n, *(getattr(one, name) for name in _TOLD)] for n, one in self.came]
-            told = json.dumps(came).encode()
-            told = told.ljust(-(-len(told) // _WORD_BYTES) * _WORD_BYTES)
+            came = [[n, *(getattr(one, name) for name in _SENT_FIELDS)] for n, one in self.came]
+            text = json.dumps(came).encode()
+            text = text.ljust(-(-len(text) // _WORD_BYTES) * _WORD_BYTES)
         chosen = [token * len(_ENDINGS) + _ENDINGS.index(end) for token, end in self.chosen]
         head = (_KINDS.index(self.kind), self.beside_tokens, self.state, len(chosen))
         plain = [*head, len(self.cancelled), *chosen, *self.cancelled]
-        return np.concatenate([np.array(plain, np.int64), np.frombuffer(told, np.int64)])
+        return np.concatenate([np.array(plain, np.int64), np.frombuffer(text, np.int64)])
 
     @staticmethod
     def of(numbers_N: np.ndarray) -> Plan:
         kind, beside_tokens, state, num_chosen, num_cancelled, *plain = numbers_N.tolist()
         cancelled_end = num_chosen + num_cancelled
-        told = numbers_N[5 + cancelled_end :].tobytes()
+        text = numbers_N[5 + cancelled_end :].tobytes()
         chosen = [divmod(number, len(_ENDINGS)) for number in plain[:num_chosen]]
         return Plan(
             kind=_KINDS[kind],
@@ -89,12 +89,12 @@ class Plan:
             state=state,
             chosen=[(token, _ENDINGS[end]) for token, end in chosen],
             cancelled=plain[num_chosen:cancelled_end],
-            came=[_request_of(*words) for words in (json.loads(told) if told else ())],
+            came=[_request_of(*words) for words in (json.loads(text) if text else ())],
         )
 
 
 def _request_of(number: int, prompt_ids: Sequence[int], *others: Any) -> tuple[int, Any]:
-    named: dict[str, Any] = dict(zip(_TOLD[1:], others, strict=True))
+    named: dict[str, Any] = dict(zip(_SENT_FIELDS[1:], others, strict=True))
     return number, GenerationRequest(prompt_ids=tuple(prompt_ids), **named)
 
 
@@ -116,28 +116,28 @@ class Plans:
 
     @staticmethod
     def of(model: Any) -> Plans | None:
-        """Those of a model whose experts are divided among processes; None where they are not."""
+        """Plans for a model whose experts are divided among processes; None for other models."""
         layers = (part for part in model.modules() if isinstance(part, OffloadedExperts))
         partitions = (layer.partition for layer in layers)
         found = next((one for one in partitions if one is not None), None)
         return None if found is None else Plans(found.transport)
 
     def require_same(self, facts: dict[str, str]) -> None:
-        """RankFailureError unless all processes would take the same steps; a collective call."""
+        """Raises RankFailureError unless all processes have the same facts; a collective call."""
         require_same(self._transport, facts)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises ValueError: it needs what only one process alone has."""
+        """Raises ValueError: several processes do not support the request."""
         given = {"an adapter": request.adapter is not None, "pictures": bool(request.pictures)}
         for name in (name for name, is_given in given.items() if is_given):
             raise ValueError(f"{name}: a model in several processes takes none; leave it out")
 
     def take(self, number: int, request: GenerationRequest) -> None:
-        """The next plan has a request more."""
+        """Adds a request to the next plan."""
         self._came.append((number, request))
 
     def chose(self, token: int, ending: FinishReason | None) -> None:
-        """The next plan has a token more."""
+        """Adds a token to the next plan."""
         self._chosen.append((token, ending))
 
     def send(
@@ -173,7 +173,7 @@ class Plans:
         self.is_resting = kind == "rest"
 
     def receive(self, report: Callable[[], RuntimeStats]) -> Plan:
-        """The next plan; a collective call. ``report`` gives what this process did so far.
+        """The next plan; a collective call. ``report`` returns this process's statistics.
 
         Raises:
             RankFailureError: another process died or stalled.
@@ -188,7 +188,7 @@ class Plans:
         return Plan.of(numbers_N)
 
     def of_all(self, own: RuntimeStats) -> RuntimeStats:
-        """What all processes did, by their last reports."""
+        """Statistics of all processes, by their last reports."""
         return add_up([own, *(recounted(own, report.tolist()) for report in self._reports)])
 
     def _send(self, sent_N: np.ndarray, num_back: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Keys and values of beginnings of texts: in memory that no sequence needs, and on the disk."""
+"""The prefix cache: keys and values of beginnings of texts, in spare memory and on disk."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _PACKAGES = ("moe-runtime", "torch", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class PrefixDisk:
-    """Where a model's prefixes lie.
+    """A folder for a model's prefixes.
 
     Attributes:
-        folder: made when it is absent; models and processes may share it.
-        most_bytes: of all files in it, also those of other processes.
-        identity: of all that computes keys and values; see `identity_of`.
+        folder: made if it is absent; models and processes may share it.
+        most_bytes: limit of all files in it, also of other processes.
+        identity: the model and settings that compute keys and values; see `identity_of`.
     """
 
     folder: Path
@@ -47,8 +47,8 @@ class PrefixDisk:
 
 
 def identity_of(checkpoint: str | os.PathLike[str], *settings: str) -> bytes:
-    """A digest of what keys and values depend on besides the tokens: the checkpoint's files, and
-    settings."""
+    """A digest of the checkpoint's files, the packages and settings: keys and values depend on
+    them and on the tokens."""
     place = Path(checkpoint)
     files = [place]
     if place.is_dir():
@@ -62,8 +62,8 @@ def identity_of(checkpoint: str | os.PathLike[str], *settings: str) -> bytes:
 
 
 class PrefixFiles(DigestFiles):
-    """Blocks of tokens, each in a file that is named by a digest of all tokens up to its end. A
-    damaged one is an unknown block.
+    """Blocks of tokens, each in a file named by a digest of all tokens up to its end. A damaged
+    file is an unknown block.
 
     Raises:
         ValueError: there is no room for a single block, or the folder cannot be made.
@@ -72,7 +72,6 @@ class PrefixFiles(DigestFiles):
     def __init__(
         self, disk: PrefixDisk, *, block_tokens: int, block_bytes: int, state_bytes: int = 0
     ) -> None:
-        """``state_bytes`` are of what is kept of a state; 0 where there are none."""
         self._block_tokens = block_tokens
         self._block_bytes, self._state_bytes = block_bytes, state_bytes
         state = on_disk(state_bytes) if state_bytes else 0
@@ -90,10 +89,9 @@ class PrefixFiles(DigestFiles):
     def find(
         self, tokens: Items[int], first: int, owner: str = "", *, with_rest: bool = False
     ) -> Iterator[torch.Tensor]:
-        """What is known of the beginning of some tokens, block by block from ``first``, as bytes.
+        """The known blocks of the beginning of some tokens from number ``first`` on, as bytes.
 
-        Blocks kept under another ``owner`` are not found. With the rest, the last may be of fewer
-        tokens.
+        Blocks of another ``owner`` are not found. With the rest, the last may have fewer tokens.
         """
         path: list[Path] = []
         for index, file in enumerate(self._files(tokens, owner, with_rest=with_rest)):
@@ -122,7 +120,7 @@ class PrefixFiles(DigestFiles):
     def find_state(
         self, tokens: Items[int], owner: str = "", *, with_rest: bool = False
     ) -> torch.Tensor | None:
-        """The state after some tokens, whole blocks, as bytes; or after all of them."""
+        """The state after some tokens as bytes: after their whole blocks, or with the rest."""
         *_, last = self._files(tokens, owner, with_rest=with_rest)
         file = _state_file(last)
         self.use([file])
@@ -137,11 +135,8 @@ class PrefixFiles(DigestFiles):
         *,
         with_rest: bool = False,
     ) -> None:
-        """Writes the whole blocks of some tokens that are not there yet, as many as have place, and
-        with the rest what is after them.
-
-        ``states`` are those after some of them, by tokens.
-        """
+        """Writes the missing whole blocks of some tokens, as far as there is room, and if asked the
+        rest. ``states`` are by the number of tokens before each."""
         files = self._files(tokens, owner, with_rest=with_rest)
         path = list(itertools.islice(files, self.most_blocks))
         try:
@@ -160,7 +155,7 @@ class PrefixFiles(DigestFiles):
         self.use(path)
 
     def forget(self, tokens: Items[int], owner: str) -> None:
-        """Removes what was kept of some tokens with their rest."""
+        """Removes the blocks and states of some tokens and of their rest."""
         for file in self._files(tokens, owner, with_rest=True):
             for each in (file, _state_file(file)):
                 with contextlib.suppress(OSError):
@@ -182,24 +177,22 @@ def _state_file(file: Path) -> Path:
 
 
 LEAST_SHARED = 64
-"""A sequence waits for another that computes so many tokens of its beginning; fewer are worth no
-waiting."""
+"""A sequence waits for another that computes at least this many tokens of its beginning."""
 _PARTS = 8
-"""Keys and values that move from one place to another do so in so many parts."""
+"""Keys and values are moved in this many parts, so that both copies are never whole."""
 STATE_TOKENS = 2048
-"""Of a long prompt, states are kept after each so many tokens too."""
+"""Tokens of a long prompt between two kept states."""
 ANSWER_TOKENS = 64
-"""An answer's state is copied after each so many tokens: those behind it are read again."""
+"""Tokens of an answer between two copies of its state; later tokens are read again."""
 TAIL_TOKENS = 16
-"""Of a prompt's end, before which a state is kept: the next turn may have the answer's opening in
-another form."""
+"""Tokens between a kept state and the prompt's end, which the next turn may write differently."""
 
 
 def account_for(
     passes: ModelPasses, capacity: int, *, block_tokens: int
 ) -> KVAccount[torch.Tensor]:
-    """Room for ``capacity`` tokens. Memory is set aside as if all layers kept each: blocks that
-    have fewer take less room."""
+    """Room for ``capacity`` tokens. Memory is reserved as if all layers kept each token, so blocks
+    of fewer layers take less room."""
     block_room, state_room = block_tokens, 0
     if block_tokens and passes.states is not None:
         reserved = passes.reserved_bytes
@@ -220,8 +213,8 @@ class Filled(NamedTuple):
     Attributes:
         room: tokens that it has room for.
         num_cached: tokens in it.
-        state: after them, still to be put there; None where there is none.
-        num_read: those of them that came from the disk.
+        state: the state after them, which is not in the cache yet; None for none.
+        num_read: tokens that came from disk.
     """
 
     cache: DynamicCache
@@ -232,10 +225,10 @@ class Filled(NamedTuple):
 
 
 class Prefixes:
-    """What is known of the beginnings of texts, in blocks of tokens, in memory and on the disk.
+    """Known beginnings of texts, in blocks of tokens, in memory and on disk.
 
-    Where the model has windows or running states, a beginning ends where these were copied: in
-    prompts where `fill` plans it, in answers where they are now.
+    If the model has windows or running states, a beginning ends where these were copied: in prompts
+    where `begin` plans it, in answers at their end.
 
     Raises:
         UnsupportedModelError: the account keeps no prefixes, and there is a disk for them.
@@ -275,7 +268,7 @@ class Prefixes:
         return 0 if self._files is None else self._files.num_failures
 
     def look_up(self, sequence: Sequence) -> None:
-        """Finds a sequence's beginning before it gets room, which may be that very memory."""
+        """Finds a sequence's beginning before it gets room, which may evict that beginning."""
         tokens = self._wanted(sequence)
         sequence.found = self._account.find(tokens, sequence.root)
         while picture := sequence.picture_around(len(sequence.found) * self._account.block_tokens):
@@ -286,11 +279,11 @@ class Prefixes:
             sequence.found_state = self._account.state_after(tokens, sequence.root)
 
     def are_coming(self, sequence: Sequence, running: Items[Sequence]) -> bool:
-        """Whether a sequence better waits until one that runs has computed its beginning."""
+        """Whether a sequence should wait until a running one has computed its beginning."""
         size, num_wanted = self._account.block_tokens, self._num_wanted(sequence)
         for other in running if size else ():
             end = -(-(other.num_found + LEAST_SHARED) // size) * size
-            # one that tells of its prompt's log-probabilities computes what is known already, too
+            # log-probabilities of a prompt need a pass over tokens that are known already
             is_first = other.is_reading and not other.wants_prompt_logprobs
             is_before = is_first and other.order < sequence.order
             if (
@@ -311,8 +304,7 @@ class Prefixes:
     def fill(self, sequence: Sequence, cache: DynamicCache, room: int) -> Filled:
         """Copies the longest known beginning of a sequence into its empty cache, from memory.
 
-        Where the cache's room was taken from the blocks that were found, it grows as these are
-        freed: both are never there at once.
+        If the cache's room was taken from the found blocks, it grows as these are freed.
         """
         found, sequence.found = sequence.found[::-1], []
         state, sequence.found_state = sequence.found_state, None
@@ -334,19 +326,19 @@ class Prefixes:
         return self._files.knows(self._wanted(sequence), first, sequence.request.prefix_owner)
 
     def read(self, sequence: Sequence, filled: Filled, is_dropped: Callable[[], bool]) -> Filled:
-        """Appends what the disk has; from any thread, since nobody else has the cache by then. Ends
-        early where it is dropped."""
+        """Appends blocks on disk to the cache, until ``is_dropped``; from a thread of its own."""
         if sequence.left > filled.num_cached:
-            back = self._read_left(sequence, filled, is_dropped)
-            if back is not None:
+            tokens, owner = sequence.keys[: sequence.left], self._owner_of(sequence)
+            back = self._read(tokens, owner, filled, is_dropped, needs_all=True)
+            if back is not filled:
                 return back
         if not _is_plain(sequence) or is_dropped():
             return filled
         owner, tokens = sequence.request.prefix_owner, self._wanted(sequence)
-        return self._read(tokens, owner, filled, is_dropped)
+        return self._read(tokens, owner, filled, is_dropped, needs_all=False)
 
     def begin(self, sequence: Sequence, filled: Filled) -> None:
-        """Has a sequence go on after what its cache was filled with."""
+        """Puts the state into a sequence's cache, and plans copies of later states."""
         num_cached, size = filled.num_cached, self._account.block_tokens
         self.num_disk_tokens += filled.num_read
         self.forget(sequence)
@@ -358,13 +350,12 @@ class Prefixes:
         sequence.num_computed = num_cached
         for each in (*range(STATE_TOKENS, end - STATE_TOKENS // 2, STATE_TOKENS), end):
             self._plan(sequence, each)
-        # where another text went on in another way
+        # another text went on differently here
         num_known = self._account.num_known(self._wanted(sequence), sequence.root)
         self._plan(sequence, num_known * size)
 
     def leave(self, sequence: Sequence) -> None:
-        """Writes a sequence whose room others need to the disk, from where it comes back as it was.
-        One that has no place there is computed again."""
+        """Writes a sequence that is preempted to disk, if there is room."""
         files, cache, end = self._files, sequence.cache, sequence.num_computed
         if files is None or cache is None or not end or sequence.computes_all:
             return
@@ -380,45 +371,20 @@ class Prefixes:
         sequence.left = end
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence is back, or ends: what is on the disk for it alone goes."""
+        """Removes the files that are for this sequence alone: it is back, or has ended."""
         end, sequence.left = sequence.left, 0
         if self._files is not None and end and (self._exact or not _is_plain(sequence)):
             self._files.forget(sequence.keys[:end], self._owner_of(sequence))
 
     def _owner_of(self, sequence: Sequence) -> str:
-        """Whose the files of a sequence that left are: its own where others must not go on from
-        them, or would get other bits."""
+        """The owner of a preempted sequence's files: itself if others may not use them."""
         if self._exact or not _is_plain(sequence):
             return f"{self._secret} {sequence.number}"
         return sequence.request.prefix_owner
 
-    def _read_left(
-        self, sequence: Sequence, filled: Filled, is_dropped: Callable[[], bool]
-    ) -> Filled | None:
-        """The whole of a sequence that left, or None, and the cache is as before."""
-        assert self._files is not None
-        tokens, owner = sequence.keys[: sequence.left], self._owner_of(sequence)
-        size, end = self._account.block_tokens, filled.num_cached
-        for block in self._files.find(tokens, end // size, owner, with_rest=True):
-            if is_dropped():
-                break
-            count = min(size, len(tokens) - end)
-            self._append(filled.cache, block, end, filled.room, count)
-            end += count
-        state = None
-        if self._states is not None and end == len(tokens):
-            state = self._files.find_state(tokens, owner, with_rest=True)
-        if end < len(tokens) or (self._states is not None and state is None):
-            drop_after(filled.cache, filled.num_cached)
-            set_room(filled.cache, filled.room)
-            return None
-        return filled._replace(num_cached=end, state=state, num_read=end - filled.num_cached)
-
     def cut(self, chosen: Items[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Has states copied in a pass over so many tokens of prompts, as far as they have room.
-
-        The pass may have to end sooner for that.
-        """
+        """Plans copies of states in a pass over prompts, as far as there is room. The pass may have
+        to end sooner for a copy."""
         cut = []
         for sequence, num_new in chosen if self._states is not None else ():
             first = sequence.num_computed
@@ -431,13 +397,13 @@ class Prefixes:
         return cut or [*chosen]
 
     def forget_cuts(self, sequence: Sequence) -> None:
-        """A pass failed: nothing was copied."""
+        """Drops planned copies after a failed pass."""
         for end in sequence.cuts:
             self._account.drop_state(sequence.keys[:end], sequence.root)
         sequence.cuts.clear()
 
     def keep(self, sequence: Sequence) -> None:
-        """Keeps the whole blocks that are computed of a sequence, as far as there is place."""
+        """Keeps the computed whole blocks of a sequence, as far as there is room."""
         cache, tokens = sequence.cache, self._computed(sequence)
         if cache is None or not self._account.block_tokens:
             return
@@ -448,16 +414,16 @@ class Prefixes:
         self._drop_states(sequence, num_kept)
 
     def keep_answer(self, sequence: Sequence) -> None:
-        """Copies the state of an answer in place of the one before it, now and then."""
-        is_here = sequence.cache is not None and sequence.cache.layers  # and in no row
+        """Replaces the copied state of an answer after every `ANSWER_TOKENS`."""
+        is_here = sequence.cache is not None and sequence.cache.layers  # not in a row
         if is_here and not sequence.num_computed % ANSWER_TOKENS:
             self._take_last(sequence)
             sequence.cuts.clear()
 
     def take_over(self, sequence: Sequence, release: Callable[[], None]) -> None:
-        """Keeps the whole blocks of a sequence that ends, whose room becomes theirs.
+        """Keeps the whole blocks of a finished sequence, in its own room.
 
-        Where there is no other place for them, the cache shrinks from its end as they are copied.
+        If memory is short, the cache shrinks from its end as blocks are copied.
         """
         cache, size = sequence.cache, self._account.block_tokens
         if cache is None or not size:
@@ -481,7 +447,7 @@ class Prefixes:
         self._drop_states(sequence, self._account.keep(tokens, blocks.__getitem__, root))
 
     def _plan(self, sequence: Sequence, end: int) -> None:
-        """A state is to be copied at the last block that ends within so many tokens."""
+        """Plans a copy of the state after the last block before ``end``."""
         size = self._account.block_tokens
         while picture := sequence.picture_around(end := end // size * size):
             end = picture.first
@@ -500,8 +466,7 @@ class Prefixes:
         return is_kept
 
     def _take_last(self, sequence: Sequence) -> None:
-        """Keeps the state after a sequence's last block in place of the one before in its answer,
-        if it is still there."""
+        """Keeps the state after a sequence's last block instead of the last one in its answer."""
         size, last, cache = self._account.block_tokens, sequence.state_end, sequence.cache
         end = sequence.num_computed // size * size if size else 0
         if self._states is None or self._exact or end <= last or cache is None:
@@ -517,7 +482,7 @@ class Prefixes:
             self._account.drop_state(sequence.keys[:last], sequence.root)
 
     def _drop_states(self, sequence: Sequence, num_kept: int) -> None:
-        """Gives up what was copied after blocks for which there was no place."""
+        """Drops states after blocks that found no room."""
         end = sequence.state_end
         for each in {*sequence.cuts, end} if self._states is not None and end else ():
             if each > num_kept * self._account.block_tokens:
@@ -525,7 +490,7 @@ class Prefixes:
         sequence.cuts.clear()
 
     def _wanted(self, sequence: Sequence) -> Items[int]:
-        """Tokens that may be known: the last one is computed in any case, for what follows it."""
+        """Tokens to look for; the last token is always computed."""
         return sequence.keys[: self._num_wanted(sequence)]
 
     def _num_wanted(self, sequence: Sequence) -> int:
@@ -534,33 +499,40 @@ class Prefixes:
         return len(sequence.request.prompt_ids if self._exact else sequence.tokens) - 1
 
     def _computed(self, sequence: Sequence) -> Items[int]:
-        """Tokens that are computed, in a form that others find; the last state is after them."""
+        """Computed tokens that others may use; the last state is after them."""
         end = sequence.num_computed
         end = min(end, sequence.read_end) if self._exact else end
         return sequence.keys[: end if self._states is None else sequence.state_end]
 
     def _read(
-        self, tokens: Items[int], owner: str, filled: Filled, is_dropped: Callable[[], bool]
+        self,
+        tokens: Items[int],
+        owner: str,
+        filled: Filled,
+        is_dropped: Callable[[], bool],
+        *,
+        needs_all: bool,
     ) -> Filled:
-        """Appends the blocks that the disk has of some tokens."""
-        files, size = self._files, self._account.block_tokens
+        """Appends the blocks of some tokens that are on disk: all, or returns ``filled``."""
+        files, states, size = self._files, self._states, self._account.block_tokens
         assert files is not None
-        if self._states is not None:
+        if states is not None and not needs_all:
             tokens = tokens[: files.last_state(tokens, owner) * size]
-        end = filled.num_cached
-        for block in files.find(tokens, end // size, owner):
+        begin = end = filled.num_cached
+        for block in files.find(tokens, begin // size, owner, with_rest=needs_all):
             if is_dropped():
                 break
-            self._append(filled.cache, block, end, filled.room)
-            end += size
-        state = filled.state
-        if self._states is not None and end > filled.num_cached:
-            state = files.find_state(tokens, owner) if end == len(tokens) else None
-            if state is None:
-                drop_after(filled.cache, filled.num_cached)
-                set_room(filled.cache, filled.room)
-                return filled
-        return filled._replace(num_cached=end, state=state, num_read=end - filled.num_cached)
+            count = min(size, len(tokens) - end)
+            self._append(filled.cache, block, end, filled.room, count)
+            end += count
+        state, is_all = filled.state, end == len(tokens)
+        if states is not None and end > begin:
+            state = files.find_state(tokens, owner, with_rest=needs_all) if is_all else None
+        if (needs_all and not is_all) or (states is not None and end > begin and state is None):
+            drop_after(filled.cache, begin)
+            set_room(filled.cache, filled.room)
+            return filled
+        return filled._replace(num_cached=end, state=state, num_read=end - begin)
 
     def _write(self, cache: DynamicCache, tokens: Items[int], sequence: Sequence) -> None:
         request = sequence.request
@@ -577,10 +549,10 @@ class Prefixes:
         num_tokens: int | None = None,
     ) -> None:
         self._copies.append(cache, block, num_tokens)
-        if not num_cached:  # now that the cache has tensors
+        if not num_cached:  # the cache has tensors from now on
             set_room(cache, room)
 
 
 def _is_plain(sequence: Sequence) -> bool:
-    """Whether the disk may have its prefixes."""
+    """Whether its prefixes may be on disk."""
     return sequence.request.adapter is None and not sequence.request.pictures

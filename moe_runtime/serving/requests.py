@@ -1,4 +1,4 @@
-"""Requests of the engine and its answers: token ids in, events out."""
+"""The engine's requests and events: token ids in, events out."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class EngineOptions:
 
     Attributes:
         most_waiting: requests that may wait; more are refused.
-        most_running: requests that are answered at a time.
-        prompt_tokens: most tokens of prompts in a step in which others decode.
-        max_slowdown: times as long that a step may take with prompts as without, as far as
-            `StepSizes` can hold it; with infinity steps grow to ``prompt_tokens``.
-        idle_prompt_tokens: most tokens of prompts in a step in which no sequence decodes.
+        most_running: requests that run at a time.
+        prompt_tokens: most prompt tokens of a step in which sequences also decode.
+        max_slowdown: how many times as long a step may take with prompts as without; see
+            `StepSizes`. With infinity all steps may have ``prompt_tokens``.
+        idle_prompt_tokens: most prompt tokens of a step in which no sequence decodes.
         reuses_prefixes: keeps keys and values of prompts and answers in free memory.
-        exact: gives a request the bits that it would get alone: prompts are read one at a time, in
-            pieces of ``prompt_tokens``, and only whole pieces are reused.
-        decode_rows: sequences that decode in recorded steps on a GPU, at most, up to 16, in half of
+        exact: a request gets the same bits as alone: prompts are read one at a time, in pieces of
+            ``prompt_tokens``, and only whole pieces are reused.
+        decode_rows: most sequences, up to 16, that decode in recorded steps on a GPU, in half of
             the memory for tokens. With ``exact`` there are rows for all running sequences, or none.
 
     Raises:
-        ValueError: one is too small; the message begins with its name.
+        ValueError: a value is out of range; the message begins with its name.
     """
 
     most_waiting: int = 256
@@ -62,7 +62,7 @@ class EngineOptions:
 
 
 class QueueFullError(MoERuntimeError):
-    """As many requests wait as may; a later attempt may succeed."""
+    """The queue is full; a later attempt may succeed."""
 
 
 class EngineClosedError(MoERuntimeError):
@@ -70,7 +70,7 @@ class EngineClosedError(MoERuntimeError):
 
 
 class RequestTooLongError(ValueError):
-    """A prompt and its answer need more tokens than the model knows or memory is reserved for."""
+    """A prompt and its answer exceed the model's positions or the reserved memory."""
 
     def __init__(self, message: str, *, num_tokens: int, most_tokens: int) -> None:
         super().__init__(message)
@@ -78,11 +78,11 @@ class RequestTooLongError(ValueError):
 
 
 class ConstraintError(MoERuntimeError):
-    """No token may follow an answer that is not yet what its constraint asks for."""
+    """No token may follow an incomplete answer, according to its constraint."""
 
 
 class TokenConstraint(Protocol):
-    """What a grammar allows, asked from the engine's thread before each token.
+    """The tokens that a grammar allows; called from the engine's thread before each token.
 
     Attributes:
         is_exhausted: the tokens allowed last can only end the answer.
@@ -98,26 +98,26 @@ class TokenConstraint(Protocol):
                 allows all.
 
         Raises:
-            ConstraintError: no token may follow, and the answer is not whole.
+            ConstraintError: no token may follow, and the answer is incomplete.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
-    """How a token is chosen; what is left at its default is not applied at all.
+    """How a token is chosen; defaults have no effect.
 
     Attributes:
         temperature: logits are divided by it; 0 takes the most likely token.
-        top_p: samples among the most likely tokens that together have this probability.
-        top_k: samples among so many of the most likely tokens; 0 for all.
+        top_p: samples among the most likely tokens of this total probability.
+        top_k: samples among this many of the most likely tokens; 0 for all.
         min_p: samples among tokens at least this many times as likely as the most likely one.
-        repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies
-            negative.
-        presence_penalty: subtracted from the logits of tokens that the answer has.
-        frequency_penalty: subtracted from them as often as the answer has them.
+        repetition_penalty: divides positive logits of tokens of prompt and answer, and multiplies
+            negative ones.
+        presence_penalty: subtracted from the logits of tokens in the answer.
+        frequency_penalty: subtracted from them for each time that they occur in the answer.
         seed: makes the answer repeatable.
-        logit_bias: by token id, added to its logit.
+        logit_bias: added to logits, by token id.
 
     Raises:
         ValueError: an option is out of range; the message begins with its name.
@@ -168,19 +168,18 @@ class GenerationRequest:
     Attributes:
         prompt_ids: at least one token.
         max_new_tokens: most tokens to generate; 0 reads the prompt only.
-        min_new_tokens: ``stop_ids`` are not chosen before the answer has so many tokens, unless its
-            constraint lets nothing else follow.
-        stop_ids: tokens that end the answer; they are its last token.
-        num_logprobs: how many of the most likely tokens to report with each new one; None for no
-            log-probabilities.
-        num_prompt_logprobs: the same for the prompt's tokens. The whole prompt is computed then.
-        constraint: what the answer may be made of; where nothing more may follow, it ends.
+        min_new_tokens: ``stop_ids`` are not chosen before the answer has this many tokens, unless
+            the constraint allows nothing else.
+        stop_ids: tokens that end the answer; the answer includes them.
+        num_logprobs: most likely tokens to report with each new one; None for no log-probabilities.
+        num_prompt_logprobs: the same for the prompt's tokens; the prefix cache is not used then.
+        constraint: the tokens that may follow; the answer ends if none may.
         priority: higher ones go first; within a priority, clients take turns.
-        client: whose turn it takes.
-        prefix_owner: requests find what others of the same owner left of their beginning.
-        adapter: that the model has for this request; None for the model as it is.
-        pictures: in the prompt, in their order.
-        returns_routing: events say which experts the tokens went to. All of them are computed then.
+        client: takes turns with other clients.
+        prefix_owner: only requests of the same owner share the prefix cache.
+        adapter: name of a LoRA adapter; None for the model alone.
+        pictures: of the prompt, in order.
+        returns_routing: events have the experts of tokens; the prefix cache is not used then.
 
     Raises:
         ValueError: a number is out of range, or the prompt is empty.
@@ -204,20 +203,14 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError("the prompt is empty, expected at least one token")
-        for name, least in (
-            ("max_new_tokens", 0),
-            ("min_new_tokens", 0),
-            ("num_logprobs", 0),
-            ("num_prompt_logprobs", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name in ("max_new_tokens", "min_new_tokens", "num_logprobs", "num_prompt_logprobs"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model itself found a token: before temperature, penalties and constraints.
+    """The model's log-probability of a token, before temperature, penalties and constraints.
 
     Attributes:
         logprob: natural logarithm of its probability.
@@ -230,7 +223,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request waits no longer: it has a KV cache. Sent once, before all others."""
+    """The request has a KV cache. Sent once, before all other events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +231,9 @@ class PromptRead:
     """The prompt was read; sent once, before the first token.
 
     Attributes:
-        cached_tokens: tokens at its beginning whose keys and values an earlier request left.
-        logprobs: of each prompt token given those before it, where asked for; the first has None.
-        routing: experts of the prompt's tokens, where asked for: tokens, layers and choices.
+        cached_tokens: tokens at its beginning that the prefix cache had.
+        logprobs: if asked for, of each prompt token given those before it; None for the first.
+        routing: if asked for, experts of the prompt's tokens: tokens, layers and choices.
     """
 
     cached_tokens: int
@@ -250,9 +243,9 @@ class PromptRead:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """The answer is one token longer; the other fields where asked for.
+    """The answer is one token longer; the other fields only if asked for.
 
-    ``routing`` is of the tokens that were computed since the last event, this one not included.
+    ``routing`` is of the tokens computed since the last event, without this one.
     """
 
     token_id: int
@@ -266,14 +259,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of every request that was taken.
+    """The last event of every request.
 
     Attributes:
         reason: ``"stop"`` at one of ``stop_ids``, ``"length"`` at ``max_new_tokens``,
-            ``"cancelled"`` by its handle or the end of the engine, ``"error"`` where a step failed.
+            ``"cancelled"`` by its handle or the end of the engine, ``"error"`` if a step failed.
         message: of an error, one line.
         cause: of the error, one line, for the operator: it may name files.
-        is_constrained: whether the request's own constraint is at fault for the error.
+        is_constrained: whether the request's own constraint caused the error.
     """
 
     reason: FinishReason
@@ -283,7 +276,7 @@ class Finished:
 
     @property
     def problem(self) -> str:
-        """Of an error, all that is known, one line, for the operator and not for clients."""
+        """An error with its cause in one line, for the operator and not for clients."""
         message = self.message or "the model failed"
         return message if self.cause is None else f"{message} ({self.cause})"
 
@@ -294,25 +287,25 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatistics:
-    """What the engine does now, and what it did since it was made.
+    """Counts of an engine since it was made.
 
     Attributes:
         kv_tokens: tokens in the KV caches of running requests and in the prefix cache.
         kv_capacity: tokens that memory is reserved for.
-        prefix_tokens: those of ``kv_tokens`` that only the prefix cache keeps.
+        prefix_tokens: the part of ``kv_tokens`` that only the prefix cache keeps.
         steps: forward passes.
-        preemptions: times that a running request lost its KV cache to another.
-        adapter_reads: times that a LoRA adapter was read from its files.
-        adapter_bytes: of memory that adapters have at most.
+        preemptions: running requests that lost their KV cache to others.
+        adapter_reads: reads of LoRA adapters from files.
+        adapter_bytes: memory limit of adapters.
         prompt_tokens: of all requests, cached ones included.
-        prefix_hit_tokens: prompt tokens that were found in the prefix cache.
-        prefix_disk_hit_tokens: those of them that were found on the disk.
-        prefix_disk_failures: times that prefixes could not be written to the disk.
-        finished: requests by the reason with which they ended.
-        experts: what they cost since the model was loaded.
-        draft_steps: of sequences, of a model that was loaded with a ``draft``.
-        drafted_tokens: tokens that were verified in them too.
-        accepted_drafts: those of them that were chosen too.
+        prefix_hit_tokens: prompt tokens found in the prefix cache.
+        prefix_disk_hit_tokens: the part of them found on disk.
+        prefix_disk_failures: failed writes of prefixes to disk.
+        finished: requests by the reason of their end.
+        experts: statistics of experts since the model was loaded.
+        draft_steps: steps of sequences with drafted tokens, of a model loaded with a ``draft``.
+        drafted_tokens: tokens that these steps verified.
+        accepted_drafts: the part of them that was chosen.
         draft_failures: errors of drafts; after one there are no more drafts.
         drafts_given_up: as of `RuntimeStats`.
     """
@@ -341,5 +334,5 @@ class EngineStatistics:
 
     @property
     def kv_usage(self) -> float:
-        """The share of the capacity that running requests hold; the rest can be had at once."""
+        """The share of the capacity that running requests hold; the rest is available."""
         return (self.kv_tokens - self.prefix_tokens) / self.kv_capacity

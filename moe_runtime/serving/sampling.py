@@ -1,4 +1,4 @@
-"""How the next token of one request is chosen from the model's logits.
+"""Chooses the next token of a request from the model's logits.
 
 Shape suffixes: R rows, V tokens of the vocabulary.
 """
@@ -29,11 +29,11 @@ from moe_runtime.serving.requests import (
 )
 
 _NO_IDS = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.int64))
-"""Warpers are called with it; they use the scores alone."""
+"""Argument of warpers, which use only the scores."""
 
 
 class Sampler:
-    """Chooses a request's tokens; what the request does not ask for is not computed."""
+    """Chooses a request's tokens; computes only what the request asks for."""
 
     def __init__(self, request: GenerationRequest) -> None:
         options = request.sampling
@@ -42,7 +42,7 @@ class Sampler:
         self._penalty = None
         if options.repetition_penalty != 1:
             self._penalty = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
-        # at once: there may be as many as tokens, and all requests wait for each of them
+        # tensors: a loop over many biases would delay all requests
         self._biased_ids = torch.tensor(list(options.logit_bias), dtype=torch.int64)
         self._biases = torch.tensor(list(options.logit_bias.values()), dtype=torch.float32)
         self._warpers = _warpers(options)
@@ -61,13 +61,13 @@ class Sampler:
             ValueError: the logits are not finite.
         """
         raw_V = logits_V.float().cpu()
-        if not bool(raw_V.max().isfinite()):  # so is the greatest of those that have a NaN
+        if not bool(raw_V.max().isfinite()):  # the maximum of values with a NaN is NaN
             raise ValueError(NOT_FINITE)
         scores_V = self._changed(raw_V, answer_ids)
         if self._generator is None:
             token = int(scores_V.argmax())
         else:
-            # below zero, a temperature near zero makes no infinities but those that mean never
+            # scores up to 0: a temperature near 0 makes no positive infinity
             scores_1V = self._warpers(_NO_IDS, (scores_V - scores_V.max())[None])
             chances_V = torch.softmax(scores_1V[0], dim=-1)
             token = int(torch.multinomial(chances_V, 1, generator=self._generator))
@@ -79,7 +79,7 @@ class Sampler:
         return NewToken(token, found.logprob, found.top)
 
     def _changed(self, raw_V: torch.Tensor, answer_ids: Sequence[int]) -> torch.Tensor:
-        """Logits with biases and penalties, without the tokens that must not come."""
+        """Logits with biases and penalties; banned tokens get minus infinity."""
         request, options = self._request, self._request.sampling
         banned = () if len(answer_ids) >= request.min_new_tokens else request.stop_ids
         constraint = request.constraint
@@ -112,7 +112,7 @@ class Sampler:
 def token_logprobs(
     logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int
 ) -> list[TokenLogprob]:
-    """How likely each row's token is, and the ``num_top`` most likely tokens of the row.
+    """The log-probability of each row's token, and the ``num_top`` most likely tokens.
 
     Raises:
         ValueError: the logits are not finite.

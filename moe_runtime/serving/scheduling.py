@@ -1,4 +1,4 @@
-"""Which sequences run or wait, and what the next step computes. No model; clocks are passed in."""
+"""Chooses the sequences that run and the tokens of each step. No model; clocks are passed in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Sequence as Items
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from operator import attrgetter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,13 +40,12 @@ if TYPE_CHECKING:
 
 
 class Failure:
-    """Catches what a block raises, so that only the requests concerned fail with it.
+    """Catches exceptions of a block, so that only its requests fail; none with ``is_fatal``.
 
-    The error itself is dropped: its traceback would keep the caches of all sequences in a cycle.
+    The exception is dropped: its traceback would keep the caches of all sequences in a cycle.
     """
 
     def __init__(self, *, is_fatal: bool = False) -> None:
-        """With ``is_fatal`` nothing is caught."""
         self.has_failed = False
         self.finished = Finished("error")
         self._is_fatal = is_fatal
@@ -55,22 +53,13 @@ class Failure:
     def __enter__(self) -> Failure:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         if self._is_fatal or not isinstance(error, Exception):
             return False
         self.has_failed = True
-        cause = error.__cause__
-        self.finished = Finished(
-            "error",
-            _line_of(error),
-            cause=None if cause is None else _line_of(cause),
-            is_constrained=isinstance(error, ConstraintError),
-        )
+        cause = None if error.__cause__ is None else _line_of(error.__cause__)
+        is_constrained = isinstance(error, ConstraintError)
+        self.finished = Finished("error", _line_of(error), cause, is_constrained)
         return True
 
 
@@ -83,23 +72,23 @@ class Sequence:
 
     Attributes:
         number: counts requests as they arrive.
-        turn: counts those of its client; see `Scheduler`.
+        turn: counts the requests of its client; see `Scheduler`.
         num_computed: tokens whose keys and values are cached.
-        num_found: those of them that were known when it got its cache.
-        read_end: tokens that are read as prompts are; those after go one by one.
-        room: tokens that the cache was given room for; 0 for as many as it has.
-        found: blocks of its beginning that are known, from when it gets room until it has a cache.
-        found_state: what a model with states keeps after them.
-        cut_ends: tokens after which such a state is to be copied while they are read.
-        cuts: of the pass that runs, by these tokens, where they are copied.
-        state_end: tokens after which its state was copied last.
-        left: tokens that wait on the disk since it lost its room.
-        arrival: reads its beginning from the disk; None where that is done, or not begun.
-        keys: what tells its tokens from those of other sequences: pictures by what they show.
-        positions: of the tokens of a model that counts pictures otherwise; None where it does not.
-        root: of the prefixes that it may find: its adapter and owner.
+        num_found: tokens that its cache had from the start.
+        read_end: tokens that are read as prompts are; later tokens are decoded one by one.
+        room: tokens that the cache was given room for; 0 for the tokens in it.
+        found: known blocks of its beginning, between getting room and getting a cache.
+        found_state: the model's state after these blocks, if it has states.
+        cut_ends: tokens after which to copy the state while they are read.
+        cuts: copies that the running pass makes, by these tokens.
+        state_end: tokens after which the last copy of the state was made.
+        left: tokens on disk since it was preempted.
+        arrival: reads its beginning from disk; None before and after.
+        keys: identify its tokens among all sequences; a picture's tokens by its content.
+        positions: of a model that counts pictures in another way; None for other models.
+        root: its adapter and owner: only prefixes of the same root are found.
         is_apart: it always goes through the model alone.
-        is_alone: it does now, also since a pass together with others failed.
+        is_alone: it goes alone now; also after a shared pass failed.
     """
 
     def __init__(
@@ -129,7 +118,7 @@ class Sequence:
         self.cut_ends: set[int] = set()
         self.cuts: dict[int, torch.Tensor] = {}
         self.state_end = self.left = 0
-        self.arrival: Arrival[Any] | None = None
+        self.arrival: Arrival | None = None
         self.sampler: Sampler | None = None
         self.drafter: Drafter | None = None
         self.is_alone = self.is_apart = is_apart
@@ -140,7 +129,7 @@ class Sequence:
         self._cached_tokens = 0
         self._logprobs: list[TokenLogprob | None] = [None]
         self._routing: np.ndarray | None = None
-        self._num_told = 0
+        self._num_routed = 0  # tokens whose experts were sent
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -152,25 +141,25 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's log-probabilities are asked for and not yet sent."""
+        """Whether the request asks for log-probabilities of the prompt that are not sent yet."""
         return self.request.num_prompt_logprobs is not None and not self._is_read
 
     @property
     def computes_all(self) -> bool:
-        """Whether nothing may be taken over from other requests."""
+        """Whether it may use no keys and values of other requests."""
         return self.wants_prompt_logprobs or self.request.returns_routing
 
     @property
     def pictures_left(self) -> list[PlacedPicture]:
-        """Those that are not computed yet: their pass is of this sequence alone."""
+        """Pictures that are not computed yet; their pass has this sequence only."""
         return [one for one in self.request.pictures if one.end > self.num_computed]
 
     def picture_around(self, end: int) -> PlacedPicture | None:
-        """The picture that has tokens on both sides of a cut after so many."""
+        """The picture with tokens on both sides of ``end``."""
         return next((one for one in self.request.pictures if one.first < end < one.end), None)
 
     def without_cut(self, num_new: int) -> int:
-        """So many next tokens, or fewer so that no picture is cut; more where one is longer."""
+        """``num_new``, or fewer so that no picture is cut; more if a picture is longer."""
         picture = self.picture_around(self.num_computed + num_new)
         if picture is None:
             return num_new
@@ -200,19 +189,19 @@ class Sequence:
         self._logprobs.extend(logprobs)
 
     def add_routing(self, ids_TLK: np.ndarray) -> None:
-        """Takes the experts of the tokens that a pass computed; some of them may be known."""
-        first = self.num_computed - self._num_told
+        """Adds the experts of the tokens that a pass computed; some may be there already."""
+        first = self.num_computed - self._num_routed
         if self._routing is not None and first > 0:
             ids_TLK = np.concatenate([self._routing[:first], ids_TLK])
         self._routing = ids_TLK[max(-first, 0) :]
 
     def _take_routing(self) -> np.ndarray | None:
-        """The experts of the tokens up to the last that was computed, since it was called last."""
+        """The experts of computed tokens that were not sent yet."""
         if self._routing is None:
             return None
-        num_new = max(self.num_computed - self._num_told, 0)
+        num_new = max(self.num_computed - self._num_routed, 0)
         taken, self._routing = self._routing[:num_new], self._routing[num_new:]
-        self._num_told += num_new
+        self._num_routed += num_new
         return taken
 
     def tell_read(self) -> None:
@@ -224,7 +213,7 @@ class Sequence:
             self._tell(PromptRead(self._cached_tokens, logprobs, self._take_routing()))
 
     def add(self, token: NewToken) -> FinishReason | None:
-        """The answer is one token longer; gives the reason if it ends with it."""
+        """Adds a token to the answer; returns the reason if the answer ends with it."""
         self.tokens.append(token.token_id)
         if self.keys is not self.tokens:
             self.keys.append(token.token_id)
@@ -247,8 +236,7 @@ class Sequence:
             self._on_event = hear_nothing  # breaks the cycle between listener and sequence
 
     def _tell(self, event: Event) -> None:
-        # a listener that fails has disconnected
-        with Failure() as failure:
+        with Failure() as failure:  # a listener that fails has disconnected
             self._on_event(event)
         if failure.has_failed:
             self.is_cancelled = True
@@ -257,71 +245,52 @@ class Sequence:
 def hear_nothing(event: Event) -> None: ...
 
 
-T = TypeVar("T")
+class Arrival:
+    """A read in a thread that fills a sequence's cache; ``read`` gets a function that says whether
+    the result was dropped."""
 
-
-class Arrival(Generic[T]):
-    """What a thread fills a sequence's cache with, while others compute."""
-
-    def __init__(self, threads: Executor, read: Callable[[Callable[[], bool]], T]) -> None:
-        """``read`` is called with a function that says whether it is for nothing."""
+    def __init__(self, threads: Executor, read: Callable[[Callable[[], bool]], Any]) -> None:
         self._is_dropped = False
-        self._future = threads.submit(read, lambda: self._is_dropped)
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-    def call_when_done(self, callback: Callable[[], None]) -> None:
-        self._future.add_done_callback(lambda _: callback())
-
-    def result(self) -> T:
-        return self._future.result()
+        self.future = threads.submit(read, lambda: self._is_dropped)
 
     def drop(self) -> None:
-        """Returns when the thread has let go of the cache."""
+        """Returns when the thread no longer uses the cache."""
         self._is_dropped = True
-        if not self._future.cancel():
-            self._future.exception()
+        if not self.future.cancel():
+            self.future.exception()
 
 
 _ORDER = attrgetter("order")
 
 
 def groups_of(sequences: Iterable[Sequence], most_together: int) -> list[list[Sequence]]:
-    """Those that may decode in one pass, as many as may; those of one adapter side by side."""
-    together: list[Sequence] = []
-    alone: list[Sequence] = []
-    for sequence in sequences:
-        (alone if sequence.is_alone else together).append(sequence)
-    together.sort(key=attrgetter("root"))
-    groups = [
-        together[first : first + most_together] for first in range(0, len(together), most_together)
-    ]
-    return [*groups, *([sequence] for sequence in alone)]
+    """Sequences by the pass that they decode in; sequences of one adapter are neighbours."""
+    ordered = sorted(sequences, key=attrgetter("root"))
+    together = [sequence for sequence in ordered if not sequence.is_alone]
+    firsts = range(0, len(together), most_together)
+    groups = [together[first : first + most_together] for first in firsts]
+    return [*groups, *([sequence] for sequence in ordered if sequence.is_alone)]
 
 
 def beside_prompts(
     decoding: Iterable[Sequence], chosen: Items[tuple[Sequence, int]]
 ) -> list[Sequence]:
-    """Those that may go on by one token in the pass of chosen prompts; it reads an expert once."""
-    if not chosen:
-        return []
-    first = chosen[0][0]
-    if first.is_alone or first.wants_prompt_logprobs or first.pictures_left:
+    """Sequences that decode one token in the pass of the chosen prompts: experts are read once."""
+    first = chosen[0][0] if chosen else None
+    if first is None or first.is_alone or first.wants_prompt_logprobs or first.pictures_left:
         return []
     return [sequence for sequence in decoding if not sequence.is_alone]
 
 
 class Scheduler:
-    """Sequences that wait and run, each list in the order of priority, turn and arrival.
+    """Waiting and running sequences, each list in the order of priority, turn and arrival.
 
-    Clients take turns: a request gets the number of the turn that runs, or the next one after its
-    client's last (start-time fair queueing, Goyal, Vin and Cheng 1996, within a priority, at a cost
-    of one each).
+    Clients take turns within a priority: start-time fair queueing (Goyal, Vin and Cheng 1996) at a
+    cost of one a request.
 
-    A sequence runs when its whole prompt and its adapter have room. When those that run need more
-    room than there is, the last of them is preempted, and comes back or is computed again later.
+    A sequence starts when its whole prompt and its adapter have room. If running sequences need
+    more room than there is, the last one is preempted. It comes back from disk, or is computed
+    again. ``leave`` may keep what a preempted sequence has computed.
     """
 
     def __init__(
@@ -332,7 +301,6 @@ class Scheduler:
         adapters: Adapters | None = None,
         leave: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
-        """``leave`` may keep what a sequence that is preempted has computed."""
         self.account = account
         self.leave = leave
         self._adapters = adapters
@@ -350,18 +318,17 @@ class Scheduler:
         look_up: Callable[[Sequence], None],
         is_held: Callable[[Sequence, Items[Sequence]], bool] = lambda waiting, running: False,
     ) -> Sequence | None:
-        """The first waiting sequence, if it may run now; its room is reserved then.
+        """Reserves room for the first waiting sequence, if it may run now.
 
-        No sequence overtakes it. Where ``is_held`` holds it back, those after it get what it
-        leaves of the places and of the room. ``look_up`` is called before room is taken from
-        prefixes.
+        No sequence overtakes it. If ``is_held`` holds it back, later ones may start, but its place
+        and room stay free. ``look_up`` is called before room is taken from prefixes.
         """
         num_held = held_tokens = 0
         for index, first in enumerate(self.waiting):
             if len(self.running) + num_held >= self._most_running:
                 return None
             needed = len(first.tokens) + 1
-            # those that run grow too, and would take it away again at once
+            # running sequences grow too, and would take the room back at once
             spare = PIECE * len(self.running) + held_tokens
             if needed + spare > self.account.available:
                 return None
@@ -383,9 +350,9 @@ class Scheduler:
         return None
 
     def make_room(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Gives running sequences room for one more token each; gives those that have it.
+        """Reserves room for one more token each; returns the sequences that have it.
 
-        Others, and maybe some that were not named, wait again.
+        Others are preempted, maybe also running sequences that are not named.
         """
         ready = []
         for sequence in sequences:
@@ -393,13 +360,13 @@ class Scheduler:
                 if self.account.reserve(sequence, sequence.num_computed + 1):
                     ready.append(sequence)
                     break
-                # one in a row of `RowDecoding` has no room to give
+                # a sequence in a row of `RowDecoding` has no room to give
                 has_room = (s for s in self.running if s is sequence or self.account.room_of(s))
                 self.make_way([*has_room][-1])
         return [sequence for sequence in ready if sequence.cache is not None]
 
     def make_way(self, sequence: Sequence) -> None:
-        """Takes a sequence's room for others."""
+        """Preempts a sequence so that others get its room."""
         with Failure():  # it is computed again
             self.leave(sequence)
         self.preempt(sequence)
@@ -438,9 +405,9 @@ class Scheduler:
     def prompts(
         self, most_tokens: int, most_logprobs: int, *, exact: bool
     ) -> list[tuple[Sequence, int]]:
-        """The next tokens of prompts to read in one pass: sequences, and how many of each.
+        """The prompts to read in one pass, and how many tokens of each.
 
-        ``exact`` is one prompt alone, cut where it would be cut whatever else runs.
+        With ``exact`` one prompt alone, cut at places that do not depend on other sequences.
         """
         chosen: list[tuple[Sequence, int]] = []
         left = most_tokens
@@ -484,24 +451,22 @@ class Scheduler:
 MIN_TOKENS = 16
 """Tokens of prompts that a step may always have."""
 MAX_COST_RATIO = 3.0
-"""A token takes at most so many times its time in the most efficient step."""
+"""A token may take this many times its time in the most efficient step."""
 FREE_GROWTH = 1.25
-"""Where all steps take too long, more tokens may make them so much longer: then there are fewer."""
+"""If all steps take too long, a larger one may take this many times as long."""
 _NEW_SHARE = 0.3
 _STEPS_KEPT = 500
-"""Steps after which larger sizes count as never measured: one slow time would exclude them for
-ever."""
+"""Steps after which larger sizes are measured again: a single slow time must not exclude them."""
 
 
 class StepSizes:
-    """Chooses sizes of steps that keep decoding sequences from waiting long.
+    """Chooses the prompt tokens of a step so that decoding sequences do not wait long.
 
     Sizes are doubled from `MIN_TOKENS`. A step with prompts takes at most ``max_slowdown`` times as
     long as one without, as far as `MAX_COST_RATIO` allows: with experts on a disk, a step of few
-    tokens reads nearly as much as one of many. A larger size is tried when it would still be short
-    enough: it takes at most twice the time of the one before, and no more per additional token than
-    that one did. Where every efficient step takes longer than that, it takes as many tokens as cost
-    little more time.
+    tokens reads nearly as much as one of many. A larger size is tried if it should be short enough:
+    it takes at most twice as long, and each additional token costs no more than before. If every
+    efficient step is too long, the step takes the tokens that cost little more time.
     """
 
     def __init__(
@@ -545,7 +510,7 @@ class StepSizes:
         self._is_ignored = True
 
     def most_tokens(self) -> int:
-        """Tokens of prompts for the next step beside sequences that decode."""
+        """Prompt tokens of the next step in which sequences also decode."""
         size = self._sizes[0]
         for index, larger in enumerate(self._sizes[1:]):
             if size not in self._seconds:
@@ -564,7 +529,7 @@ class StepSizes:
         return size
 
     def _at_nearly_the_same_time(self, size: int) -> int:
-        """The largest size whose steps take little longer, by measured times and their slope."""
+        """The largest size whose steps take little longer, by measured or expected times."""
         most_s = FREE_GROWTH * self._seconds[size]
         index = self._sizes.index(size)
         while index + 1 < len(self._sizes):
@@ -575,7 +540,7 @@ class StepSizes:
         return self._sizes[index]
 
     def _expected(self, index: int) -> float | None:
-        """Seconds of a step of the next size, if more tokens cost what the last ones did."""
+        """Seconds of a step of the next size, if each token costs as much as the last ones."""
         smaller, size, larger = self._sizes[max(index - 1, 0)], *self._sizes[index : index + 2]
         if smaller == size or not {smaller, size} <= self._seconds.keys():
             return None

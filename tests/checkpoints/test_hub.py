@@ -536,7 +536,7 @@ def test_models_on_this_disk_are_listed_and_removed(hub, folder, tmp_path, monke
     assert "there is maker/gguf, maker/tiny" in refusal("maker/absent", "-y")
     assert "expected OWNER/NAME or OWNER/NAME@REVISION" in refusal(f"{NAME}:Q4_K_M", "-y")
     assert "has no such revision in the cache" in refusal(f"{NAME}@v7", "-y")
-    assert "give --yes, as nobody can be asked here" in refusal(NAME)
+    assert "give --yes: there is no terminal to ask" in refusal(NAME)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdin.readline", lambda: "no\n", raising=False)
     assert main(["models", "remove", NAME]) == 2

@@ -77,6 +77,7 @@ def test_a_value_of_a_wrong_kind(pocket, key, value, expected, capsys):
     assert message.endswith(f": expected {key} to be {expected}")
 
 
+@pytest.mark.long
 def test_inspect_refuses_before_the_engine_is_imported(pocket):
     """Its import takes seconds; asserted on what is imported."""
     set_config(pocket, vocab_size=None)

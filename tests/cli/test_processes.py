@@ -44,8 +44,7 @@ def text_of_transformers(checkpoint: Path, num_tokens: int) -> str:
 
 
 def test_one_text_and_one_line_that_names_the_dead(checkpoint, tmp_path):
-    launch = Launch(["run", str(checkpoint), "-p", PROMPT, "-n", "240"], 2, tmp_path)
-    try:
+    with Launch(["run", str(checkpoint), "-p", PROMPT, "-n", "240"], 2, tmp_path) as launch:
         launch.wait_for_text(20)
         launch.processes[1].kill()
         launch.processes[1].join()
@@ -60,8 +59,6 @@ def test_one_text_and_one_line_that_names_the_dead(checkpoint, tmp_path):
         text = launch.stdout().strip()[:40]
         assert len(text) >= 10
         assert text_of_transformers(checkpoint, 60).startswith(text)
-    finally:
-        launch.close()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,7 @@ def started_server(checkpoint: Path, folder: Path, *words: str) -> tuple[Launch,
 
 def test_two_processes_serve_what_one_does(checkpoint, tmp_path):
     launch, address = started_server(checkpoint, tmp_path)
-    try:
+    with launch:
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": 1}
         (choice,) = json.loads(asked(address, "/v1/completions", body))["choices"]
         assert choice["text"] == text_of_transformers(checkpoint, 20)
@@ -132,14 +129,12 @@ def test_two_processes_serve_what_one_does(checkpoint, tmp_path):
         assert launch.ended() == [143, 0]
         assert launch.stdout(1) == ""
         assert not launch.errors()
-    finally:
-        launch.close()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_server_names_the_process_that_died_to_its_clients(victim, checkpoint, tmp_path):
     launch, address = started_server(checkpoint, tmp_path)
-    try:
+    with launch:
         body = {"prompt": PROMPT, "max_tokens": 240, "stream": True}
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(
@@ -157,10 +152,9 @@ def test_a_server_names_the_process_that_died_to_its_clients(victim, checkpoint,
         (line,) = launch.errors()
         assert f"rank {victim}" in line
         assert "has ended" in line
-    finally:
-        launch.close()
 
 
+@pytest.mark.long
 def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path):
     output = tmp_path / "out.jsonl"
     lines = [{"prompt": PROMPT, "max_tokens": 10 + 30 * number} for number in range(6)]
@@ -169,17 +163,13 @@ def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path)
     typed = (tmp_path / "in.jsonl").read_text()
     # The longest begin: the first ends after 130 steps, all after 250 or more.
     words_of_two = [*words, "--max-running", "2"]
-    launch = Launch(words_of_two, 2, tmp_path, typed=typed, dies_after=(190, output))
-    try:
+    with Launch(words_of_two, 2, tmp_path, typed=typed, dies_after=(190, output)) as launch:
         assert launch.ended() == [2, -signal.SIGKILL]
         assert "rank 1 of 2 has ended" in launch.errors()[0]
         begun = [json.loads(line) for line in output.read_text().splitlines()]
         assert 0 < len(begun) < 6
         assert not any("error" in one for one in begun)
-    finally:
-        launch.close()
-    launch = Launch(words, 2, tmp_path, typed=typed)
-    try:
+    with Launch(words, 2, tmp_path, typed=typed) as launch:
         assert launch.ended() == [0, 0], launch.errors()
         counts = json.loads(launch.stdout())
         assert counts["kept"] == len(begun)
@@ -187,8 +177,6 @@ def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path)
         assert [one["new_tokens"] for one in found] == [line["max_tokens"] for line in lines]
         whole = text_of_transformers(checkpoint, 160)
         assert all(whole.startswith(one["text"]) for one in found)
-    finally:
-        launch.close()
 
 
 def test_two_processes_chat_as_one(checkpoint, tmp_path, capsys):
@@ -199,22 +187,18 @@ def test_two_processes_chat_as_one(checkpoint, tmp_path, capsys):
     folder = tmp_path / "two"
     folder.mkdir()
     words = ["chat", str(model), "-n", "12", *SMALL[:-1]]
-    launch = Launch(words, 2, folder, typed="".join(f"{line}\n" for line in (*said, "/stats")))
-    try:
+    with Launch(
+        words, 2, folder, typed="".join(f"{line}\n" for line in (*said, "/stats"))
+    ) as launch:
         assert launch.ended() == [0, 0], launch.errors()
         first, second = launch.stdout().strip("\n").split("\n", 1)
         assert main(["run", str(model), "--chat", "-p", said[0], "-n", "12", *SMALL]) == 0
         assert json.loads(capsys.readouterr().out)["text"].strip("\n") == first
         assert second
         assert "24 experts of" in (folder / "err-0").read_text()
-    finally:
-        launch.close()
-    launch = Launch(words, 2, folder, typed="/model other\n")
-    try:
+    with Launch(words, 2, folder, typed="/model other\n") as launch:
         assert launch.ended() == [2, 0]
         assert "/model: several processes keep their model" in launch.errors()[0]
-    finally:
-        launch.close()
 
 
 def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
@@ -233,13 +217,11 @@ def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
     assert "--gpus starts a process for each GPU" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_torchrun_with_one_process_lacks_nothing(checkpoint, tmp_path):
     words = ["serve", str(checkpoint), "--dry-run", "--prefix-disk", "1MiB", *SMALL]
-    launch = Launch([*words, "--port", "0"], 1, tmp_path)
-    try:
+    with Launch([*words, "--port", "0"], 1, tmp_path) as launch:
         assert launch.ended() == [0], launch.errors()
-    finally:
-        launch.close()
 
 
 @pytest.mark.parametrize("name", ["run", "serve", "generate", "chat"])
@@ -339,7 +321,7 @@ def test_gpus_that_are_not_here(capsys, monkeypatch):
         assert f"--gpus {gpus}: expected two different GPUs or more" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_launcher_itself(checkpoint):
     program = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "run"]
     words = [str(checkpoint), "-p", PROMPT, "-n", "20", "--processes", "2"]
@@ -364,13 +346,8 @@ def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path):
     for attempt in range(2):
         steps = ("--set", f"run.steps={attempt + 1}", *FEW_STEPS[2:])
         words = ["train", str(path), "--resume", "--reschedule", *steps]
-        launch = Launch(words, 2, tmp_path, store_port=store.port, attempt=attempt)
-        try:
-            for process in launch.processes:
-                process.join()
-            assert [process.exitcode for process in launch.processes] == [0, 0], launch.errors()
-        finally:
-            launch.close()
+        with Launch(words, 2, tmp_path, store_port=store.port, attempt=attempt) as launch:
+            assert launch.ended() == [0, 0], launch.errors()
     assert [record["step"] for record in training_records(tmp_path / "out")][-1] == 2
 
 
@@ -404,15 +381,13 @@ def assert_trained_alike(found: Path, expected: Path) -> None:
                 assert one[name] == pytest.approx(other[name], rel=1e-4), name
 
 
+@pytest.mark.long
 def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path):
     alone, path = write_run(tmp_path / "one"), write_run(tmp_path / "four")
     assert train(alone, *FEW_STEPS) == 0
     layout = ("--set", "parallel.tp=2", "--set", "parallel.cp=2", "--json")
-    launch = Launch(["train", str(path), *FEW_STEPS, *layout], 4, tmp_path)
-    try:
-        for process in launch.processes:
-            process.join()
-        assert [process.exitcode for process in launch.processes] == [0] * 4, launch.errors()
+    with Launch(["train", str(path), *FEW_STEPS, *layout], 4, tmp_path) as launch:
+        assert launch.ended() == [0] * 4, launch.errors()
         assert [launch.stdout(rank) for rank in (1, 2, 3)] == [""] * 3
         summary = json.loads(launch.stdout())
         assert summary["complete"]
@@ -420,18 +395,19 @@ def test_divided_heads_and_sequences_train_what_one_process_does(tmp_path):
         # The first process shows the progress, and it alone.
         shown = [(tmp_path / f"err-{rank}").read_text() for rank in range(4)]
         assert [("step 3/3" in text) for text in shown] == [True, False, False, False]
-    finally:
-        launch.close()
     assert_trained_alike(path.parent / "out", alone.parent / "out")
 
 
-@pytest.mark.parametrize("more", [(), ("--steps", "0")], ids=["trained", "refused"])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param(("--steps", "0"), marks=pytest.mark.long)],
+    ids=["trained", "refused"],
+)
 def test_adapters_by_two_processes_are_told_of_once(more, tmp_path):
     model, text = checkpoint_of(MIXTRAL, tmp_path / "model"), write_text(tmp_path)
     words = ["finetune", str(model), str(text), "-o", str(tmp_path / "out"), "--lora", "2"]
     words += ["--context", "16", "--sequences", "2", "--micro-batches", "2", "--steps", "1", *more]
-    launch = Launch(words, 2, tmp_path)
-    try:
+    with Launch(words, 2, tmp_path) as launch:
         for process in launch.processes:
             process.join()
         expected = 2 if more else 0
@@ -439,8 +415,6 @@ def test_adapters_by_two_processes_are_told_of_once(more, tmp_path):
         assert launch.stdout(1) == ""
         shown = [(tmp_path / f"err-{rank}").read_text() for rank in range(2)]
         assert ["what was trained" in text for text in shown] == [not more, False]
-    finally:
-        launch.close()
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fixture_types import Capsys, Patch
+from terminal_screen import screen_of
 
 import moe_runtime
 from moe_runtime.cli.main import main
@@ -173,34 +174,6 @@ class Terminal:
         return self.seen.decode()
 
 
-def screen(written: str) -> list[str]:
-    """The lines that stay on a terminal, by the control sequences that rich writes."""
-    lines, row, column = [""], 0, 0
-    at = 0
-    while at < len(written):
-        if written.startswith("\x1b[", at):
-            end = next(i for i in range(at + 2, len(written)) if written[i].isalpha())
-            number, code = written[at + 2 : end], written[end]
-            if code == "A":
-                row -= int(number or 1)
-            elif code == "K":
-                lines[row] = ""
-            else:
-                assert code in "mhl", written[at : end + 1]
-            at = end + 1
-            continue
-        if written[at] == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif written[at] == "\r":
-            column = 0
-        else:
-            lines[row] = lines[row][:column].ljust(column) + written[at] + lines[row][column + 1 :]
-            column += 1
-        at += 1
-    return [line.rstrip() for line in lines]
-
-
 def stderr_terminal(monkeypatch: Patch) -> Terminal:
     """Called within a test: between its phases pytest puts its own stderr in place."""
     terminal = Terminal()
@@ -243,7 +216,7 @@ def test_a_terminal_sees_how_far_a_prompt_has_come_and_keeps_no_trace_of_it(
     assert "1/3" in written
     assert "tokens/s" in written
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is back
-    left = screen(written)
+    left = screen_of(written)
     assert not any("reading" in line for line in left)
     assert [line for line in left if line][:1] == ([] if output else ["what the runtime did"])
     assert "reading a prompt" not in capsys.readouterr().out
@@ -270,7 +243,7 @@ def test_ctrl_c_within_a_prompt_leaves_the_terminal_as_it_was(
     written = terminal.close()
     assert "reading a prompt" in written
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
-    assert not any(screen(written))
+    assert not any(screen_of(written))
     assert json.loads(capsys.readouterr().out)["finish_reason"] == "interrupted"
     assert not fake_load.model.get_decoder().layers[0]._forward_hooks
 
@@ -282,4 +255,4 @@ def test_the_prompt_is_shown_when_the_bar_is_gone(checkpoint, fake_load, monkeyp
     assert main(["run", str(checkpoint), "-p", PROMPTS[0], "-n", "2"]) == 0
     written = terminal.close()
     assert written.rindex("\x1b[?25h") < written.index("\x1b[2m" + PROMPTS[0])
-    assert any(line.startswith(PROMPTS[0]) for line in screen(written))
+    assert any(line.startswith(PROMPTS[0]) for line in screen_of(written))

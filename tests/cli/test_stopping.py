@@ -148,15 +148,6 @@ def test_a_signal_within_a_callback_is_raised_after_it(drop_one, number, capsys)
     assert sys.unraisablehook is hook
 
 
-def test_what_else_a_callback_raises_is_told_as_before(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
-    with terminable() as request:
-        strike_in_a_callback_of_a_weak_reference(lambda: [].remove(1))
-    assert told == [ValueError]
-    assert not request.is_set
-
-
 def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path):
     """Before `main` there is: its module is imported by a loader that is struck in a callback."""
     starter = tmp_path / "starter.py"

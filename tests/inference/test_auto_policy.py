@@ -1,4 +1,4 @@
-"""`policy="auto"`: another run chooses from what this one did, and no bit of the output changes."""
+"""`policy="auto"` chooses from the routing of earlier runs, and changes no bit of the output."""
 
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.choice_for(SLOTS).policy == knowing.policy
 
 
-def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
+def test_layers_are_announced_only_to_learners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who listens costs a layer more than its experts, where all of them are resident."""
+    """If all experts are resident, a listener costs a layer more time than its experts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     summary = inspect_checkpoint(pocket_path(), max_tokens=64)
     few = summary.smallest_budget_bytes + 4 * summary.slot_bytes
@@ -93,8 +93,8 @@ def test_layers_are_heard_of_only_where_somebody_may_learn_from_them(
 
 
 @pytest.mark.parametrize("policy", ["lru", "mrs", "reuse"])
-def test_listening_to_resident_experts_tells_the_same_and_computes_the_same(policy: str) -> None:
-    """Natively while nobody reads ahead, and expert by expert otherwise."""
+def test_listeners_of_resident_experts_get_the_same_events(policy: str) -> None:
+    """Natively without listeners that read ahead, else expert by expert."""
 
     class Notes(Listener):
         wants_routing = wants_demands = True
@@ -133,12 +133,7 @@ def test_adaptive_shares_change_no_bit(expected: torch.Tensor) -> None:
     assert stats.shares == "adaptive"
 
 
-def test_a_policy_of_the_laboratory_says_where_it_is_of_use() -> None:
+def test_a_replay_policy_is_refused_with_a_hint() -> None:
     for name in ("lec", "predicted", "belady"):
         with pytest.raises(ValueError, match=f"'{name}' is only for `moe-runtime replay`"):
             moe_runtime.load(pocket_path(), policy=name)
-
-
-def test_unknown_shares_are_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'adaptive'"):
-        moe_runtime.load(pocket_path(), shares="adaptiv")

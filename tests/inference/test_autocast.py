@@ -87,7 +87,7 @@ def check_autocast(family: Family, folder: Path) -> None:
 @pytest.mark.parametrize("name", FEW[:1])
 @pytest.mark.parametrize("kept", DTYPES)
 def test_autocast_of_a_model_in_half_precision(kept, name, tmp_path):
-    """Every pair of the two dtypes: what the weights have, and what autocast computes in."""
+    """Every pair of the two dtypes: that of the weights and that of autocast."""
     family = FAMILIES[name]
     exact, wide = models_of(family, tmp_path)
     wide.moe.close()

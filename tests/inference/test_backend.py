@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec
 
 moe_runtime.register_with_transformers()
 
-# Families whose gate is a formula of their own, and what has to be recognised.
+# Families with their own gate formula, and the expected result.
 FORMULAS = {
     "gpt_oss": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
     "minimax_m3_vl": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
@@ -101,14 +100,7 @@ def test_an_unknown_gate_runs_as_written(mixtral):
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_a_function_that_is_replaced_is_recognised_anew(mixtral):
-    module: Any = next(iter(experts_modules(mixtral).values()))
-    assert recognise_activation(module) == ActivationSpec("silu")
-    module.act_fn = torch.nn.ReLU()
-    assert recognise_activation(module) == ActivationSpec("relu")
-
-
-def test_sentinels_of_expert_parallelism(mixtral):
+def test_ids_outside_the_experts_add_nothing(mixtral):
     """Slots of other ranks add zero and get zero gradients, whatever their weight."""
     module = next(iter(experts_modules(mixtral).values()))
     num_experts = module.num_experts
@@ -183,18 +175,6 @@ def test_a_cold_model_is_exported(mixtral, strict):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_lora_beside_frozen_experts(mixtral):
-    peft = pytest.importorskip("peft")
-    mixtral.set_experts_implementation("moe_runtime")
-    model = peft.get_peft_model(
-        mixtral, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
-    model(PROMPT, labels=PROMPT).loss.backward()
-    grads = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert grads
-    assert all("lora" in name for name in grads)
-
-
 def test_lora_on_the_experts(mixtral):
     """PEFT adds its product to the stacked parameter: its gradient comes through ours."""
     peft = pytest.importorskip("peft")
@@ -266,7 +246,7 @@ def test_fp8_experts(mixtral, block_size):
     ids=["ragged fp8 blocks", "powers of two", "fp4"],
 )
 def test_packed_experts_are_computed_from_their_codes(mixtral, block_size, options, monkeypatch):
-    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, beside their values."""
+    """Blocks that cross from gate to up, and DeepSeek-V4's FP4, compared with their values."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
     from transformers.integrations.moe import use_experts_implementation
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -1,4 +1,4 @@
-"""What cannot be loaded is refused with one line that says what was expected and what came."""
+"""Bad checkpoints are refused with one line that has the expected and the found value."""
 
 import json
 import os
@@ -52,19 +52,13 @@ def change_tensors(checkpoint: Path, change) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def test_no_directory(tmp_path):
+def test_no_checkpoint(tmp_path, checkpoint):
     told = refused(tmp_path / "nothing")
     wanted = "expected the folder of a checkpoint, a .gguf file, or OWNER/NAME on the hub"
     assert f"nothing is not a directory; {wanted}" in told
     with pytest.raises(CheckpointError, match=wanted):
         inspect_checkpoint("nothing-here")
-
-
-def test_a_file(checkpoint):
     assert "is a file; expected a checkpoint's folder" in refused(checkpoint / "config.json")
-
-
-def test_a_repository_that_cannot_be_downloaded():
     assert "nobody/nothing is neither a directory nor" in refused("nobody/nothing")
 
 
@@ -117,7 +111,7 @@ def test_no_sound_config(checkpoint):
     assert "has no config.json" in refused(checkpoint)
 
 
-def test_an_adapter_beside_the_weights_is_not_passed_over(checkpoint):
+def test_an_adapter_in_the_checkpoint_is_refused(checkpoint):
     """transformers would apply it."""
     (checkpoint / "adapter_config.json").write_text("{}")
     message = refused(checkpoint, UnsupportedModelError)
@@ -150,7 +144,7 @@ def test_a_dense_model_runs_in_plain_transformers(tmp_path):
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4", "compressed-tensors", "gptq", "bitsandbytes"])
 def test_quantised_experts(checkpoint, method):
-    """Formats that are not read, and those that are where no weight is written in them."""
+    """Unsupported formats, and supported ones without any weight in them."""
     how = {"config_groups": {}, "load_in_8bit": True, "bits": 4, "group_size": 32}
     how |= {"quant_method": method, "zero_point": True, "version": "gemm"}
     change_config(checkpoint, quantization_config=how)
@@ -244,7 +238,7 @@ def test_files_of_settings_that_are_no_sound_json(checkpoint, content, found):
         ("model.safetensors", "/dev/zero"),
     ],
 )
-def test_what_is_no_file_in_a_files_place(checkpoint, name, target):
+def test_a_folder_or_device_instead_of_a_file_is_refused(checkpoint, name, target):
     (checkpoint / name).unlink(missing_ok=True)
     if target == "folder":
         (checkpoint / name).mkdir()
@@ -293,14 +287,14 @@ def test_settings_of_sampling_that_no_request_may_ask_for(checkpoint, name, valu
         load(checkpoint).moe.close()
 
 
-def test_settings_that_generation_cannot_begin_with_are_the_checkpoints_fault(checkpoint):
+def test_bad_generation_settings_are_blamed_on_the_checkpoint(checkpoint):
     (checkpoint / "generation_config.json").write_text(json.dumps({"bad_words_ids": "words"}))
     model = load(checkpoint)
     with model.moe, pytest.raises(CheckpointError, match="settings of generation cannot be used"):
         generate_text(model, tiny_tokenizer(), "a", max_new_tokens=2)
 
 
-def test_what_a_model_raises_is_not_blamed_on_the_checkpoint(checkpoint):
+def test_errors_of_the_model_are_not_blamed_on_the_checkpoint(checkpoint):
     def fail(module, inputs):
         raise TypeError("a fault of ours")
 
@@ -322,6 +316,7 @@ def test_a_tokenizer_of_another_model(checkpoint):
     ("option", "text"),
     [
         ({"policy": "lru2"}, "did you mean 'lru'"),
+        ({"shares": "adaptiv"}, "did you mean 'adaptive'"),
         ({"device": "tpu"}, "device must be"),
         ({"device": "cuda:3"}, "device cuda:3: torch sees no GPU here; use cpu or auto"),
         ({"dtype": "int3"}, "dtype must be"),

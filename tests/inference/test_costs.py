@@ -1,4 +1,4 @@
-"""What goes by costs is told what a miss of each expert reads."""
+"""Policies that use costs get the bytes of a miss of each expert."""
 
 import shutil
 from dataclasses import replace

@@ -35,7 +35,7 @@ WAYS = {
     "one": [(3, "guesses")],
     "others": [(2, "nothing"), (2, "guesses"), (2, "reads"), (4, "reads"), (5, "guesses")],
 }
-"""Slots of a layer, fewer than there are experts, and what is begun while a layer is computed."""
+"""Slots of a layer, fewer than experts, and the reads that begin while a layer is computed."""
 PROMPTS = [PROMPT[:, :1], PROMPT[:, :4], PROMPT[:, 5:6]]
 
 
@@ -65,7 +65,7 @@ class Generous(Admission):
 
 
 class Ahead(Listener):
-    """Begins to read experts of the next layer, wanted or not, behind what a layer demands."""
+    """Begins to read experts of the next layer after a layer's own reads."""
 
     wants_demands = True
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,7 +51,7 @@ def test_experts_of_a_prompt_come_in_the_order_of_their_rows(checkpoint):
 
 
 @emulated
-def test_the_same_bits_whoever_is_resident(checkpoint):
+def test_residency_changes_no_bit(checkpoint):
     found = []
     for slots in (NUM_EXPERTS, 2):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
@@ -103,17 +102,6 @@ def test_quantised_experts_are_computed_in_their_slots(sample, tmp_path):
     torch.testing.assert_close(found[1], found[2], rtol=2**-6, atol=2**-6)
 
 
-@emulated
-def test_layers_without_a_stack_never_ask_the_kernel_of_the_host(checkpoint):
-    model = load_on_emulated_device(checkpoint, slots_a_layer=NUM_EXPERTS)
-    store = experts_modules_of(model)[0].store
-    assert isinstance(store, DeviceStore)
-    store.stacks = None
-    with model.moe, patch.object(store, "use_resident", side_effect=AssertionError):
-        first, second = logits_of(model, [PROMPT[:, :1]] * 2)
-    assert torch.equal(first, second)
-
-
 def a_layer(checkpoint: Path, num_resident: int) -> tuple[Any, DeviceExperts, list[None]]:
     """A model, a layer of it of whose experts the first so many are resident, and waits to come."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=num_resident)
@@ -139,7 +127,7 @@ def make_resident(layer: DeviceExperts, number: int) -> None:
 @emulated
 @pytest.mark.parametrize("num_tokens", [1, 17])
 @pytest.mark.parametrize("num_resident", [NUM_EXPERTS, NUM_EXPERTS - 1])
-def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
+def test_a_step_without_misses_waits_only_for_the_choices(
     checkpoint, monkeypatch, num_tokens, num_resident
 ):
     from triton.runtime.jit import KernelInterface
@@ -156,21 +144,21 @@ def test_a_step_without_misses_asks_the_device_for_nothing_but_the_choices(
         ids = torch.tensor([[0, 3]]).expand(num_tokens, 2).contiguous()
         assert [*asked.calls, *waits] == []
         layer(torch.zeros(num_tokens, 32), ids, torch.ones(num_tokens, 2))
-        # of a layer that is not resident as a whole, the host must know who is missing
+        # if a layer is not fully resident, the host must know its choices
         own = [] if num_resident == NUM_EXPERTS else ["tolist"]
         assert asked.calls == own
         assert len(waits) == len(own)
         num_products = started.count("decode_down") + started.count("grouped_gemm_fwd")
         assert num_products == (1 if num_tokens == 1 else 2)  # one launch of each for everybody
         ids.tolist()
-        assert asked.calls == [*own, "tolist"]  # what is asked is seen
+        assert asked.calls == [*own, "tolist"]  # the probe sees calls
         assert model.moe.stats().hits == 2
         model.moe.check()
 
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, 3])
-def test_what_is_counted_is_what_leases_count(checkpoint, slots):
+def test_counters_equal_those_of_leases(checkpoint, slots):
     counted = []
     for has_stack in (True, False):
         model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
@@ -237,7 +225,7 @@ def test_a_gpu_is_not_waited_for_where_a_layer_is_resident(typed_checkpoint, num
 
 @pytest.mark.gpu
 def test_a_gpu_holds_no_more_than_its_budget(typed_checkpoint):
-    """A static cache, recorded steps and what libraries keep among it."""
+    """Includes a static cache, recorded steps and memory of libraries."""
     with pytest.raises(CapacityError) as refused:
         moe_runtime.load(typed_checkpoint, device="cuda", max_tokens=64, device_memory=1)
     budget = refused.value.smallest_bytes

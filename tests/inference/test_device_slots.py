@@ -9,7 +9,7 @@ from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 
 from moe_runtime.inference.device.device_experts import experts_on_device
-from moe_runtime.memory.device.device_layout import CopyPart, copy_parts, parts_alike, stack_slots
+from moe_runtime.memory.device.device_layout import copy_parts, stack_slots
 from moe_runtime.types import ExpertKey
 
 # Gate, down, up apart; gate and up in turn, with biases; one behind the other; transposed.
@@ -64,43 +64,10 @@ def test_every_slot_is_part_of_one_stack(checkpoint):
                 assert torch.equal(stack.down_bias[slot], expected["down_bias"])
 
 
-def test_no_byte_is_copied_that_is_no_tensors(checkpoint):
+def test_only_tensor_bytes_are_copied(checkpoint):
     experts = map_of(checkpoint)
     there = experts_on_device(experts)
     for key, layout in experts.layouts.items():
         parts = copy_parts(layout, there.layouts[key])
         assert sum(part.num_bytes for part in parts) == layout.tensor_bytes
     assert there.slot_bytes <= experts.slot_bytes
-
-
-def test_an_expert_of_an_alphabetical_file_is_one_copy(tmp_path):
-    # down, gate and up of one expert lie one behind the other there, as Hugging Face writes them
-    experts = map_of(save(tiny_model(FAMILIES[2]), tmp_path, sharded=False))
-    there = experts_on_device(experts)
-    numbers = [
-        len(copy_parts(layout, there.layouts[key])) for key, layout in experts.layouts.items()
-    ]
-    assert numbers == [1] * len(experts.layouts)
-
-
-def test_experts_with_a_quantised_matrix_make_no_stack(checkpoint):
-    experts = map_of(checkpoint)
-    there = experts_on_device(experts)
-    layout, names = there.layouts[ExpertKey(0, 0)], experts.matrices[0]
-    slab = torch.zeros(there.slot_bytes, dtype=torch.uint8)
-    assert stack_slots(slab, there.slot_bytes, layout, [*names[:-1], "down.codes"]) is None
-
-
-def test_copies_of_experts_are_cut_alike():
-    whole = [CopyPart(100, 0, 30)]
-    apart = [CopyPart(500, 10, 20), CopyPart(7, 0, 10)]  # the file with the end of it comes first
-    third = [CopyPart(0, 0, 25), CopyPart(90, 25, 5)]
-    places = [(0, 10), (10, 15), (25, 5)]
-    found = parts_alike([whole, apart, third])
-    assert found is not None
-    for parts, sources in zip(found, [(100, 110, 125), (7, 500, 515), (0, 10, 90)], strict=True):
-        assert [(part.place, part.num_bytes) for part in parts] == places
-        assert [part.source for part in parts] == [*sources]
-    assert parts_alike([whole]) == [whole]
-    assert parts_alike([whole, [CopyPart(0, 0, 29)]]) is None
-    assert parts_alike([whole, [CopyPart(0, 1, 29)]]) is None

@@ -57,7 +57,7 @@ def test_rows_make_room_for_experts_and_no_bit_differs(folder):
         assert all(map(torch.equal, *logits))
 
 
-def test_the_weight_is_read_and_copied_as_any_other_and_not_changed(folder):
+def test_the_weight_can_be_read_and_copied_but_not_changed(folder):
     expected = tiny_checkpoints.tiny_model(FAMILY).get_input_embeddings().weight
     with (model := load(folder, 3)).moe:
         module = model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""Budgets, policies and threads change when experts are read, never a bit of what is computed."""
+"""Budgets, policies and threads change when experts are read, never a bit of the result."""
 
 from pathlib import Path
 

@@ -230,7 +230,7 @@ def test_adapters_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: 
 
 
 def test_what_finetune_writes_is_its_merged_model(tmp_path: Path) -> None:
-    """Three steps on the pocket model: adapters beside its experts, and fp32 weights with them."""
+    """Three steps on the pocket model: adapters of experts, and fp32 weights with them."""
     lora = {"rank": 4, "places": ["experts"]}
     run = {"steps": 3, "precision": "float32"}
     config = config_of(

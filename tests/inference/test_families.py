@@ -72,7 +72,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A model of transformers, what it computes, and its checkpoints."""
+    """A model of transformers, its results, and its checkpoints."""
 
     family: Family
     folder: Path
@@ -124,7 +124,7 @@ def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.no_grad()
 def make_sample(family: Family, folder: Path) -> Sample:
-    """With values that bf16 has: a model in it differs from one in fp32 by what it rounds."""
+    """Weights have bf16 values, so that a bf16 model differs from fp32 only by rounding."""
     model = tiny_checkpoints.tiny_model(family)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
@@ -187,7 +187,7 @@ def test_logits_equal_transformers(sample):
 
 
 @torch.no_grad()
-def test_classes_compute_what_is_said_of_their_names(sample):
+def test_classes_compute_their_known_formulas(sample):
     """Norms, routers, attention, residuals and gates; other rows are proven by the logits."""
     torch.manual_seed(0)
     for check in known_rows.checks_of(sample.model).values():
@@ -208,7 +208,7 @@ def test_layout_and_budget_change_no_bit(sample):
 
 @pytest.mark.parametrize("sample", EIGHTHS, ids=str, indirect=True)
 def test_names_and_shards_do_not_depend_on_each_other(sample, tmp_path):
-    """The two other layouts: what is renamed for a family is renamed in whichever file it lies."""
+    """The two other layouts: a family's renaming does not depend on the file."""
     model, save = sample.model, tiny_checkpoints.save
     sharded = save(model, tmp_path / "sharded", sharded=True)
     own_names = save(model, tmp_path / "own", sharded=False, own_names=True)

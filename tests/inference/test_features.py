@@ -1,4 +1,4 @@
-"""The table of what a loaded model supports (`transformers_features`), tried row by row."""
+"""The table of supported features (`transformers_features`), row by row."""
 
 import copy
 import functools
@@ -18,7 +18,7 @@ import moe_runtime
 
 
 class Both(PreTrainedModel, GenerationMixin):
-    """What models that generate inherit from."""
+    """The base classes of models that generate."""
 
 
 PUBLIC = {name for name in dir(Both) if name[0] != "_"} - set(dir(torch.nn.Module))
@@ -97,8 +97,3 @@ def test_every_public_method_is_in_the_table():
 
 def test_the_page_is_that_of_the_table():
     assert PAGE.read_text(encoding="utf-8") == page(), "run transformers_features.py"
-
-
-def test_rows_have_names_of_their_own():
-    names = [str(feature) for feature in FEATURES]
-    assert len(names) == len(set(names))

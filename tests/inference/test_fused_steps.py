@@ -1,4 +1,4 @@
-"""Decode steps with a static cache by fused kernels, beside transformers' own layers."""
+"""Decode steps with a static cache by fused kernels, compared with transformers' own layers."""
 
 import copy
 import importlib
@@ -71,7 +71,7 @@ def launches() -> Iterator[Counter[str]]:
         with _disable_current_modes():  # the interpreter computes by torch
             return start(kernel, *rest)
 
-    # what a prepared launch has compiled is started without asking
+    # a prepared launch starts its compiled kernel directly
     with (
         patch.object(launching, "_launch", count),
         patch.object(launching.PreparedLaunch, "__call__", _start),
@@ -173,11 +173,6 @@ def multiplied_on_a_gpu() -> Iterator[list[int]]:
         yield rows
 
 
-def test_what_takes_the_place_of_a_layer_is_in_its_mode():
-    for model in pair(QWEN3):
-        assert not any(module.training for module in model.modules())
-
-
 def test_half_precision_is_rounded_where_transformers_rounds():
     """In a layer on the same input: all but a few bits of its result are the same."""
     own, fused = pair(QWEN3, torch.bfloat16)
@@ -214,7 +209,7 @@ def twice(function: Any) -> Any:
     return lambda *args, **kwargs: tuple(2 * part for part in function(*args, **kwargs))
 
 
-def test_who_is_looked_into_or_changed_goes_its_own_way():
+def test_observed_or_changed_layers_use_their_own_forward():
     own, fused = pair(QWEN3)
     prompt, attention = PROMPT[:, :3], [each.model.layers[0].self_attn for each in (own, fused)]
     gates = [each.model.layers[0].mlp.gate for each in (own, fused)]
@@ -307,7 +302,7 @@ def test_recorded_steps_have_the_bits_of_steps_that_are_not(
     torch.testing.assert_close(found[1], found[2], rtol=1e-4, atol=1e-5)
 
 
-def test_counters_are_those_of_a_layer_as_it_is():
+def test_attention_counters_follow_the_cache_layer():
     """It may have another batch later."""
     layer, found = SimpleNamespace(), list[Any]()
     for batch in (1, 1, 3):
@@ -320,7 +315,7 @@ def test_counters_are_those_of_a_layer_as_it_is():
 @emulated
 @pytest.mark.parametrize(("is_fused", "total"), [(False, 34), (True, 7)])
 def test_a_layer_is_few_kernels(is_fused, total):
-    """What two layers compute more than one, but for their experts, which are others on a GPU."""
+    """The difference between two layers and one, without experts, which are different on a GPU."""
     counted = []
     for num_layers in (1, 2):
         config = QWEN3.config | {"num_hidden_layers": num_layers}
@@ -357,7 +352,7 @@ def test_a_layer_is_few_kernels(is_fused, total):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_gpu_replays_fused_steps(tmp_path, name):
-    """Recorded, with kernels compiled, and beside transformers' own model on the same GPU."""
+    """Recorded with compiled kernels, and compared with transformers' model on the same GPU."""
     checkpoint = save(tiny_model(FAMILIES[name]), tmp_path, sharded=True)
     prompt = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :4].to("cuda")
     own = tiny_model(FAMILIES[name]).to("cuda").eval()
@@ -375,7 +370,7 @@ def test_a_gpu_replays_fused_steps(tmp_path, name):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_setting_that_changes_is_heard():
+def test_a_changed_setting_counts():
     own, other = pair(FAMILIES["glm4_moe"])
     with torch.no_grad():
         decode(other, PROMPT[:, :3], torch.ones(1, 3, dtype=torch.long), 1)
@@ -390,7 +385,7 @@ def test_a_setting_that_changes_is_heard():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_that_changes_where_torch_does_not_count_it_is_taken_as_it_is():
+def test_an_uncounted_change_of_a_mask_counts():
     found = []
     for model in pair(QWEN3):
         cache, prompt_2T = static_cache(model.config, 9), PROMPT.repeat(2, 1).to(DEVICE)

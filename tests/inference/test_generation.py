@@ -1,4 +1,4 @@
-"""generate_text produces what transformers produces, and reports it truthfully."""
+"""generate_text gives the text of transformers and reports it correctly."""
 
 import itertools
 from types import SimpleNamespace
@@ -12,7 +12,6 @@ from text_checkpoint import MAX_POSITIONS, tiny_text_model, tiny_tokenizer
 
 from moe_runtime.inference.generation import (
     GenerationInterrupted,
-    check_length,
     encode_prompt,
     end_token_ids,
     generate_text,
@@ -96,8 +95,8 @@ def test_a_text_ends_at_each_end_of_settings_tokenizer_and_template(name):
     assert end_token_ids(model) == [7, 8]
 
 
-def test_generation_ends_at_the_tokenizers_end(model, tokenizer):
-    """Although the settings of generation name none."""
+@pytest.mark.parametrize("whose", ["settings", "tokenizer"])
+def test_generation_ends_at_an_end_token(model, tokenizer, whose, monkeypatch):
     text = generate_text(model, tokenizer, PROMPT, max_new_tokens=30).token_ids
     ending = SimpleNamespace(eos_token_id=text[4])
 
@@ -108,7 +107,10 @@ def test_generation_ends_at_the_tokenizers_end(model, tokenizer):
         def __call__(self, *args: Any, **settings: Any) -> Any:
             return tokenizer(*args, **settings)
 
-    result = generate_text(model, Ending(), PROMPT, max_new_tokens=30)
+    if whose == "settings":
+        monkeypatch.setattr(model.generation_config, "eos_token_id", [text[4]])
+    own = tokenizer if whose == "settings" else Ending()
+    result = generate_text(model, own, PROMPT, max_new_tokens=30)
     assert result.token_ids == text[: text.index(text[4]) + 1]
     assert result.finish_reason == "stop"
 
@@ -162,21 +164,11 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_state(model, token
 
 
 def test_no_hidden_filter_narrows_sampling(model, tokenizer, monkeypatch):
-    """transformers would keep only the 50 likeliest tokens unless told otherwise."""
+    """By default transformers would keep only the 50 most likely tokens."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(model, "generate", lambda **options: seen.update(options))
     generate_text(model, tokenizer, PROMPT, max_new_tokens=1, temperature=0.5, top_p=0.9)
     assert (seen["temperature"], seen["top_p"], seen["top_k"]) == (0.5, 0.9, 0)
-
-
-def test_an_end_token_stops(model, tokenizer, monkeypatch):
-    expected = by_hand(model, tokenizer, 30)
-    end = expected[4]
-    num_until_end = expected.index(end) + 1
-    monkeypatch.setattr(model.generation_config, "eos_token_id", [end])
-    result = generate_text(model, tokenizer, PROMPT, max_new_tokens=30)
-    assert result.finish_reason == "stop"
-    assert list(result.token_ids) == expected[:num_until_end]
 
 
 def test_times_are_those_of_the_first_and_the_later_tokens(model, tokenizer, monkeypatch):
@@ -197,12 +189,8 @@ def test_times_are_those_of_the_first_and_the_later_tokens(model, tokenizer, mon
         hook.remove()
     assert result.ttft_s == 4.0
     assert result.decode_tokens_per_s == 2.0
-
-
-def test_a_single_token_has_no_rate(model, tokenizer):
-    result = generate_text(model, tokenizer, PROMPT, max_new_tokens=1)
-    assert result.new_tokens == 1
-    assert result.decode_tokens_per_s is None
+    single = generate_text(model, tokenizer, PROMPT, max_new_tokens=1)
+    assert (single.new_tokens, single.decode_tokens_per_s) == (1, None)
 
 
 def test_ctrl_c_hands_back_what_was_generated(model, tokenizer):
@@ -239,16 +227,12 @@ def test_ctrl_c_hands_back_what_was_generated(model, tokenizer):
         ({"seed": -1}, "seed"),
         ({"chat": True}, "no chat template"),
         ({"max_new_tokens": MAX_POSITIONS}, f"knows {MAX_POSITIONS} positions"),
+        ({"prompt": ""}, "prompt is empty"),
     ],
 )
 def test_options_out_of_range_are_refused(model, tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
-        generate_text(model, tokenizer, PROMPT, **{"max_new_tokens": 4} | options)
-
-
-def test_an_empty_prompt_is_refused(model, tokenizer):
-    with pytest.raises(ValueError, match="prompt is empty"):
-        generate_text(model, tokenizer, "", max_new_tokens=1)
+        generate_text(model, tokenizer, **{"prompt": PROMPT, "max_new_tokens": 4} | options)
 
 
 def test_chat_goes_through_the_template():
@@ -270,11 +254,3 @@ def test_a_stop_string_of_the_checkpoint_ends_the_text(model, tokenizer, monkeyp
     result = generate_text(model, tokenizer, PROMPT, max_new_tokens=30)
     assert list(result.token_ids) == ids[: next(ends)]
     assert result.finish_reason == "stop"
-
-
-@pytest.mark.parametrize(("num_tokens", "words"), [(1, "1 token and"), (2, "2 tokens and")])
-def test_a_prompt_that_is_too_long_is_counted_in_english(num_tokens, words):
-    config = SimpleNamespace(max_position_embeddings=4)
-    config.get_text_config = lambda: config
-    with pytest.raises(ValueError, match=words):
-        check_length(config, num_tokens, 9)

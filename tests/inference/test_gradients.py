@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def input_gradient(model: Any) -> torch.Tensor:
-    """Of the loss with respect to what the embedding gives."""
+    """Of the loss with respect to the embeddings."""
     embedded = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embedded, labels=TOKENS).loss, embedded)
     return gradient
@@ -138,7 +138,7 @@ def test_residency_changes_no_bit_of_a_gradient(checkpoint):
     assert torch.equal(found[0], found[2])
 
 
-def test_what_was_computed_in_inference_mode_can_be_differentiated_afterwards(checkpoint):
+def test_gradients_work_after_inference_mode(checkpoint):
     """Every expert is made for the first time within the mode; all stay resident."""
     fresh, used = load(checkpoint, host_memory="1GiB"), load(checkpoint, host_memory="1GiB")
     with fresh.moe, used.moe:
@@ -211,8 +211,8 @@ def refused(call: Any, word: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_backward_pass_is_refused(checkpoint):
-    """Second derivatives, forward mode and functional transforms; first ones are right beside."""
+def test_other_derivatives_are_refused(checkpoint):
+    """Second derivatives, forward mode and functional transforms."""
     model = load(checkpoint)
     experts = model.model.layers[0].mlp.experts
     hidden, tangent = torch.randn(5, 64), torch.randn(5, 64)
@@ -238,7 +238,7 @@ def test_what_is_no_backward_pass_is_refused(checkpoint):
         assert torch.equal(again, expected)
 
 
-def test_a_step_without_gradients_takes_no_part_of_it(checkpoint):
+def test_a_frozen_step_builds_no_graph(checkpoint):
     """A frozen model, gradients enabled; and tensors of inference mode."""
     model = load(checkpoint)
     experts = model.model.layers[0].mlp.experts
@@ -269,7 +269,7 @@ def test_skipped_slots_have_no_gradient(checkpoint):
     assert torch.equal(grads[0][0], alone[0][0])
 
 
-def test_nobody_is_told_of_a_backward_pass(checkpoint, tmp_path):
+def test_listeners_get_no_backward_pass(checkpoint, tmp_path):
     """Neither of the experts that it leases, nor of layers that checkpointing computes again."""
     told = []
 

@@ -25,7 +25,7 @@ def test_gates_answer_as_the_model_does_and_learning_improves_on_them():
         shape = routes.shape
         gates, biases = find_gates(model, [f"model.layers.{i}.mlp" for i in range(6)], shape)
 
-        # the control: a layer's own gate on its own input chooses what the model chose
+        # the control: a layer's own gate on its own input chooses the model's experts
         own = np.einsum("tld,led->tle", hidden.astype(np.float32), gates) + biases
         chosen = np.sort(np.argsort(-own, axis=2)[:, :, : shape.top_k], axis=2)
         same = (chosen == np.sort(routes.expert_ids, axis=2)).mean()

@@ -1,4 +1,4 @@
-"""What `load` and `moe-runtime run` import of this project: what they need, and no more."""
+"""Imports of `load` and `moe-runtime run`: only the rooms that they need."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ assert main(["run", sys.argv[1], *words]) == 0
 
 @pytest.fixture(scope="module")
 def loaded_and_run() -> list[list[str]]:
-    """After `load`, and after the command, which needs what `load` needs and more."""
+    """After `load`, and after the command, which needs more."""
     found = imported(LOAD, RUN)
     assert len(found) == 2
     return found

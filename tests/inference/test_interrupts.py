@@ -29,8 +29,8 @@ EVERY_PASS = (
     "inference/steps.py",
     "inference/hugging_face/loaded_model.py",
 )
-"""Files whose functions, but for those that bind slots, a pass calls if an equal pass does,
-whichever read is quicker."""
+"""Files whose functions an equal pass calls again, whichever read is faster; except functions that
+bind slots."""
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def _two_threads() -> Iterator[None]:
 
 
 class Trial:
-    """A model that exceptions strike, and what must hold after each of them."""
+    """A model with injected exceptions, and the conditions that must hold after each."""
 
     def __init__(self, model: Any, *, backward: bool = False) -> None:
         self.model = model
@@ -98,7 +98,7 @@ class Trial:
     def _locks_are_free(self) -> bool:
         locks = [self.model._steps.turn, self.model.moe._store._monitor._lock]
         for lock in locks:
-            # a reading thread of the interpreter holds it for a moment, who lost it for ever
+            # a Python reading thread holds it for a moment; a lost one stays locked
             if not lock.acquire(timeout=600):
                 return False
             lock.release()
@@ -127,7 +127,7 @@ class Trial:
 
 
 STATEFUL = ("inference/", "memory/", "policies/", "lab/")
-"""Files with functions that change what later calls find; kernels compute only."""
+"""Files with stateful functions; kernels only compute."""
 
 
 @pytest.mark.usefixtures("_two_threads")

@@ -1,4 +1,4 @@
-"""Another process begins with what policies and predictors learned from requests before it."""
+"""A process begins with the learned state of policies and predictors of earlier ones."""
 
 import subprocess
 import warnings
@@ -58,7 +58,7 @@ def begins_with(model: Any) -> np.ndarray:
 
 
 def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path):
-    """The matrices are the counts of what the first process recorded of its routing."""
+    """The matrices equal the counts of the first process's recorded routing."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The for statement\nA class has\n")
     command = ["-m", "moe_runtime.cli.main", "run", str(POCKET), "--prompts", str(prompts)]
@@ -83,7 +83,7 @@ def test_a_second_process_begins_with_what_the_first_one_learned(tmp_path):
         np.testing.assert_array_equal(learner.learned()["matrices"], counts)
 
 
-def test_what_is_learned_adds_up_and_changes_no_bit():
+def test_learning_accumulates_and_changes_no_bit():
     with (plain := open_model("lru")).moe:
         expected = [answer(plain, first) for first in (5, 90)]
     assert not learned_path(POLICY_FILE, SIGNATURE, POCKET).exists()
@@ -98,7 +98,7 @@ def test_what_is_learned_adds_up_and_changes_no_bit():
     model.moe.close()
 
 
-def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path):
+def test_an_untrained_eam_predictor_warns(tmp_path):
     path = learned_path("eam", SIGNATURE, POCKET)
     for number in (1, 2):
         with pytest.warns(match="eam begins empty") if number == 1 else nullcontext():
@@ -109,7 +109,7 @@ def test_an_untrained_eam_predictor_says_so_and_goes_on(tmp_path):
         assert len(kept["matrices"]) == number
         # every token that was computed visits K experts of every layer
         assert (kept["matrices"].sum(axis=(1, 2)) == 15 * SIGNATURE.num_layers * 2).all()
-    # the file of a trained one says itself what it begins with
+    # a trained predictor's file is its beginning
     estimator = EamCollection(shape_of(SIGNATURE))
     write_predictor(tmp_path / "trained.npz", estimator, SIGNATURE)
     before = path.read_bytes()
@@ -178,7 +178,7 @@ def damage(path: Path, how: str) -> None:
         ("too large", "when unpacked, expected at most"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_said_and_replaced(how, said):
+def test_a_damaged_learned_file_is_reported_and_replaced(how, said):
     with (model := open_model()).moe:
         expected = answer(model)
     path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
@@ -213,7 +213,7 @@ def test_only_one_process_of_a_group_writes():
 
 
 @pytest.mark.parametrize("name", [POLICY_FILE, "eam"])
-def test_what_is_learned_is_written_while_requests_are_answered(name):
+def test_learning_is_written_between_requests(name):
     """As after SIGKILL, nothing is closed; requests that run go on."""
     now_s = 0.0
     path = learned_path(name, SIGNATURE, POCKET)

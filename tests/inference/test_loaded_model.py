@@ -1,4 +1,4 @@
-"""What a loaded model refuses or does as a Python object: conversions, assignments, its end."""
+"""A loaded model as a Python object: conversions, assignments, its end."""
 
 import gc
 import os
@@ -109,7 +109,7 @@ def test_a_closed_model_refuses_every_call_and_has_no_experts_in_memory(
     model.moe.close()
 
 
-def test_it_is_freed_when_it_is_let_go():
+def test_a_dropped_model_is_freed_without_a_collector():
     model = load()
     with model.moe, torch.no_grad():
         model(PROMPT)
@@ -240,7 +240,7 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("family", "change"), CHANGES, ids=[change.__name__.strip("_") for _, change in CHANGES]
 )
-def test_a_change_of_a_replaced_layer_counts(tmp_path, family, change):
+def test_changes_of_replaced_layers_count(tmp_path, family, change):
     """Layers that a faster one stands for are changed as transformers' own are, in prompts and in
     steps of one token."""
     reference = tiny_checkpoints.tiny_model(family)

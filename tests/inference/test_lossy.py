@@ -1,4 +1,4 @@
-"""Lossy rules of steps of a few tokens: what is chosen, computed and refused."""
+"""Lossy rules for steps of a few tokens: choices, results and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def router_of(kind: type[nn.Module], *, norms: bool = True) -> Any:
 
 
 def scores_of(router: Any, logits_E: Tensor) -> tuple[Tensor, Tensor]:
-    """What the papers rank by and what they weigh by, in fp64."""
+    """The scores for ranking and for weighing, in fp64."""
     if isinstance(router, DeepseekV3TopkRouter):
         unbiased = 1 / (1 + (-logits_E.double()).exp())
         return unbiased + router.e_score_correction_bias.double(), unbiased
@@ -94,7 +94,7 @@ def weights_of(router: Any, logits_E: Tensor, ids: Tensor) -> Tensor:
         (DeepseekV3TopkRouter, True),
     ],
 )
-def test_residents_win_as_in_the_best_of_all_sets(
+def test_residents_are_chosen_as_by_brute_force(
     kind: type[nn.Module], norms: bool, margin: float
 ) -> None:
     router = router_of(kind, norms=norms)
@@ -170,7 +170,7 @@ def load(checkpoint: Path, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def test_what_is_left_out_adds_nothing(checkpoint: Path) -> None:
+def test_skipped_experts_add_nothing(checkpoint: Path) -> None:
     reference = tiny_model(FAMILY)
     drawn = torch.Generator().manual_seed(2)
     with (model := load(checkpoint, skip_below=0.4)).moe:
@@ -231,7 +231,7 @@ def test_a_step_is_lossy_and_a_call_with_gradients_is_not(checkpoint: Path) -> N
         ({"routing": "cache"}, "routing must be exact"),
     ],
 )
-def test_rules_that_change_nothing_or_are_none(
+def test_rules_without_effect_and_unknown_ones_are_refused(
     checkpoint: Path, options: dict[str, Any], complaint: str
 ) -> None:
     settings: dict[str, Any] = {"host_memory": 1, "device": "cpu"} | options
@@ -239,7 +239,7 @@ def test_rules_that_change_nothing_or_are_none(
         moe_runtime.load(checkpoint, **settings)
 
 
-def test_beside_an_exact_engine_they_are_refused() -> None:
+def test_an_exact_engine_refuses_lossy_rules() -> None:
     for given in ({"routing": "cache-aware:0.1"}, {"skip_below": 0.2}, {"misses": "stand-in"}):
         with pytest.raises(ValueError, match="exact answers as if nothing else ran, and"):
             LossyRules.refuse_exact(given)
@@ -250,7 +250,7 @@ def test_beside_an_exact_engine_they_are_refused() -> None:
     )
 
 
-def test_a_token_with_one_expert_has_nothing_to_give_up(tmp_path: Path) -> None:
+def test_rules_for_a_single_expert_per_token_are_refused(tmp_path: Path) -> None:
     one = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_experts_per_tok": 1})
     with pytest.raises(ValueError, match="a token has a single expert"):
         load(save(tiny_model(one), tmp_path / "one", sharded=False), skip_below=0.3)
@@ -273,7 +273,7 @@ def rounded(matrix: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", [FAMILY, Family("gpt_oss", "GptOssForCausalLM")], ids=str)
-def test_copies_answer_for_missing_experts(family: Family, tmp_path: Path) -> None:
+def test_copies_replace_missing_experts(family: Family, tmp_path: Path) -> None:
     folder = save(tiny_model(family), tmp_path / "model", sharded=False)
     reference = tiny_model(family)
     copies = tiny_model(family)
@@ -318,10 +318,10 @@ def test_copies_answer_for_missing_experts(family: Family, tmp_path: Path) -> No
 
 
 def wait_for_reads(store: Any) -> None:
-    """Until what is read for later steps has arrived."""
+    """Waits until reads for later steps have arrived."""
     while store._link.under_way:
         time.sleep(0.001)
-        store.stats()  # takes the lock, which delivers what has ended
+        store.stats()  # takes the lock, which delivers completed reads
 
 
 def room_for_copies(folder: Path) -> int:

@@ -34,20 +34,21 @@ def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "7 parsecs", "-3", "1e9", "nan", "7GiB7"])
-def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="expected a size"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize("text", ["1.5", "0.5b", "2.25 B"])
-def test_a_part_of_a_byte_is_no_size(text):
-    with pytest.raises(ValueError, match=f"size with its unit, such as .* got '{text}'$"):
-        parse_bytes(text)
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (("", "GiB", "7 parsecs", "-3", "1e9", "nan", "7GiB7"), "expected a size"),
+        (("1.5", "0.5b", "2.25 B"), "size with its unit, such as"),
+    ],
+)
+def test_bad_sizes_are_refused(texts, message):
+    for text in texts:
+        with pytest.raises(ValueError, match=rf"{message}.*got '{text}'$"):
+            parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["2", "2.0", "1.5", "7.0", "1048575"])
-def test_little_memory_without_a_unit_is_a_unit_forgotten(text):
+def test_small_numbers_need_a_unit(text):
     expected = f"expected a size with its unit, such as 7GiB or 800MB, got '{text}'$"
     with pytest.raises(ValueError, match=expected):
         parse_bytes(text, needs_unit=True)
@@ -55,7 +56,7 @@ def test_little_memory_without_a_unit_is_a_unit_forgotten(text):
         parse_budget(text, name="m")
 
 
-def test_memory_without_a_unit_is_bytes_where_it_can_be():
+def test_large_numbers_without_a_unit_are_bytes():
     for size in ("8000000", "8000000.0", 8000000, 8e6, "8000000B"):
         assert parse_budget(size, name="m").num_bytes == 8_000_000
     assert parse_budget("2B", name="m").num_bytes == parse_budget(2, name="m").num_bytes == 2
@@ -63,52 +64,39 @@ def test_memory_without_a_unit_is_bytes_where_it_can_be():
 
 
 def test_budgets():
-    assert parse_budget("auto", name="m").resolve(100, auto_share=0.9) == 90
-    assert parse_budget(0.25, name="m").resolve(100, auto_share=0.9) == 25
-    assert parse_budget("0.25", name="m").resolve(100, auto_share=0.9) == 25
-    assert parse_budget("2k", name="m").resolve(100, auto_share=0.9) == 2048
-    assert parse_budget(4096, name="m").resolve(100, auto_share=0.9) == 4096
+    for asked, expected in (("auto", 90), (0.25, 25), ("0.25", 25), ("2k", 2048), (4096, 4096)):
+        assert parse_budget(asked, name="m").resolve(100, auto_share=0.9) == expected
 
 
 @pytest.mark.parametrize("value", [0, -5, 1.5, 2.0, 0.0, "0", "-1", "1.5", "inf", "nan", "much"])
-def test_what_is_no_budget(value):
+def test_bad_budgets_are_refused(value):
     with pytest.raises(ValueError, match="host_memory"):
         parse_budget(value, name="host_memory")
 
-
-def test_what_is_no_budget_is_said_at_the_end_of_the_sentence():
-    """After what was given, which the sentence says once, comes nothing more."""
     for text in ("99999999TiB", "1e400", "much"):
         with pytest.raises(ValueError, match=f"^m must be .* got '?{text}'?$"):
             parse_budget(text, name="m")
-
-
-@pytest.mark.parametrize("value", [None, True, [1]])
-def test_what_is_no_number(value):
-    with pytest.raises(TypeError, match="host_memory"):
-        parse_budget(value, name="host_memory")
+    for other in (None, True, [1]):
+        with pytest.raises(TypeError, match="host_memory"):
+            parse_budget(other, name="host_memory")
 
 
 def test_sizes_for_people():
-    assert [format_bytes(n) for n in (12, 2048, 1000 * 2**20, 13 * 2**40)] == [
-        "12 B",
-        "2 KiB",
-        "1000 MiB",
-        "13 TiB",
-    ]
+    expected = ["12 B", "2 KiB", "1000 MiB", "13 TiB"]
+    assert [format_bytes(n) for n in (12, 2048, 1000 * 2**20, 13 * 2**40)] == expected
 
 
 @given(st.integers(0, 2**44))
-def test_a_size_rounded_up_is_enough_where_it_is_typed(num_bytes):
+def test_a_printed_size_rounded_up_is_enough(num_bytes):
     text = format_bytes(num_bytes, up=True)
     assert num_bytes <= parse_bytes(text) <= num_bytes * 1.001
     assert len(text.split()[0].replace(".", "")) <= 4
 
 
-def test_a_typo_is_met_with_the_nearest_name():
+def test_a_typo_names_the_nearest_option():
     assert nearest("lur", ["lfu", "lru", "sieve"]).startswith("did you mean 'lru'?")
     assert nearest("zzz", ["lru"]) == "known: lru"
-    # What begins so is meant, however short it is.
+    # A prefix is enough, however short.
     assert nearest("qwen", ["queen", "qwen3-30b-a3b"]).startswith("did you mean 'qwen3-30b-a3b'?")
     assert nearest("", ["lru"]) == "known: lru"
 

@@ -1,4 +1,4 @@
-"""Who computes what a device lacks: the paper's example, and every choice for small layers."""
+"""Plans for missing experts: the paper's example, and all choices for small layers."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -13,11 +13,9 @@ from moe_runtime.inference.device.misses import (
     RESTED_LAYERS,
     RETRIED_LAYERS,
     TRIED,
-    WINDOW,
     MissCosts,
     MissPlan,
     MissSpeeds,
-    RecentSpeed,
     plan_misses,
 )
 
@@ -108,7 +106,7 @@ def test_close_to_the_best_of_all_choices(most_late):
     assert np.mean(np.isclose(ratios, 1)) > 0.9
 
 
-def test_an_idle_link_brings_what_the_cpu_computes_too():
+def test_an_idle_link_copies_experts_that_the_cpu_computes():
     costs = MissCosts(cpu_s=lambda count: 1.0, copy_s=1.2, launch_s=0.1, read_s=0.2)
     assert plan_misses({A: 1, B: 1}, (), replace(costs, copy_s=0.9)).kept == ()  # it has no time
     # the link is idle: the copy may last into the next layer
@@ -116,10 +114,10 @@ def test_an_idle_link_brings_what_the_cpu_computes_too():
     costs = replace(costs, copy_s=0.6, launch_s=1.0)
     assert plan_misses({A: 1}, (), costs) == ((), (A,), 1.0, (A,))
     assert plan_misses({A: 1, B: 1}, (), costs) == ((A,), (B,), 1.6, (B,))
-    assert plan_misses({A: 1, B: 1}, {B}, costs).kept == ()  # what comes from disk comes late
+    assert plan_misses({A: 1, B: 1}, {B}, costs).kept == ()  # an expert from disk comes late
 
 
-def test_of_equal_plans_that_which_brings_more():
+def test_equal_plans_prefer_copies():
     costs = MissCosts(cpu_s=lambda count: 1.0, copy_s=0.9, launch_s=0.1)
     assert plan_misses({A: 1}, (), costs).copied == (A,)
     assert plan_misses({}, (), costs) == ((), (), 0.0, ())
@@ -138,17 +136,6 @@ def measured(*seconds: float, num_rows: int = 1) -> MissSpeeds:
         for _ in range(ENOUGH):
             speeds.computed(num_rows, each_s)
     return speeds
-
-
-def test_the_median_of_the_last_measurements_counts():
-    speed = RecentSpeed()
-    assert (speed.seconds, speed.is_known) == (0.0, False)
-    for seconds in (30.0, 1.0, 2.0):  # the first one was cold
-        speed.add(seconds)
-    assert (speed.seconds, speed.is_known) == (2.0, True)
-    for _ in range(WINDOW):
-        speed.add(3.0)
-    assert speed.seconds == 3.0
 
 
 def test_numbers_of_rows_that_were_not_measured_are_like_the_nearest():
@@ -181,7 +168,7 @@ def test_a_slow_cpu_is_tried_again_ever_more_rarely():
     assert tried[0] > RETRIED_LAYERS
 
 
-def test_layers_that_rest_bring_the_next_trial_nearer():
+def test_resting_layers_count_towards_the_next_trial():
     """A first measurement ten times too slow does not lock the CPU out."""
     speeds, layers = measured(10.0), 0
     while speeds.rests() or not plan(speeds, {7: 1}, 2.0).computed:
@@ -199,12 +186,12 @@ def test_a_quick_cpu_leaves_the_link_its_trial():
     speeds = measured(1.0)
     plans = [plan(speeds, {7: 1}, 10.0) for _ in range(3000)]
     copied = sum(found.copied == (7,) for found in plans)
-    # a step in which the link brings what was computed needs no trial
+    # a step in which the link copies computed experts needs no trial
     assert copied * 10.0 <= 3000 * 1.0 * TRIED * 1.01
     assert all(found.copied or found.kept for found in plans)
 
 
-def test_layers_do_without_plans_that_leave_the_cpu_nothing():
+def test_layers_rest_if_plans_do_not_use_the_cpu():
     speeds = MissSpeeds()
     assert not any(speeds.rests() for _ in range(3 * RESTED_LAYERS))
     speeds = measured(10.0)
@@ -220,7 +207,7 @@ def test_layers_do_without_plans_that_leave_the_cpu_nothing():
     assert not any(speeds.rests() for _ in range(3 * RESTED_LAYERS))
 
 
-def test_what_comes_from_disk_is_computed_where_it_comes():
+def test_experts_from_disk_are_planned_by_their_arrival():
     speeds = measured(1.0)
     found = plan(speeds, {1: 1, 2: 1}, 0.9, on_disk=(2,))
     # 1 is copied at once; 2 is in RAM at 2.0, and 0.9 more are less than 1.0

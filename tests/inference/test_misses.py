@@ -48,7 +48,7 @@ def expected(checkpoint: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("all-on-cpu", marks=pytest.mark.long), "auto"])
-def test_values_of_the_device_whoever_computes_a_miss(checkpoint, expected, mode):
+def test_values_do_not_depend_on_the_side_of_a_miss(checkpoint, expected, mode):
     model = load_on_emulated_device(checkpoint, slots_a_layer=2, misses=mode)
     with model.moe:
         for place in (0, 1, 2, 0):
@@ -136,7 +136,7 @@ def test_every_plan_gives_the_values_and_what_is_counted(checkpoint, monkeypatch
             1,
             *copied,
             *plan.kept,
-        }  # what is copied stays
+        }  # a copied expert stays
     assert (stats.hits, stats.misses, stats.computed_misses) == (1, 3, len(computed))
     assert stats.planned_s == 0.25
     assert stats.spent_s > 0
@@ -180,7 +180,7 @@ def test_a_layer_without_a_plan_gives_the_bits_of_the_device(checkpoint, monkeyp
         model.moe.check()
 
 
-def test_gradients_and_prompts_are_the_devices(checkpoint):
+def test_gradients_and_prompts_stay_on_the_device(checkpoint):
     model, layer = a_layer(checkpoint, "all-on-cpu", 0)
     with model.moe:
         call(layer, [[0, 2]], requires_grad=True).sum().backward()
@@ -195,7 +195,7 @@ class Struck(KeyboardInterrupt):
 
 
 @pytest.mark.parametrize(("error", "resident"), [(Struck, 0), (MemoryError, 2)])
-def test_what_strikes_the_cpu_leaves_nothing_behind(checkpoint, monkeypatch, error, resident):
+def test_an_error_on_the_cpu_leaves_nothing_behind(checkpoint, monkeypatch, error, resident):
     model, layer = a_layer(checkpoint, "all-on-cpu", resident)
     ids = [[0, 2], [3, 5]]
     with model.moe, torch.inference_mode():
@@ -214,7 +214,7 @@ def test_what_strikes_the_cpu_leaves_nothing_behind(checkpoint, monkeypatch, err
         model.moe.check()
 
 
-def test_a_disk_that_fails_is_told(checkpoint, monkeypatch):
+def test_a_failing_disk_raises(checkpoint, monkeypatch):
     model, layer = a_layer(checkpoint, "all-on-cpu", 0)
     misses = layer.misses
     assert misses is not None
@@ -232,7 +232,7 @@ def test_a_disk_that_fails_is_told(checkpoint, monkeypatch):
         model.moe.check()
 
 
-def test_a_model_on_the_cpu_has_no_device_to_spare(checkpoint):
+def test_misses_auto_needs_a_gpu(checkpoint):
     with pytest.raises(ValueError, match="misses auto is for models on a GPU, got the device cpu"):
         moe_runtime.load(checkpoint, device="cpu", misses="auto")
     with pytest.raises(ValueError, match="unknown misses 'cpu': known: auto, device"):

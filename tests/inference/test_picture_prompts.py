@@ -1,4 +1,4 @@
-"""Prompts with pictures: what the processor of transformers makes of them, and its model."""
+"""Prompts with pictures, compared with the processor and model of transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -31,7 +31,7 @@ WHOLE = {
     *("OpenAIPrivacyFilterForTokenClassification", "UnlimitedOcrForConditionalGeneration"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "DeepseekV4ForCausalLM"),
 }
-"""Families whose prompts are one pass, beside those with an index of tokens."""
+"""Families whose prompts are one pass, besides those with an indexer."""
 KEYS_ALONE = {"GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"}
 KINDS = {
     *("GptOssForCausalLM", "Gemma4ForCausalLM", "DeepseekV3ForCausalLM"),  # windows, sinks, latents
@@ -159,7 +159,7 @@ def test_int8_keys_and_drafts_go_on_from_pieces(monkeypatch):
     assert torch.equal(*texts)
 
 
-def test_what_asks_for_more_than_logits_is_one_pass(monkeypatch):
+def test_calls_for_more_than_logits_are_one_pass(monkeypatch):
     ids = torch.arange(LENGTH)[None] + 30
     with loaded(pocket_path(), monkeypatch, PASS) as model:
         sizes = sizes_of(model, monkeypatch)

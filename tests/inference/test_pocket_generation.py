@@ -1,4 +1,4 @@
-"""The bundled model, under a budget smaller than its experts, writes what transformers writes."""
+"""The bundled model, with a budget smaller than its experts, writes transformers' text."""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

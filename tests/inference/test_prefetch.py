@@ -1,4 +1,4 @@
-"""Prefetching changes when experts are read, never a bit of what is computed."""
+"""Prefetching changes when experts are read, never a bit of the result."""
 
 import re
 from pathlib import Path
@@ -88,9 +88,7 @@ def test_auto_says_what_it_decided(without):
     assert re.fullmatch(r"auto, (on|off): .*\d.*; in use for \d+ of \d+ steps", stats.prefetch)
 
 
-def test_auto_asks_what_was_trained_where_that_finds_as_much_as_gates(
-    trained, tmp_path, monkeypatch
-):
+def test_auto_takes_a_trained_predictor_with_a_higher_recall(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def asked() -> str:

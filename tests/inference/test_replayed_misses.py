@@ -71,9 +71,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_sequences", "resident"), [(1, 0.5), (4, 0.125), (4, 0.25)])
-def test_plans_take_what_they_predict_and_less_than_either_side_alone(
-    paths_NSLK, shape, num_sequences, resident
-):
+def test_plans_are_accurate_and_beat_either_side_alone(paths_NSLK, shape, num_sequences, resident):
     machine, num_slots = SHAPES[shape].machine(), round(resident * NUM_EXPERTS)
 
     def replayed(way: Way) -> Any:

@@ -1,4 +1,4 @@
-"""Positions beyond those that a model was trained on, in each way that transformers scales them."""
+"""Positions beyond the trained ones, for each RoPE scaling of transformers."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Routers that are changed after they were fused, or are unlike those that can be."""
+"""Routers that change after they were fused, and routers that cannot be fused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ class OwnRouter(MixtralTopKRouter):
 
 
 def router_of(kind: type[nn.Module], **settings: Any) -> Any:
-    """With small weights, and what other settings are given."""
+    """With small weights and other settings."""
     config = SimpleNamespace(
         hidden_size=32, num_local_experts=16, num_experts_per_tok=4, **settings
     )
@@ -47,7 +47,7 @@ def test_only_known_classes_are_fused(monkeypatch):
 
 
 @pytest.mark.parametrize("changed", ["buffer", "parameter", "weight"])
-def test_a_router_that_gets_another_tensor_goes_its_own_way(changed):
+def test_a_router_with_another_tensor_uses_its_own_forward(changed):
     router, x = router_of(MixtralTopKRouter), torch.randn(3, 32)
     if changed == "buffer":
         router.register_buffer("usage", torch.ones(16))

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a loaded model: what it writes loads in transformers with equal logits."""
+"""`save_pretrained` of a loaded model writes a checkpoint with equal logits in transformers."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_every_weight_is_written(tmp_path, family, own_names, sharded):
 
 
 def test_changed_weights_are_written_beside_experts_as_they_were(tmp_path):
-    """Loaded in fp32 from bf16 and trained: what is dense is fp32, experts keep their bytes."""
+    """Loaded in fp32 from bf16 and trained: dense weights are fp32, experts keep their bytes."""
     made = tiny_model(MIXTRAL).bfloat16()
     save(made, tmp_path / "first", sharded=False)
     model = load(tmp_path / "first", dtype="float32")
@@ -171,7 +171,7 @@ def test_a_process_beside_the_main_one_writes_nothing(tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, option, reason):
+def test_unsupported_options_are_refused_by_name(tmp_path, option, reason):
     checkpoint(tmp_path / "first")
     model = load(tmp_path / "first")
     with model.moe, pytest.raises(moe_runtime.UnsupportedUseError, match=reason) as caught:
@@ -219,7 +219,7 @@ def test_the_working_directory_may_be_saved_to(tmp_path, monkeypatch, place, nam
     monkeypatch.chdir(folder / place)
     model = load(folder)
     with model.moe:
-        for _ in range(2):  # the second time its experts come from what the first has written
+        for _ in range(2):  # the second save reads experts from the files of the first
             model.save_pretrained(name, max_shard_size=40_000)
     assert len(list(Path(name).glob("model-*.safetensors"))) > 1
     saved = tensors(Path(name))

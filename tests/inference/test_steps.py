@@ -1,4 +1,4 @@
-"""A step is read once, as `forward` would read it, and told to all who listen."""
+"""A step is parsed once and passed to all listeners."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ NEXT = torch.tensor([[43]])
 
 
 class Heard(Listener):
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -36,7 +36,7 @@ class Heard(Listener):
 
 
 @torch.no_grad()
-def test_a_cache_that_is_given_by_place_goes_on_with_its_request(tmp_path: Path) -> None:
+def test_a_positional_cache_continues_its_request(tmp_path: Path) -> None:
     model: Any = moe_runtime.load(pocket_path(), device="cpu", trace=tmp_path / "t.npz")
     with model.moe:
         cache = model(TOKENS).past_key_values
@@ -47,7 +47,7 @@ def test_a_cache_that_is_given_by_place_goes_on_with_its_request(tmp_path: Path)
 
 
 @torch.no_grad()
-def test_all_listeners_hear_of_steps_that_are_allowed_and_of_their_end() -> None:
+def test_all_listeners_get_allowed_steps_and_their_end() -> None:
     model: Any = moe_runtime.load(pocket_path(), device="cpu", max_tokens=8)
     heard, others = Heard(), Heard()
     model._steps.listeners.add(heard)
@@ -74,7 +74,7 @@ def test_all_listeners_hear_of_steps_that_are_allowed_and_of_their_end() -> None
     assert heard.told.count("forget") >= 2  # of the refused step, and of the failed one
 
 
-def test_a_pass_asks_who_hears_of_its_layers_once_it_has_begun() -> None:
+def test_wants_routing_is_read_after_begin() -> None:
     listeners, heard = Listeners(), list[str]()
 
     class Every(Listener):

@@ -1,4 +1,4 @@
-"""The timeline is a Chrome trace, says what the statistics say, and changes nothing."""
+"""The timeline is a Chrome trace, agrees with the statistics, and changes nothing."""
 
 import contextlib
 import itertools
@@ -134,7 +134,7 @@ def test_watching_changes_no_bit(run):
     assert torch.equal(generate(None)[0], run[1])
 
 
-def test_what_a_crash_leaves_lacks_only_the_bracket(tmp_path):
+def test_a_crash_leaves_a_trace_without_its_bracket(tmp_path):
     timeline = Timeline(tmp_path / "t.json")
     timeline.slice("decode", 0.0, 1.0, tokens=1)
     timeline.flush()

@@ -1,4 +1,4 @@
-"""``max_tokens`` is a promise: what needs room for more tokens is refused before it computes."""
+"""``max_tokens`` is a promise: calls that need more memory are refused before computing."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,9 +14,8 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from moe_runtime import load
 from moe_runtime.checkpoints.transformers_private import page_size_name
 from moe_runtime.errors import CapacityError
-from moe_runtime.inference.budget import tokens_to_plan_for
+from moe_runtime.inference.budget import room_for, tokens_to_plan_for
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.models.pocket import pocket_path
 
 PAGE = page_size_name(ContinuousBatchingConfig())
@@ -150,21 +149,21 @@ def test_a_cache_of_several_sequences_keeps_to_the_reserve(unlimited):
     assert keys.untyped_storage().nbytes() <= room_for(3 * 16) * token_bytes
 
 
-def test_omitted_it_is_what_the_model_knows():
+def test_the_default_context_is_what_the_model_knows():
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), None) == 512
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=40960), None) == 4096
     assert tokens_to_plan_for(Qwen3MoeConfig(max_position_embeddings=512), 700) == 700
     summary = inspect_checkpoint(pocket_path())
     assert summary.max_tokens == 512
-    # what inspect says is what load does
+    # inspect agrees with load
     smallest = summary.smallest_budget_bytes
     load(pocket_path(), device="cpu", host_memory=smallest).moe.close()
     with pytest.raises(CapacityError, match="activations of 512 tokens"):
         load(pocket_path(), device="cpu", host_memory=smallest - 1)
 
 
-def test_more_context_comes_from_what_experts_leave(tmp_path):
-    """What they all leave, or a sixteenth of their room; inspect says the same."""
+def test_a_larger_context_uses_memory_that_experts_leave(tmp_path):
+    """All memory that experts leave, or a sixteenth of theirs; inspect agrees."""
     (family,) = (one for one in FAMILIES if str(one) == "OlmoeForCausalLM")
     sizes = {**family.config, "max_position_embeddings": 20_000, "num_experts": 64}
     folder = save(tiny_model(dataclasses.replace(family, config=sizes)), tmp_path, sharded=False)

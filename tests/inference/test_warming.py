@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
-def test_all_that_fits_is_there_and_counters_are_zero(checkpoint):
+def test_warm_up_fills_the_slots_and_resets_counters(checkpoint):
     told: list[tuple[str, int, int]] = []
     model: Any = moe_runtime.load(
         checkpoint, device="cpu", max_tokens=32, warm_up=True, progress=lambda *a: told.append(a)
@@ -63,7 +63,7 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "store")]
 
 
-def test_records_have_nothing_of_it(checkpoint, tmp_path):
+def test_records_do_not_contain_the_warm_up(checkpoint, tmp_path):
     for is_warm in (True, False):
         records = {"trace": tmp_path / f"{is_warm}.npz", "timeline": tmp_path / f"{is_warm}.json"}
         model: Any = moe_runtime.load(
@@ -90,7 +90,7 @@ def test_a_class_of_several_models_has_no_pass_to_compute(tmp_path):
         assert model.moe.stats().misses == 0
 
 
-def test_ctrl_c_lets_go_of_the_outputs(checkpoint, tmp_path):
+def test_ctrl_c_frees_the_outputs(checkpoint, tmp_path):
     def interrupt(what: str, done: int, total: int) -> None:
         if what == "warming up":
             raise KeyboardInterrupt

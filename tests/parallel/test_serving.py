@@ -160,7 +160,7 @@ def test_what_changes_the_next_step_ends_all(checkpoint, ranks):
 
 def test_tokens_that_were_not_told_are_a_disagreement():
     follower = Follower.__new__(Follower)
-    follower._told, follower._counts = deque(), Counter(steps=3)
+    follower._chosen, follower._counts = deque(), Counter(steps=3)
     sequence = Sequence(GenerationRequest(prompt_ids=(1,), max_new_tokens=1), hear_nothing, 1, "")
     for tell in (follower._add_token, lambda one, _: follower._add_logprobs(one, 1, None)):
         with pytest.raises(RankFailureError, match="disagree after step 3"):

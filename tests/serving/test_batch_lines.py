@@ -28,7 +28,7 @@ def test_plain_lines_and_those_of_openai_ask_the_same():
         **{"seed": 11, "min_tokens": 2, "n": 1, "stream": False, "user": "me", "model": "m"},
     }
     plain, wrapped = read({"prompt": "Hi", **fields}, "", batch(prompt="Hi", **fields))
-    assert (plain.number, wrapped.number, wrapped.place) == (1, 3, "in.jsonl, line 3")
+    assert (plain.place, wrapped.place) == ("in.jsonl, line 1", "in.jsonl, line 3")
     assert (plain.custom_id, wrapped.custom_id) == (None, "a")
     for line in (plain, wrapped):
         assert (line.prompt, line.messages, line.model) == ("Hi", None, "m")

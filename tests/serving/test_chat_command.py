@@ -8,13 +8,13 @@ import io
 import json
 import os
 import pty
-import re
 import shutil
 import signal
 import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from command_line import all_commands
 from http_server import TEMPLATE, ScriptedEngine
 from rich.console import Console
 from rich.markdown import Markdown
+from terminal_screen import screen_of
 
 from moe_runtime.cli import terminal
 from moe_runtime.cli.main import main
@@ -166,10 +167,10 @@ def test_the_advice_for_a_full_conversation_can_be_followed(
 
 
 def terminal_of(talking: Conversation) -> Any:
-    from moe_runtime.cli.commands.chat import _Opened, _Terminal
+    from moe_runtime.cli.commands.chat import _Terminal
 
     nothing: Any = None
-    return _Terminal(_Opened(nothing, nothing, talking), nothing, nothing)
+    return _Terminal(SimpleNamespace(talk=talking), nothing)
 
 
 @pytest.fixture
@@ -430,25 +431,6 @@ def test_a_line_editor_takes_pastes_searches_and_forgets_on_ctrl_c(tmp_path: Pat
     assert typing.end() == -signal.SIGINT
     kept = tmp_path / "moe-runtime" / "chat_history"
     assert kept.stat().st_mode & 0o777 == 0o600
-
-
-def screen_of(written: str) -> list[str]:
-    """The lines of a terminal, of the sequences that drawing anew needs."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|.|\n", written, re.S):
-        if part == "\n":
-            row, column = row + 1, 0
-            lines += [""] * (row == len(lines))
-        elif part == "\r":
-            column = 0
-        elif part.endswith("A") and part[0] == "\x1b":
-            row -= int(part[2:-1] or 1)
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part[0] != "\x1b":
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines]
 
 
 ANSWER = """# Title

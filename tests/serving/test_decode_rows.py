@@ -101,7 +101,7 @@ def texts_of(checkpoint: Path, asked: list[tuple[tuple[int, ...], int]]) -> list
 
 
 @emulated
-@pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.long), NUM_EXPERTS])
 def test_one_sequence_after_another_replays_the_steps_of_a_row(checkpoint, slots):
     expected = texts_of(checkpoint, [(prompt, 6) for prompt in PROMPTS])
     recordings = Recordings()
@@ -157,7 +157,7 @@ def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[in
     ("slots", "is_fused", "rows", "exact"),
     [
         (NUM_EXPERTS, True, 4, False),
-        (2, False, 2, False),
+        pytest.param(2, False, 2, False, marks=pytest.mark.long),
         (2, False, 4, True),
     ],
 )

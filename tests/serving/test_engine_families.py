@@ -26,11 +26,20 @@ DECODE_TOGETHER = (
 """With states that are not keys and values; the last two have both."""
 ALONE = ("DeepseekV32ForCausalLM",)
 """With indices of which keys to attend to."""
+SAME_KIND = {
+    *("DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM", "JambaForCausalLM"),
+    *("GraniteMoeHybridForCausalLM", "Qwen3_5MoeForCausalLM"),
+}
+"""Families whose caches are as those of another here."""
 
 
 @pytest.mark.parametrize(
     "family",
-    [f for f in moe_families.FAMILIES if str(f) in (*TOGETHER, *DECODE_TOGETHER, *ALONE)],
+    [
+        pytest.param(f, marks=[pytest.mark.long] * (str(f) in SAME_KIND))
+        for f in moe_families.FAMILIES
+        if str(f) in (*TOGETHER, *DECODE_TOGETHER, *ALONE)
+    ],
     ids=str,
 )
 def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(family, tmp_path):

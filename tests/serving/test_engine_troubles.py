@@ -55,23 +55,6 @@ def test_sequences_that_do_not_fit_together_are_computed_again_later(pocket, pro
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in roomy]
 
 
-def test_shared_beginnings_are_computed_once(pocket, prompts):
-    first = prompts[4]
-    with Engine(pocket) as engine:
-        answer = ask(engine, request_of(first, NEW))[0].wait()
-        turn = (*first, *answer.ids, *prompts[3])
-        second = ask(engine, request_of(turn, NEW))[0].wait()
-        other = ask(engine, request_of((*first[:-1], 7), NEW))[0].wait()
-        drained(engine)
-        found = engine.statistics()
-    # whole blocks of 16; the last token of an answer goes through the model with the next turn
-    assert second.read.cached_tokens == (len(first) + NEW - 1) // 16 * 16
-    assert other.read.cached_tokens == (len(first) - 1) // 16 * 16
-    assert second.ids == greedy(pocket, turn, NEW)
-    assert other.ids == greedy(pocket, (*first[:-1], 7), NEW)
-    assert found.prefix_hit_tokens == second.read.cached_tokens + other.read.cached_tokens
-
-
 def test_a_prefix_that_cannot_be_kept_fails_nobody(pocket, prompts, texts, monkeypatch):
     def copy(self: BlockCopies, cache: Any, index: int) -> Any:
         raise MemoryError("no memory for a block")
@@ -86,20 +69,6 @@ def test_a_prefix_that_cannot_be_kept_fails_nobody(pocket, prompts, texts, monke
         assert [answer.ids for answer in found] == [texts[4]] * 2
         assert found[1].read.cached_tokens > 0
         drained(engine)
-
-
-def test_exact_engine_reuses_whole_pieces_of_prompts_alone(pocket, prompts):
-    first = prompts[4]
-    told = []
-    for reuses in (True, False):
-        options = EngineOptions(exact=True, prompt_tokens=16, reuses_prefixes=reuses)
-        with Engine(pocket, options) as engine:
-            answer = ask(engine, request_of(first, NEW))[0].wait()
-            turn = (*first, *answer.ids, *prompts[3])
-            second = ask(engine, request_of(turn, NEW, num_logprobs=0))[0].wait()
-        told.append(second.tokens)
-        assert second.read.cached_tokens == (32 if reuses else 0)
-    assert told[0] == told[1]
 
 
 def test_cancelled_request_makes_place_for_others(pocket, prompts, texts):
@@ -157,15 +126,6 @@ def test_closing_engine_cancels_what_has_not_ended(pocket, prompts):
     held.release()
     closer.join()
     assert held.finished == waiting.finished == Finished("cancelled", "the engine was closed")
-
-
-def test_draining_engine_takes_no_more_and_ends_what_it_has(pocket, prompts, texts):
-    with Engine(pocket) as engine:
-        answer, _ = ask(engine, request_of(prompts[1], NEW))
-        assert engine.drain(60.0)
-        assert answer.ids == texts[1]
-        with pytest.raises(EngineClosedError):
-            ask(engine, request_of(prompts[0], 1))
 
 
 def test_a_prompt_without_an_answer_may_have_all_positions(pocket, monkeypatch):

@@ -83,14 +83,14 @@ def test_folder_keeps_within_its_size_and_beginnings_outlive_what_continues_them
     tmp_path, monkeypatch
 ):
     """Times are a counter: filesystems' own are too coarse for files that follow one another."""
-    now = 0
+    now, set_time = 0, os.utime
 
     def touch(file: Any) -> None:
         nonlocal now
         now += 1
-        os.utime(file, ns=(now, now))
+        set_time(file, ns=(now, now))
 
-    monkeypatch.setattr(digest_files, "_set_time", touch)
+    monkeypatch.setattr(os, "utime", touch)
     chance = random.Random(1)
     texts = texts_of(chance, 50)
     both = [files_in(tmp_path, num_files=40), files_in(tmp_path, num_files=40)]

@@ -108,27 +108,6 @@ def test_states_are_those_of_each_sequence_alone(name: str, model: Any, tmp_path
         loaded.moe.close()
 
 
-@torch.inference_mode()
-def test_states_are_copied_only_where_other_sequences_come_next(model: Any) -> None:
-    passes = ModelPasses(model, Adapters(model, {}))
-    sequences = [read(passes, tuple(range(3, 20)), length) for length in (3, 4, 5)]
-    decode(passes, sequences)
-    first = states_of(sequences[0].cache)
-    decode(passes, sequences)
-    again = states_of(sequences[0].cache)
-    assert [state.data_ptr() for state in again] == [state.data_ptr() for state in first]
-    for place, sequence in enumerate(sequences):
-        for state, start in zip(states_of(sequence.cache), first, strict=True):
-            assert state.data_ptr() == start.data_ptr() + place * state.nbytes
-            assert state.untyped_storage().nbytes() == 3 * state.nbytes
-    # whoever goes on keeps nothing of who has gone
-    del first, again
-    decode(passes, sequences[:2])
-    assert all(s.untyped_storage().nbytes() == 2 * s.nbytes for s in states_of(sequences[0].cache))
-    decode(passes, sequences[:1])
-    assert all(s.untyped_storage().nbytes() == s.nbytes for s in states_of(sequences[0].cache))
-
-
 class Cancels(Answer):
     def __init__(self, other: EngineHandle) -> None:
         super().__init__()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from engine_events import ask_all, request_of
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.requests import EngineOptions, GenerationRequest, SamplingOptions
@@ -114,27 +113,6 @@ def test_log_probabilities_are_those_before_any_change():
         (0, pytest.approx(wanted[0], abs=1e-5)),
         (1, pytest.approx(wanted[1], abs=1e-5)),
     )
-
-
-def test_many_biases_cost_no_more_steps_than_a_few():
-    """All requests wait while a token is chosen for one of them."""
-
-    class Counting(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            Counting.count += 1
-            return func(*args, **(kwargs or {}))
-
-    counts = []
-    for num in (2, 200):
-        sampler = sampler_of(logit_bias=dict.fromkeys(range(num), 1.0))
-        with Counting():
-            sampler.choose(torch.zeros(300), [])
-        counts.append(Counting.count)
-    assert counts[1] == 2 * counts[0]
 
 
 def test_no_more_tokens_are_named_than_there_are():

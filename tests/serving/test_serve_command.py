@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -56,13 +57,13 @@ def test_a_termination_lets_the_running_answer_finish(monkeypatch, capsys, goes_
     answers: list[bytes] = []
 
     def ask(address: str) -> None:
-        body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True, "seed": 1}
+        body = {"prompt": "The", "max_tokens": 20, "stream": True, "ignore_eos": True, "seed": 1}
         try:
             with completion(address, body) as response:
                 answers.append(response.readline())
                 os.kill(os.getpid(), signal.SIGTERM)
                 while is_ready(address):
-                    pass
+                    time.sleep(0.01)
                 goes_on.set()
                 answers.append(response.read())
         finally:
@@ -90,7 +91,7 @@ def test_a_termination_lets_the_running_answer_finish(monkeypatch, capsys, goes_
     assert [line["event"] for line in log if line.get("path") != "/health"] == [
         *("signal", "draining", "request")
     ]
-    assert log[-1]["new_tokens"] == 200
+    assert log[-1]["new_tokens"] == 20
 
 
 @pytest.mark.parametrize("num_signals", [2, 3])
@@ -108,7 +109,7 @@ def test_further_signals_cut_answers_off_with_an_error(monkeypatch, capsys, goes
                 for number in range(num_signals):
                     os.kill(os.getpid(), signal.SIGINT)
                     while number < 2 and stops[0].num_signals <= number:
-                        pass  # signals that wait are one
+                        time.sleep(0.01)  # signals that wait are one
                 told.append(response.read())
         finally:
             goes_on.set()
@@ -176,6 +177,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(tmp_path, monkeypat
     assert "pip install 'moe-runtime[serve]'" in refused()
 
 
+@pytest.mark.long
 def test_a_later_server_finds_prefixes_and_responses_on_the_disk(tmp_path, monkeypatch):
     """A key finds its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

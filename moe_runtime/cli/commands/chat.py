@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ import typer
 
 from moe_runtime.allocator import give_back_free_pages
 from moe_runtime.cli import console, options
-from moe_runtime.cli.commands.run import find_sampling, load_tokenizer, runtime_rows
+from moe_runtime.cli.commands.run import find_sampling, runtime_rows
 from moe_runtime.cli.processes import divided, follow_first, joined_processes, start_processes
 from moe_runtime.cli.stopping import TextOutput, say_at_once, stop_on_signals
 from moe_runtime.errors import MoERuntimeError
@@ -33,7 +33,7 @@ _HELP = (
     ("/image FILE", "put a picture before the next message"),
     ("/model NAME", "go on with another model; without a name, say which one answers"),
     ("/plain", "show answers as they are written, or as markdown again"),
-    ("/stats", "what the answers cost so far"),
+    ("/stats", "the cost of the answers so far"),
     ("/save FILE", "write the conversation, as a line that `moe-runtime generate` takes"),
     ("/quit", "leave, as Ctrl-D does"),
     ("/help", "this list"),
@@ -74,91 +74,107 @@ def chat(
             follow_first(moe_runtime.load(model, **own))
             return
 
-        def prepare(name: str) -> _Prepared:
-            return _Prepared(
-                name,
-                find_settings=lambda: find_sampling(ctx, name, sampling, is_engine=True),
-                loading=own,
-                system=system,
-                seed=sampling.seed,
-                max_new_tokens=max_new_tokens,
-            )
-
+        asked = _Asked(ctx, sampling, own, system, max_new_tokens)
         with contextlib.ExitStack() as stack:
-            _Terminal(_opened(prepare(model), stack), prepare, stack).run()
+            model_here = _Model(model, asked)
+            model_here.open(stack)
+            _Terminal(model_here, stack).run()
 
 
-class _Prepared:
-    """A model that can be talked to, before its weights are read.
+@dataclass(frozen=True)
+class _Asked:
+    """The options that all models of a conversation have in common."""
+
+    ctx: typer.Context
+    sampling: options.Sampling
+    loading: dict[str, Any]
+    system: str | None
+    max_new_tokens: int
+
+
+class _Model:
+    """A model to talk to. The constructor checks its checkpoint; `open` reads its weights.
 
     Raises:
         ValueError, MoERuntimeError: the checkpoint, its tokenizer or an option is unfit.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        find_settings: Callable[[], dict[str, Any]],
-        loading: dict[str, Any],
-        system: str | None,
-        seed: int | None,
-        max_new_tokens: int,
-    ) -> None:
-        console.fetch_model(name, weights=False)
-        from moe_runtime.checkpoints.opening import find_checkpoint, read_config
+    def __init__(self, name: str, asked: _Asked) -> None:
+        folder = console.fetch_model(name, weights=False)
+        from moe_runtime.checkpoints.opening import load_tokenizer, read_config
         from moe_runtime.inference.generation import check_room
         from moe_runtime.inference.pictures import PictureReader
 
-        self.name, self.loading, self.system, self.seed = name, loading, system, seed
-        self.max_new_tokens = max_new_tokens
-        self.chosen = find_settings()
-        self.tokenizer = load_tokenizer(name)
-        folder = find_checkpoint(name, weights=False)
-        self.config = read_config(folder)
-        check_room(self.config, "--max-tokens", loading["max_tokens"] or 0)
-        self.is_divided = "group" in loading
-        self.reader = None
+        self.name, self.asked = name, asked
+        self.loaded: Any = None
+        self.talk: Any = None
+        self.sampling = find_sampling(asked.ctx, folder, asked.sampling, is_engine=True)
+        self._tokenizer, self._config = load_tokenizer(folder), read_config(folder)
+        check_room(self._config, "--max-tokens", asked.loading["max_tokens"] or 0)
+        self.is_divided = "group" in asked.loading
+        self._reader = None
         if not self.is_divided:  # several processes take no pictures
-            self.reader = PictureReader.of(folder, self.config, self.tokenizer)
-        first = [] if system is None else [{"role": "system", "content": system}]
+            self._reader = PictureReader.of(folder, self._config, self._tokenizer)
+        first = [] if asked.system is None else [{"role": "system", "content": asked.system}]
         # a template that cannot be used is refused before weights are read
         self._check([*first, {"role": "user", "content": "Hello"}], [])
+
+    def open(self, stack: contextlib.ExitStack) -> None:
+        """Loads the model and starts a conversation; the stack closes both."""
+        import moe_runtime
+        from moe_runtime.inference.budget import known_positions
+        from moe_runtime.inference.generation import end_token_ids, stop_strings_of
+        from moe_runtime.serving.conversation import Conversation
+        from moe_runtime.serving.engine import Engine
+        from moe_runtime.serving.requests import SamplingOptions
+
+        asked = self.asked
+        with console.loading_bar() as progress:
+            loaded = moe_runtime.load(self.name, **asked.loading, progress=progress)
+        self.loaded = loaded
+        stack.enter_context(contextlib.closing(self.loaded.moe))
+        settings = self.loaded.generation_config
+        self.talk = Conversation(
+            stack.enter_context(Engine(loaded)),
+            self._tokenizer,
+            end_ids=frozenset(end_token_ids(loaded, self._tokenizer)),
+            stops=stop_strings_of(settings),
+            sampling=SamplingOptions(
+                **self.sampling,
+                seed=asked.sampling.seed,
+                repetition_penalty=settings.repetition_penalty or 1.0,
+            ),
+            max_new_tokens=asked.max_new_tokens,
+            known_tokens=known_positions(self._config),
+            system=asked.system,
+            reader=self._reader,
+        )
 
     def _check(self, messages: list[dict[str, Any]], pictures: "list[Picture]") -> None:
         from moe_runtime.inference.generation import encode_messages
         from moe_runtime.inference.pictures import Pictures
 
-        found = Pictures(self.reader, pictures) if self.reader and pictures else None
-        encode_messages(self.tokenizer, messages, found)
+        found = Pictures(self._reader, pictures) if self._reader and pictures else None
+        encode_messages(self._tokenizer, messages, found)
 
     def pictures_of(self, said: "Said") -> "list[Picture]":
-        """The pictures of what was said to another model, which this one could go on with."""
+        """The pictures of a conversation with another model, read for this one."""
         files = [*said.shown, *said.waiting]
-        if files and self.reader is None:
+        if files and self._reader is None:
             raise ValueError(
                 f"{self.name} takes no pictures, and the conversation has some; /reset first"
             )
-        pictures = self.reader.open_all(files) if self.reader and files else []
+        pictures = self._reader.open_all(files) if self._reader and files else []
         if said.turns:
             self._check(said.messages, pictures[: len(said.shown)])
         return pictures
 
 
-@dataclass
-class _Opened:
-    """A model in memory, and the conversation with it."""
-
-    prepared: _Prepared
-    loaded: Any
-    talk: "Conversation"
-
-
 class _Meter:
-    """What an answer costs, from its first token on."""
+    """The cost of an answer, from its first token on."""
 
-    def __init__(self, opened: _Opened) -> None:
-        self._talk = opened.talk
+    def __init__(self, talk: "Conversation") -> None:
+        self._talk = talk
         self._num_before, self._before = self._talk.num_generated, self._talk.expert_stats()
         self._first_s = self._last_s = 0.0
         self._num = 0
@@ -184,47 +200,11 @@ class _Meter:
         return "  ".join(parts)
 
 
-def _opened(prepared: _Prepared, stack: contextlib.ExitStack) -> _Opened:
-    """Loads a model; the stack closes it."""
-    import moe_runtime
-    from moe_runtime.inference.budget import known_positions
-    from moe_runtime.inference.generation import end_token_ids, stop_strings_of
-    from moe_runtime.serving.conversation import Conversation
-    from moe_runtime.serving.engine import Engine
-    from moe_runtime.serving.requests import SamplingOptions
-
-    with console.loading_bar() as progress:
-        loaded: Any = moe_runtime.load(prepared.name, **prepared.loading, progress=progress)
-    stack.enter_context(contextlib.closing(loaded.moe))
-    engine = stack.enter_context(Engine(loaded))
-    talk = Conversation(
-        engine,
-        prepared.tokenizer,
-        end_ids=frozenset(end_token_ids(loaded, prepared.tokenizer)),
-        stops=stop_strings_of(loaded.generation_config),
-        sampling=SamplingOptions(
-            **prepared.chosen,
-            seed=prepared.seed,
-            repetition_penalty=loaded.generation_config.repetition_penalty or 1.0,
-        ),
-        max_new_tokens=prepared.max_new_tokens,
-        known_tokens=known_positions(prepared.config),
-        system=prepared.system,
-        reader=prepared.reader,
-    )
-    return _Opened(prepared, loaded, talk)
-
-
 class _Terminal:
-    """Lines in, answers out."""
+    """Reads lines, obeys commands and prints answers."""
 
-    def __init__(
-        self,
-        opened: _Opened,
-        prepare: Callable[[str], _Prepared],
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self._opened, self._prepare, self._stack = opened, prepare, stack
+    def __init__(self, model: _Model, stack: contextlib.ExitStack) -> None:
+        self._model, self._stack = model, stack
         self._saved: set[Path] = set()
         self._is_terminal = sys.stdin.isatty()
         self._is_plain, self._is_loaded = False, True
@@ -249,28 +229,28 @@ class _Terminal:
                 elif not self._obey(*_words_of(line)):
                     return
             except (ValueError, MoERuntimeError, OSError) as error:
-                # without a terminal the first error ends the command, without a model any
-                if not (self._is_terminal and self._is_loaded) or self._opened.talk.has_ended:
+                # without a terminal, or without a model, an error ends the command
+                if not (self._is_terminal and self._is_loaded) or self._model.talk.has_ended:
                     raise
                 console.say_line(str(error))
 
     def _introduce(self) -> None:
         from moe_runtime.inference.generation import sampling_words
 
-        prepared, context = self._opened.prepared, self._opened.loaded.moe.facts.context
-        print(f"choice of tokens: {sampling_words(prepared.chosen)}", file=sys.stderr)
+        model, context = self._model, self._model.loaded.moe.facts.context
+        print(f"choice of tokens: {sampling_words(model.sampling)}", file=sys.stderr)
         print(f"context: {context.max_tokens} tokens, {context.reason}", file=sys.stderr)
 
     def _status(self) -> str:
-        """The line below what is typed: the model, what the last answer cost, the room."""
-        turns, name = self._opened.talk.turns, Path(self._opened.prepared.name).name
+        """The line below the editor: the model, the room, the speed of the last answer."""
+        turns, name = self._model.talk.turns, Path(self._model.name).name
         used = turns[-1].prompt_tokens + turns[-1].new_tokens if turns else 0
-        most = self._opened.loaded.moe.facts.context.max_tokens
+        most = self._model.loaded.moe.facts.context.max_tokens
         return "  ".join(filter(None, (name, f"{used} of {most} tokens", self._speed)))
 
     def _answer(self, text: str) -> None:
-        talk = self._opened.talk
-        meter = _Meter(self._opened) if self._is_terminal else None
+        talk = self._model.talk
+        meter = _Meter(talk) if self._is_terminal else None
         drawn = None
         if meter and not self._is_plain:
             from moe_runtime.cli.terminal import MarkdownOutput
@@ -293,46 +273,45 @@ class _Terminal:
             raise typer.Exit(stop.exit_code)
 
     def _switch(self, name: str) -> None:
-        """Goes on with another model, or with this one where the other cannot be loaded."""
+        """Continues with another model, or with this one if the other cannot be loaded."""
+        old = self._model
         if not name:
-            said = [("model", self._opened.prepared.name)]
-            console.print_rows("what answers", said, to_stderr=True)
+            console.print_rows("what answers", [("model", old.name)], to_stderr=True)
             return
-        old, said = self._opened.prepared, self._opened.talk.said
         if old.is_divided:
             raise ValueError("/model: several processes keep their model; start again with another")
-        prepared = self._prepare(name)
-        pictures = prepared.pictures_of(said)
+        said, new = old.talk.said, _Model(name, old.asked)
+        pictures = new.pictures_of(said)
         console.fetch_model(name)
         try:
-            self._open(prepared, said, pictures)
+            self._open(new, said, pictures)
         except (ValueError, MoERuntimeError, OSError):
             console.say_line(f"loading {old.name} again")
             self._open(old, said, old.pictures_of(said))
             raise
         self._introduce()
 
-    def _open(self, prepared: _Prepared, said: "Said", pictures: "list[Picture]") -> None:
-        """Puts a model in the place of the one that is in memory, which has no room for both."""
+    def _open(self, model: _Model, said: "Said", pictures: "list[Picture]") -> None:
+        """Replaces the model in memory, which has no room for both."""
         self._is_loaded = False
-        vars(self).pop("_opened", None)
+        self._model.loaded = self._model.talk = None
         self._stack.close()
         gc.collect()
         give_back_free_pages()
-        self._opened = _opened(prepared, self._stack)
-        self._is_loaded = True
-        self._opened.talk.go_on_from(said, pictures)
+        model.open(self._stack)
+        self._model, self._is_loaded = model, True
+        model.talk.go_on_from(said, pictures)
         self._speed = ""
 
     def _obey(self, command: str, *given: str) -> bool:
-        """Does what a command says; gives whether the conversation goes on."""
+        """Obeys a command; returns whether the conversation continues."""
         extra = given[command in ("/save", "/image", "/model") :]
         if extra and command in _COMMANDS:
             raise ValueError(f"{command}: expected nothing more, got {' '.join(extra)!r}")
-        if command == "/model":  # nothing here may hold the model that goes
+        if command == "/model":  # no variable here may keep the old model alive
             self._switch("".join(given))
             return True
-        talk = self._opened.talk
+        talk = self._model.talk
         if command in ("/quit", "/exit"):
             return False
         if command == "/reset":
@@ -359,7 +338,7 @@ class _Terminal:
         return True
 
     def _show_statistics(self) -> None:
-        turns = self._opened.talk.turns
+        turns = self._model.talk.turns
         rows = [("answers", f"{len(turns)}, {sum(turn.new_tokens for turn in turns)} tokens")]
         if turns and turns[-1].ttft_s is not None:
             last = turns[-1]
@@ -367,7 +346,7 @@ class _Terminal:
             speed = "" if rate is None else f", {rate:.2f} tokens/s"
             prompt = f"{last.prompt_tokens} tokens, {last.cached_tokens} of them known before"
             rows += [("conversation", prompt), ("last answer", f"after {last.ttft_s:.2f} s{speed}")]
-        rows += runtime_rows(self._opened.talk.expert_stats())
+        rows += runtime_rows(self._model.talk.expert_stats())
         console.print_rows("what the runtime did", rows, to_stderr=True)
 
     def _save(self, name: str) -> None:
@@ -376,15 +355,15 @@ class _Terminal:
         check_output_path(path, "conversation")
         if path.exists() and path.resolve() not in self._saved:
             raise ValueError(f"/save {name}: is there already; give another name")
-        if not self._opened.talk.turns:
+        if not self._model.talk.turns:
             raise ValueError("/save: there is no message to write yet")
-        messages = {"messages": self._opened.talk.messages}
+        messages = {"messages": self._model.talk.messages}
         write_text(path, f"{json.dumps(messages, ensure_ascii=False)}\n")
         self._saved.add(path.resolve())
 
 
 def _words_of(line: str) -> list[str]:
-    """A command and its argument; a name with spaces in quotes, or as it is."""
+    """A command and its argument, which may be in quotes."""
     command, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if rest[:1] not in ('"', "'"):
@@ -398,7 +377,7 @@ def _words_of(line: str) -> list[str]:
 def _piped_lines() -> Iterator[str]:
     try:
         for line in sys.stdin:
-            line.encode()  # refuses bytes that Python let pass as halves of surrogate pairs
+            line.encode()  # refuses bytes that are not UTF-8
             yield line.rstrip("\n")
     except UnicodeError as error:
         raise ValueError(f"standard input is not UTF-8 text: {error}") from None

@@ -1,4 +1,4 @@
-"""``moe-runtime doctor``: what this machine offers, and what to do where it falls short."""
+"""``moe-runtime doctor``: examine this machine, and advise where it falls short."""
 
 import importlib.metadata
 import importlib.util
@@ -22,14 +22,13 @@ _REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_
 _OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
 _VECTOR_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve")
 _IN_REGISTERS = MappingProxyType({"amx": 8, "avx512bf16": 8, "avx512": 8, "avx2": 16})
-"""Codes that an instruction set decodes in registers: the least columns of a group, which are all
-or a power of two; GGUF's blocks are decoded there too."""
+"""Least columns of a group of codes that an instruction set decodes in registers."""
 _SLOW_DISK_BYTES_PER_S = 500e6
 _LITTLE_MEMORY_BYTES = 2 << 30
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at; a note works and could be better, a problem does not work."""
+    """One examined property. A note works but could be better; a problem does not work."""
 
     name: str
     status: Literal["ok", "note", "problem"]
@@ -57,31 +56,26 @@ def doctor(
         raise ValueError(f"{path}: no such file or folder")
     findings = examine(path, read_bytes)
     healthy = all(finding.status != "problem" for finding in findings)
+    version = moe_runtime.__version__
     if as_json:
-        print_json(
-            {
-                "version": moe_runtime.__version__,
-                "healthy": healthy,
-                "findings": [finding._asdict() for finding in findings],
-            }
-        )
+        found = [finding._asdict() for finding in findings]
+        print_json({"version": version, "healthy": healthy, "findings": found})
     else:
-        columns = [("", "left"), ("", "left"), ("", "left")]
         rows = [
             (
-                "PROBLEM" if finding.status == "problem" else finding.status,
-                finding.name,
-                f"{finding.value}\n→ {finding.advice}" if finding.advice else finding.value,
+                status.upper() if status == "problem" else status,
+                name,
+                f"{value}\n→ {advice}" if advice else value,
             )
-            for finding in findings
+            for name, status, value, advice in findings
         ]
-        print_table(f"moe-runtime {moe_runtime.__version__}", columns, rows)
+        print_table(f"moe-runtime {version}", [("", "left")] * 3, rows)
     if not healthy:
         raise typer.Exit(2)
 
 
 def examine(path: Path, read_bytes: int) -> list[Finding]:
-    """Looks at everything that decides whether models run here, and how fast."""
+    """Examines all that decides whether models run here, and how fast."""
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     python = _finding("python", system, "" if sys.platform == "linux" else "only Linux is tested")
     names = (*_REQUIRED, *_OPTIONAL)
@@ -103,7 +97,7 @@ def _version(package: str) -> str | None:
 
 
 def _finding(name: str, value: str, advice: str = "", *, is_problem: bool = False) -> Finding:
-    """What was found; with advice it could be better."""
+    """A finding; with advice it is a note."""
     return Finding(name, "problem" if is_problem else "note" if advice else "ok", value, advice)
 
 
@@ -133,7 +127,7 @@ def _native_kernel() -> Finding:
 
 
 def _quantised_kernels() -> Finding:
-    """How the native kernel multiplies by quantised experts of each format."""
+    """How the native kernel multiplies quantised experts of each format."""
     from moe_runtime.checkpoints.formats import FORMATS
     from moe_runtime.kernels.native import describe
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.cli.commands.train import offload_rows, outcome_rows, take_steps, timed_plan
+from moe_runtime.cli.commands.train import offload_rows, show_outcome, take_steps, timed_plan
 from moe_runtime.cli.processes import joined_processes
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.files import at_home
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from moe_runtime.checkpoints.checkpoint import Progress
     from moe_runtime.training.finetune.finetune_run import FinetunePreparation
     from moe_runtime.training.finetune.settings import FinetuneConfig
+
+
+_OF_A_RUN = (
+    *("output", "seed", "precision", "recompute", "host_memory", "device_memory", "device"),
+    *("evaluate_every", "patience", "checkpoint_every"),
+)
+"""Options that are keys of a run's configuration."""
 
 
 def finetune(
@@ -88,7 +95,7 @@ def finetune(
         lora_dropout: Share of the adapters' inputs that a step leaves out; on attention alone.
         rslora: Divide the factor by the root of the rank.
         dora: Train the lengths of the weights' rows too; on attention alone.
-        lora_from: Adapter of PEFT's with the same options, whose weights are the first ones.
+        lora_from: Adapter of PEFT's with the same options to start from.
         merge: With --lora, also write the checkpoint with the adapters merged.
         steps: Optimizer steps; once over the data when omitted.
         epochs: How often all data is trained on, instead of --steps.
@@ -105,8 +112,8 @@ def finetune(
         precision: Of products: float32 or bfloat16; trained weights stay float32.
         recompute: Use gradient checkpointing: less memory, slower.
         held_out: Files that are measured and never trained on. Repeatable.
-        held_out_share: Share of the data that is held out where --held-out names no file.
-        evaluate_every: Steps between measurements of what is held out; 0 measures at the end.
+        held_out_share: Share of the data that is held out if --held-out names no file.
+        evaluate_every: Steps between measurements of held-out data; 0 measures at the end.
         patience: End after N measurements in a row without a better one; 0 never.
         checkpoint_every: Steps between checkpoints.
         export_dtype: Of the result: auto (as it was), float32, bfloat16 or float16.
@@ -121,20 +128,7 @@ def finetune(
         "model": model,
         "merge": merge,
         "export_dtype": export_dtype,
-        "run": {
-            "output": output,
-            "steps": steps or 1,
-            "seed": seed,
-            "precision": precision,
-            "recompute": recompute,
-            "host_memory": host_memory,
-            "device_memory": device_memory,
-            "device": device,
-            "log_every": 1,
-            "evaluate_every": evaluate_every,
-            "patience": patience,
-            "checkpoint_every": checkpoint_every,
-        },
+        "run": {name: ctx.params[name] for name in _OF_A_RUN},
         "data": {
             "sources": {"text": {"files": [*data], "held_out_files": [*(held_out or ())]}},
             "held_out_share": held_out_share,
@@ -155,10 +149,8 @@ def finetune(
         tree["zeroth_order"] = {} if eps is None else {"eps": eps}
     elif eps is not None:
         raise ValueError("--eps belongs to --zeroth-order; give both, or neither")
-    if storage_dir is not None:
-        tree["run"]["storage_dir"] = storage_dir
-    if trace is not None:
-        tree["run"]["trace"] = trace
+    given = {"storage_dir": storage_dir, "trace": trace, "steps": steps or 1, "log_every": 1}
+    tree["run"] |= {name: value for name, value in given.items() if value is not None}
     if lora_alpha is not None and not (lora_alpha > 0 and math.isfinite(lora_alpha)):
         raise ValueError(f"--lora-alpha must be positive, got {lora_alpha}")
     if lora is not None:
@@ -210,13 +202,7 @@ def finetune(
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
-        summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
-        if as_json and summary:
-            console.print_json(summary)
-        elif summary:
-            console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
-    if exit_code:
-        raise typer.Exit(exit_code)
+        show_outcome(*_finetune(preparation, resume=resume, reschedule=reschedule), as_json)
 
 
 def _finetune(
@@ -228,19 +214,17 @@ def _finetune(
     found = plan(preparation)
     with console.loading_bar() as progress:
         trainer = start(preparation, resume=resume, reschedule=reschedule, progress=progress)
-    try:
+    with contextlib.closing(trainer):
         _timed(found, preparation, begins=True)  # warns of a slow disk
         exit_code = take_steps(trainer, preparation.config.run)
         if preparation.ranks.rank > 0:
             return {}, exit_code
         summary = finish(preparation, trainer, export=exit_code == 0)
-    finally:
-        trainer.close()
     return {"complete": exit_code == 0, **summary}, exit_code
 
 
 def _with_options(complaint: str, names: Iterable[str]) -> str:
-    """A complaint about keys of the configuration, with the options that gave their values."""
+    """An error about configuration keys, with the options in place of the keys."""
 
     def option(found: re.Match[str]) -> str:
         known = {"peak_rate": "rate", "warmup_steps": "warmup", "dropout": "lora_dropout"}
@@ -252,7 +236,7 @@ def _with_options(complaint: str, names: Iterable[str]) -> str:
 
 
 def _with_files(settings: "FinetuneConfig", progress: "Progress") -> "FinetuneConfig":
-    """The same run with the files of folders and of the hub's data sets in place of their names."""
+    """The settings with the files of folders and data sets instead of their names."""
     source = settings.data.sources["text"]
     files, held_out = (
         tuple(pattern for name in names for pattern in _patterns(name, progress))
@@ -264,7 +248,7 @@ def _with_files(settings: "FinetuneConfig", progress: "Progress") -> "FinetuneCo
 
 
 def _patterns(name: str, progress: "Progress") -> list[str]:
-    """A folder stands for its files of records, or else for its text files."""
+    """Patterns of the files of a name; those of a folder are its records, or else its texts."""
     from moe_runtime.checkpoints.hub import data_set, download_files
     from moe_runtime.training.finetune.records import RECORD_FILES
 
@@ -335,7 +319,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
 
 
 def _examples(preparation: "FinetunePreparation") -> dict[str, Any]:
-    """Lengths, targets and rows of a run's records, and the first three; empty for text files."""
+    """Lengths, targets and rows of a run's records, and the first three; empty for texts."""
     from moe_runtime.training.examples import Examples
     from moe_runtime.training.finetune.rendering import parts_of
 

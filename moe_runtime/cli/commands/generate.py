@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 _INTERRUPTED, _SOME_FAILED = 130, 2
 _MOST_TOGETHER = 256
-"""Requests at a time where memory has room for them. So many read nearly every expert in each step,
-and each expert for several rows: more of them would share little more."""
+"""Requests at a time, if memory has room. A step of this many uses nearly every expert for several
+rows, so more requests would gain little."""
 _LINES = 10
-"""Lines of progress where stderr is no terminal."""
+"""Lines of progress if stderr is no terminal."""
 _COUNTS = (
     *("requests", "kept", "answered", "failed", "prompt_tokens", "cached_tokens", "new_tokens"),
     "seconds",
@@ -74,7 +74,7 @@ def generate(
         output: Answers, one line of JSON each; existing answers are kept.
         chat: Put prompts that are text into the model's chat template.
         max_running: Most requests at a time; fewer where memory has no room.
-        max_tokens: Room for prompts and answers of all requests at a time; when omitted, what they
+        max_tokens: Room for prompts and answers of all requests at a time; when omitted, as they
             need, up to a quarter of the memory that experts lack.
         ray: Answer on the machines of a Ray cluster: its HOST:PORT, auto for the one that this
             machine belongs to, or local. The checkpoint is at the same place on all of them.
@@ -90,7 +90,7 @@ def generate(
     answer = None if ray is None else _on_ray(ray, ray_engines)
     from moe_runtime.serving.requests import EngineOptions
 
-    # only the whole batch's time counts, not the time of each token
+    # the time of the whole batch counts, not of each token
     engine = EngineOptions(
         most_running=max_running, max_slowdown=math.inf, exact=exact, decode_rows=0
     )
@@ -139,7 +139,7 @@ def generate(
 
 
 def _follow(settings: "BatchSettings", room: int) -> None:
-    """Computes with the first process, if that answers anything."""
+    """Takes part in the first process's steps, if it has requests."""
     import moe_runtime
     from moe_runtime.serving.batches.offline import batch_options
 
@@ -159,7 +159,7 @@ def _on_ray(address: str, num_engines: int | None) -> "Callable[[BatchWork], Non
 
 
 def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) -> None:
-    """Prints what was done."""
+    """Prints the outcome."""
     stats, engine = outcome.stats, outcome.engine
     if as_json:
         counts = {name: getattr(outcome, name) for name in _COUNTS}
@@ -189,7 +189,7 @@ def _tell(outcome: "BatchOutcome", model: str, *, as_json: bool, verbose: bool) 
 
 
 class _Bar:
-    """Shows on stderr how many requests are answered: a bar, or without a terminal ten lines."""
+    """Shows the number of answered requests on stderr: a bar, or ten lines without a terminal."""
 
     def __init__(self, shown: contextlib.ExitStack) -> None:
         self._shown = shown
@@ -197,7 +197,7 @@ class _Bar:
         self._bar: Progress | None = None
 
     def begin(self, num_requests: int) -> None:
-        """Replaces what is shown."""
+        """Replaces the bar of loading."""
         self._num_requests = num_requests
         self._shown.close()
         if not sys.stderr.isatty():
@@ -210,7 +210,7 @@ class _Bar:
         bar.add_task("", total=num_requests, tokens=0)
 
     def show(self, outcome: "BatchOutcome") -> None:
-        """One more request has ended."""
+        """Counts one more answered request."""
         done, total = outcome.answered + outcome.failed, self._num_requests
         if self._bar is not None:
             task = self._bar.task_ids[0]

@@ -1,4 +1,4 @@
-"""``moe-runtime inspect``: what a checkpoint holds, and what a budget buys."""
+"""``moe-runtime inspect``: the sizes of a checkpoint, and what a budget buys."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moe_runtime.inference.inspection import CheckpointSummary
 
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the experts whose budgets the table shows."""
+"""Shares of resident experts for whose budgets the table has rows."""
 
 
 def inspect(
@@ -51,7 +51,7 @@ def inspect(
     if os.path.isdir(os.path.expanduser(model)):
         from moe_runtime.checkpoints.opening import find_checkpoint, read_config
 
-        # a bad one is refused before the seconds that the import of the engine takes
+        # a bad checkpoint is refused before the slow import of the engine
         read_config(find_checkpoint(model))
     from moe_runtime.inference.inspection import inspect_checkpoint
 
@@ -177,7 +177,7 @@ def _quantisations(model: str) -> dict[str, int]:
 
 
 def _measured(summary: "CheckpointSummary") -> dict[str, float]:
-    """Speeds of memory, and of the disk that the experts are on or would be downloaded to."""
+    """Speeds of memory, and of the disk with the experts or the hub's cache."""
     from huggingface_hub import constants
 
     path = summary.path
@@ -192,7 +192,7 @@ def _measured(summary: "CheckpointSummary") -> dict[str, float]:
 def _purchase(
     summary: "CheckpointSummary", budget_bytes: int, speeds: dict[str, float] | None
 ) -> dict[str, Any]:
-    """What a budget buys; no slots of experts when it does not work."""
+    """What a budget buys; no slots of experts if it is too small."""
     works = budget_bytes >= summary.smallest_budget_bytes
     slots = summary.slots_for(budget_bytes) if works else 0
     share = slots / summary.total_experts
@@ -200,11 +200,10 @@ def _purchase(
     if works and speeds is not None:
         memory, disk = speeds["memory_bytes_per_s"], speeds["disk_bytes_per_s"]
         rate = summary.tokens_per_s(share, memory, disk)
+    tokens = summary.context_for(budget_bytes).max_tokens if works else None
     return {
         "budget_bytes": budget_bytes,
-        "max_tokens": summary.context_for(budget_bytes).max_tokens
-        if works
-        else summary.tokens_for(budget_bytes),
+        "max_tokens": summary.tokens_for(budget_bytes) if tokens is None else tokens,
         "expert_slots": slots,
         "slots_per_layer": slots / summary.num_layers,
         "resident_share": share,

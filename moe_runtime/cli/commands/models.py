@@ -1,4 +1,4 @@
-"""``moe-runtime models``: what the hub's cache on this disk holds, and its removal."""
+"""``moe-runtime models``: list and remove the models in the hub's cache on this disk."""
 
 import sys
 from datetime import datetime
@@ -27,20 +27,17 @@ def show(as_json: options.Json = False) -> None:
 
     from moe_runtime.checkpoints.hub import cached_models, damage
 
+    def used(seconds: float) -> datetime:
+        return datetime.fromtimestamp(seconds).astimezone()
+
     found, unread = cached_models(), damage()
     num_bytes = sum(one.num_bytes + one.unfinished_bytes for one in found)
     if as_json:
+        names = ("name", "family", "formats", "num_bytes", "unfinished_bytes", "revisions")
         described = [
             {
-                "name": one.name,
-                "family": one.family,
-                "formats": one.formats,
-                "num_bytes": one.num_bytes,
-                "unfinished_bytes": one.unfinished_bytes,
-                "last_used": datetime.fromtimestamp(one.used_s)
-                .astimezone()
-                .isoformat("T", "seconds"),
-                "revisions": one.revisions,
+                **{name: getattr(one, name) for name in names},
+                "last_used": used(one.used_s).isoformat("T", "seconds"),
                 "folder": str(one.folder),
             }
             for one in found
@@ -57,7 +54,7 @@ def show(as_json: options.Json = False) -> None:
         size = format_bytes(one.num_bytes)
         if one.unfinished_bytes:
             size += f" + {format_bytes(one.unfinished_bytes)} unfinished"
-        day = f"{datetime.fromtimestamp(one.used_s):%Y-%m-%d}"
+        day = f"{used(one.used_s):%Y-%m-%d}"
         rows.append((one.name, one.family, " ".join(one.formats), size, day))
     title = f"{constants.HF_HUB_CACHE}: {len(found)} models, {format_bytes(num_bytes)}"
     if rows:
@@ -84,7 +81,7 @@ def remove(
     what = f"{', '.join(names)}: {format_bytes(num_bytes)}"
     if not yes:
         if not sys.stdin.isatty():
-            raise ValueError(f"{what} would be removed; give --yes, as nobody can be asked here")
+            raise ValueError(f"{what} would be removed; give --yes: there is no terminal to ask")
         print(console.one_line(f"remove {what}? [y/N]"), end=" ", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             console.say_line("nothing was removed")

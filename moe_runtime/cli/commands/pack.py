@@ -1,4 +1,4 @@
-"""``moe-runtime pack``: a checkpoint whose experts take fewer bytes, on the disk and in memory."""
+"""``moe-runtime pack``: write a checkpoint with smaller experts, on disk and in memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def pack(
     more of them. After an interruption the same command continues.
 
     Args:
-        out: Folder of the packed checkpoint; made, with those above it.
+        out: Folder of the packed checkpoint; it is created.
         code: planes: lossless compression of bf16 matrices to about 70 % of their bytes; none:
             unchanged, each expert stored contiguously.  [default: planes]
         quantize: Quantise experts to 4 or 8 bits in the format of compressed-tensors or gpt-oss,
@@ -58,7 +58,7 @@ def pack(
             )
         is_done = True
     except CheckpointError:
-        has_written = staging_of(out).exists()  # begun again, it would end so again
+        has_written = staging_of(out).exists()  # without files, a second try would fail again
         raise
     finally:
         if has_written and not is_done:
@@ -74,10 +74,7 @@ def pack(
         return
     is_lossy = found.quantize is not None
     rows = [
-        (
-            "experts",
-            f"{found.num_experts}" if is_lossy else f"{found.num_experts}, each read in one run",
-        ),
+        ("experts", f"{found.num_experts}" + ("" if is_lossy else ", each read in one run")),
         ("as they were", format_bytes(found.expert_bytes)),
         ("packed", f"{format_bytes(found.packed_bytes)}, {found.ratio:.3f} of it"),
     ]
@@ -95,12 +92,7 @@ def _print_errors(title: str, errors: Sequence["MatrixError"]) -> None:
         shares = [error.relative_rms for error in own]
         worst = max(own, key=lambda error: error.worst_relative_rms)
         place = f"expert {worst.worst_expert} of {worst.module}"
-        rows.append(
-            (
-                matrix,
-                f"{min(shares):.2%} to {max(shares):.2%}",
-                f"{worst.worst_relative_rms:.2%}, {place}",
-            )
-        )
+        spread = f"{min(shares):.2%} to {max(shares):.2%}"
+        rows.append((matrix, spread, f"{worst.worst_relative_rms:.2%}, {place}"))
     columns = [("matrix", "left"), ("relative RMS error of layers", "left"), ("worst", "left")]
     console.print_table(title, columns, rows)

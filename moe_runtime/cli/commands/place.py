@@ -1,4 +1,4 @@
-"""``moe-runtime place``: where a model's experts should lie, from a recorded trace."""
+"""``moe-runtime place``: place a model's experts on devices, from a recorded trace."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _READERS = {
     "time_limit": {"exflow", "moetuner"},
     "align": {"eplb", "greedy", "anti-correlation"},
 }
-"""The algorithms that read a parameter; all read the others."""
+"""Parameters of some algorithms only; the others are of all."""
 
 _COLUMNS = {
     "balancedness": "balance",
@@ -86,7 +86,7 @@ def place(
     from_map: Annotated[Path | None, typer.Option("--from")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Choose where experts and their replicas lie, and score the choice on the rest of the trace.
+    """Place experts and their replicas on devices, and score this on the rest of the trace.
 
     Balance is the mean load of the devices divided by the largest (1 is perfect). A hop is a token
     that changes device between two layers. Scores use tokens that the placement was not made from.

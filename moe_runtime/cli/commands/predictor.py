@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.cli.commands.run import load_tokenizer
 from moe_runtime.cli.prompts import read_text
 from moe_runtime.cli.strict import StrictCommand, argument, expanded, refuse_given
 from moe_runtime.config import nearest
@@ -46,18 +45,14 @@ class Measuring:
     @property
     def ahead(self) -> tuple[int, ...]:
         """Layers to look ahead."""
-        try:
-            ahead = tuple(int(part) for part in self.distances.split(","))
-        except ValueError:
-            ahead = ()
-        if not ahead or min(ahead) < 1:
-            raise ValueError(
-                f"--distances must be positive numbers such as 1,2,4, got {self.distances!r}"
-            )
-        return ahead
+        expected = "positive numbers such as 1,2,4"
+        found = options.numbers_of(
+            self.distances, "--distances", expected, int, is_sound=lambda layers: layers > 0
+        )
+        return tuple(found)
 
     def require_layers(self, ctx: typer.Context, num_layers: int) -> None:
-        """Refuses distances that were given and at which no layer lies."""
+        """Refuses given distances beyond the last layer."""
         source = ctx.get_parameter_source("distances")
         is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and max(self.ahead) >= num_layers:
@@ -69,7 +64,7 @@ class Measuring:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What predictors are trained on: recorded traces, or a text that a model reads.
+    """Data for training predictors: recorded traces, or a text that a model reads.
 
     Args:
         model: Instead of traces: a checkpoint that reads --text.
@@ -82,7 +77,7 @@ class Sources:
     host_memory: options.HostMemory = "auto"
 
     def read(self, ctx: typer.Context, names: list[str]) -> "Sequences":
-        """Reads them, for the named predictors."""
+        """Reads the data for the named predictors."""
         if (self.model is None) != (self.text is None):
             raise ValueError("--model and --text belong together: the model reads the text")
         if bool(self.traces) == (self.model is not None):
@@ -110,14 +105,12 @@ def predictor_app() -> typer.Typer:
 
 
 def show(as_json: options.Json = False) -> None:
-    """List the predictors and what they use."""
+    """List the predictors and the data that they use."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
-    if as_json:
-        console.print_json({"predictors": about})
-    else:
-        console.print_rows("predictors", list(about.items()), to_stderr=False)
+    facts = {"predictors": about} if as_json else about
+    console.print_facts("predictors", facts, as_json=as_json)
 
 
 def fit(
@@ -140,7 +133,7 @@ def fit(
     from moe_runtime.lab.traces.learned import write_predictor
 
     if is_code_file(predictor):
-        raise ValueError(f"--predictor {predictor}: what code of your own learned has no file")
+        raise ValueError(f"--predictor {predictor}: a predictor of your own code has no file")
     if output.suffix != ".npz":
         raise ValueError(
             f"--output {output}: expected a name that ends in .npz, by which `run --predictor` "
@@ -157,10 +150,7 @@ def fit(
         "tokens": routes.num_tokens,
         "sequences": routes.num_sequences,
     }
-    if as_json:
-        console.print_json(facts)
-    else:
-        console.print_rows("trained", [(k, str(v)) for k, v in facts.items()], to_stderr=False)
+    console.print_facts("trained", facts, as_json=as_json)
 
 
 def evaluate(
@@ -236,7 +226,7 @@ def evaluate(
 def teach(
     ctx: typer.Context, model: options.Model, traces: Traces = None, as_json: options.Json = False
 ) -> None:
-    """Train the policy reuse, and a predictor for prefetching, for a model from what it routed.
+    """Train the policy reuse, and a predictor for prefetching, on a model's routing.
 
     Without traces it learns from the routing that runs of the model kept. It is compared with reuse
     without a network on the latest fifth, which it does not learn from. If it misses less, later
@@ -278,15 +268,13 @@ def teach(
         "recall": lesson.lesson.recall,
         "file": None if lesson.kept is None else str(lesson.kept),
     }
-    if as_json:
-        console.print_json(facts)
-        return
-    shown = {**facts, "file": facts["file"] or "none: it would miss no less than without"}
-    console.print_rows("taught", [(k, str(v)) for k, v in shown.items()], to_stderr=False)
+    if not as_json and lesson.kept is None:
+        facts["file"] = "none: it would miss no less than without"
+    console.print_facts("taught", facts, as_json=as_json)
 
 
 def check_trainable(name: str, *, from_text: bool = False) -> str:
-    """The name of a predictor that traces, or a model and a text, suffice to train."""
+    """The name of a predictor that can be trained on traces, or with a model and a text."""
     from moe_runtime.policies.prediction import PREDICTORS
 
     if name not in PREDICTORS:
@@ -311,17 +299,14 @@ def read_sequences(paths: list[Path]) -> "tuple[Routes, ModelSignature]":
 
 
 def _recall_json(recall: Any) -> dict[str, Any]:
-    means = {name: _finite(getattr(recall, name)) for name in ("mean_at_k", "mean_at_2k")}
-    means["mean_mass_at_2k"] = _finite(recall.mean_mass_at_2k)
-    by_layer = {
-        name: [*map(_finite, getattr(recall, name).tolist())]
-        for name in ("at_k", "at_2k", "mass_at_2k")
-    }
+    names = ("at_k", "at_2k", "mass_at_2k")
+    means = {f"mean_{name}": _finite(getattr(recall, f"mean_{name}")) for name in names}
+    by_layer = {name: [*map(_finite, getattr(recall, name).tolist())] for name in names}
     return {"distance": recall.distance, **means, **by_layer}
 
 
 def _finite(value: float) -> float | None:
-    """What JSON can hold: None for the mean of nothing, such as a mass where no gate had weight."""
+    """The value for JSON: None for a mean of no values."""
     return value if math.isfinite(value) else None
 
 
@@ -330,12 +315,12 @@ def _shown(value: float, digits: int) -> str:
 
 
 WINDOW_TOKENS = 128
-"""Tokens of a sequence; the text is cut into such windows, what is left over is not read."""
+"""Tokens of a sequence; the text is cut into such windows, and the rest is not read."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """Recorded routing of one model; a model that read a text has hidden states of its gates."""
+    """Recorded routing of one model, with hidden states if the model read a text."""
 
     signature: "ModelSignature"
     routes: "Routes"
@@ -369,10 +354,12 @@ class Sequences:
 
 
 def _read_text(session: console.Session, model: str, text: Path, host_memory: str) -> Sequences:
-    """Lets a model read a text file window by window."""
+    """Records the routing of a model that reads a text file window by window."""
     words = read_text(text)
     console.quiet_transformers(session)
-    tokenizer = load_tokenizer(model)
+    from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
+
+    tokenizer = load_tokenizer(find_checkpoint(model, weights=False))
     ids = tokenizer(words)["input_ids"]
     windows = [ids[at : at + WINDOW_TOKENS] for at in range(0, len(ids), WINDOW_TOKENS)]
     windows = [window for window in windows if len(window) == WINDOW_TOKENS]

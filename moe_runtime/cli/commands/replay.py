@@ -1,4 +1,4 @@
-"""``moe-runtime replay``: what a recorded trace would have cost with other policies."""
+"""``moe-runtime replay``: the cost of a recorded trace with other policies."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -50,20 +50,20 @@ NumExperts = Annotated[
     int | None, option("Experts of a layer, for files that lack the number.", min=1)
 ]
 ASSUMED_EXPERT = "16MiB"
-"""Of traces that do not say how large an expert is."""
+"""Bytes of an expert if the trace has no size."""
 LEARNERS = frozenset({"static", "activation-aware", "reuse"})
 """Policies that learn from `--train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelledTime:
-    """A link and what computes beside it; without a bandwidth no time is modelled.
+    """A modelled link and computation; without a bandwidth no time is modelled.
 
     Args:
         bandwidth: Bytes per second of the link, such as 3GB. With it, time is modelled.
         latency: Seconds of a transfer in addition to its bytes.
-        expert_size: Bytes of one expert; the trace's own when omitted, or 16MiB where it lacks
-            them. Without --bandwidth also sizes separated by commas, one for each layer or each
+        expert_size: Bytes of one expert; the trace's own when omitted, or 16MiB without
+            it. Without --bandwidth also sizes separated by commas, one for each layer or each
             expert: reads are weighed by them, and lec and gdsf use them.
         layer_time: Seconds that a layer computes without experts.
         known_ahead: Part of --layer-time that comes after the choice of experts and needs none of
@@ -79,7 +79,6 @@ class ModelledTime:
     expert_time: options.NotNegative = 1e-4
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses options of the time that is not modelled."""
         has_sizes = "," in (self.expert_size or "")
         if self.bandwidth is None:
             times = {"latency", "layer_time", "known_ahead", "expert_time"}
@@ -194,7 +193,7 @@ def replay(
     if not as_json:
         _print(trace, recorded, experiment, rows)
         return
-    expert_bytes = experiment.machine.expert_bytes if experiment.machine else 0
+    expert_bytes = machine.expert_bytes if machine else 0
 
     def timing(row: "Row") -> dict[str, Any]:
         return {
@@ -226,7 +225,7 @@ def replay(
 
 
 def read_trace_to_replay(path: Path, num_experts: int | None, count: int | None) -> "Trace":
-    """A trace as it was recorded, or so many of its requests side by side."""
+    """A trace as recorded, or with ``count`` of its requests side by side."""
     from moe_runtime.lab.traces.readers import read_any_trace
     from moe_runtime.lab.traces.routes import side_by_side
 
@@ -247,17 +246,12 @@ def read_routes_to_learn(
 
 def parse_shares(text: str) -> list[float]:
     """Reads ``12.5%,0.25`` as shares."""
-    shares = []
-    for part in text.split(","):
-        number = part.strip().removesuffix("%")
-        try:
-            value = float(number)
-        except ValueError:
-            raise ValueError(
-                f"--capacity must be shares such as 12.5%,25%,50%, got {part.strip()!r}"
-            ) from None
-        shares.append(value / 100 if part.strip().endswith("%") else value)
-    return shares
+
+    def share(part: str) -> float:
+        value = float(part.removesuffix("%"))
+        return value / 100 if part.endswith("%") else value
+
+    return options.numbers_of(text, "--capacity", "shares such as 12.5%,25%,50%", share)
 
 
 def sizes_of(text: str, trace: "Trace") -> "dict[ExpertKey, int]":

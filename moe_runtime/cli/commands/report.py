@@ -1,4 +1,4 @@
-"""``moe-runtime report``: a trace, or the statistics of a run, as a page to look at."""
+"""``moe-runtime report``: draw a trace, or the statistics of a run, as a page."""
 
 import dataclasses
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfTraces:
-    """Options that the page of a run has no use for.
+    """Options of the page of a trace.
 
     Args:
         policy: Policies to compare, separated by commas.
@@ -29,7 +29,7 @@ class OfTraces:
             them.
         capacity: Share of the experts that fit in memory, for bytes and time.
         bandwidth: Bytes per second of the modelled link.
-        expert_size: Bytes of one expert; the trace's own, or 16MiB where it lacks them.
+        expert_size: Bytes of one expert; the trace's own, or 16MiB without it.
         max_accesses: Replay only this many of the last requests for experts.
     """
 
@@ -55,8 +55,8 @@ def report(
     """Draw a trace or the statistics of a run as one HTML page that needs no network.
 
     For a trace: which experts the tokens visit, when they visit them again, hit rates of caches of
-    each size, how well the next experts can be predicted, and what prefetching would read and save.
-    For a run: where its experts were, what was read and why, and where the time went.
+    each size, how well the next experts can be predicted, and the cost and gain of prefetching.
+    For a run: where its experts were, which reads it made and why, and where the time went.
 
     Args:
         source: A trace of `run --trace` (or another file that `replay` reads), or what `run --json`
@@ -126,7 +126,7 @@ def _names(text: str) -> list[str]:
 
 
 def check_drawing() -> None:
-    """Refuses to go on without matplotlib."""
+    """Raises UnsupportedModelError without matplotlib."""
     import importlib.util
 
     if not importlib.util.find_spec("matplotlib"):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from moe_runtime.inference.generation import GenerationResult
-    from moe_runtime.inference.pictures import PictureReader, Pictures
+    from moe_runtime.inference.pictures import Pictures
     from moe_runtime.types import RuntimeStats
 
 _OF_A_TEXT = (
@@ -80,17 +80,17 @@ def run(
     start_processes(several, ctx.obj)
     with joined_processes(ctx.obj) as group:
         texts = from_first(group, "prompts", lambda: read_prompts(prompt, prompt_file, prompts))
-        from moe_runtime.checkpoints.opening import find_checkpoint
+        from moe_runtime.checkpoints.opening import find_checkpoint, load_tokenizer
 
         with console.loading_bar() as progress:
             console.quiet_transformers(ctx.obj)
             found = find_checkpoint(model, weights=False, progress=progress)
             chosen, seed = find_sampling(ctx, found, sampling), sampling.seed
             if group is not None and chosen["temperature"] > 0 and seed is None:
-                # Every process samples, and all must draw the same tokens.
+                # all processes sample, and must draw the same tokens
                 seed = from_first(group, "seed", lambda: secrets.randbelow(2**63))
             tokenizer = load_tokenizer(found)
-            pictures = read_pictures(found, tokenizer, image) if image else None
+            pictures = _read_pictures(found, tokenizer, image) if image else None
             form = {"chat": chat or bool(image), "pictures": pictures}
             room = _room_for(found, tokenizer, texts, max_new_tokens, max_tokens, **form)
             import moe_runtime
@@ -123,7 +123,7 @@ def run(
 
 
 def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats":
-    """What all processes did together, in the first one; in the others what they did."""
+    """Statistics of all processes in the first one; in the others their own."""
     from moe_runtime.inference.expert_partition import add_up
     from moe_runtime.types import RuntimeStats
 
@@ -131,44 +131,27 @@ def _stats_of_all(group: "ProcessGroup", stats: "RuntimeStats") -> "RuntimeStats
     return add_up([RuntimeStats(**json.loads(part)) for part in parts]) if parts else stats
 
 
-def load_tokenizer(model: str | Path) -> Any:
-    """Loads the tokenizer of a model, without its weights."""
-    from moe_runtime.checkpoints.opening import find_checkpoint
-    from moe_runtime.checkpoints.opening import load_tokenizer as load
+def _read_pictures(folder: Path, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
+    from moe_runtime.checkpoints.opening import read_config
+    from moe_runtime.inference.pictures import PictureReader, Pictures
 
-    return load(find_checkpoint(model, weights=False))
-
-
-def picture_reader(model: str | Path, tokenizer: Any) -> "PictureReader":
-    """What reads pictures for a model, without its weights; one that takes none is refused."""
-    from moe_runtime.checkpoints.opening import find_checkpoint, read_config
-    from moe_runtime.inference.pictures import PictureReader
-
-    folder = find_checkpoint(model, weights=False)
-    found = PictureReader.of(folder, read_config(folder), tokenizer)
-    if found is None:
+    reader = PictureReader.of(folder, read_config(folder), tokenizer)
+    if reader is None:
         raise UnsupportedModelError(
-            f"{model} takes no pictures; give a vision-language model whose processor transformers "
-            "has, or no picture"
+            f"{folder} takes no pictures; give a vision-language model whose processor "
+            "transformers has, or no picture"
         )
-    return found
-
-
-def read_pictures(model: str | Path, tokenizer: Any, files: "Sequence[Path]") -> "Pictures":
-    from moe_runtime.inference.pictures import Pictures
-
-    reader = picture_reader(model, tokenizer)
     return Pictures(reader, reader.open_all(files))
 
 
 def find_sampling(
-    ctx: typer.Context, model: str | Path, asked: options.Sampling, *, is_engine: bool = False
+    ctx: typer.Context, folder: Path, asked: options.Sampling, *, is_engine: bool = False
 ) -> dict[str, Any]:
-    """How tokens are chosen: as the options say, else as the checkpoint's settings say.
+    """Sampling as the options say, else as the checkpoint's settings say.
 
-    Settings that are not obeyed are named in a warning; `is_engine` as for `warn_of_unused`.
+    A warning names unused settings; `is_engine` as for `warn_of_unused`.
     """
-    from moe_runtime.checkpoints.opening import find_checkpoint, read_generation_config
+    from moe_runtime.checkpoints.opening import read_generation_config
     from moe_runtime.inference.generation import check_options, sampling_for, warn_of_unused
 
     temperature, top_p = asked.temperature, asked.top_p
@@ -176,7 +159,7 @@ def find_sampling(
     if temperature == 0:
         refuse_given(ctx, {"top_p", "seed"}, without_effect)
     check_options(1, temperature or 0.0, 1.0 if top_p is None else top_p, None)
-    settings = read_generation_config(find_checkpoint(model, weights=False))
+    settings = read_generation_config(folder)
     warn_of_unused(settings, is_engine=is_engine)
     sampling = sampling_for(settings, temperature=temperature, top_p=top_p)
     if sampling["temperature"] == 0:
@@ -192,22 +175,19 @@ def _room_for(
     max_tokens: int | None,
     **form: Any,
 ) -> int:
-    """How many tokens the key-value cache must hold: memory that experts cannot have."""
+    """Tokens that the KV cache must hold."""
     from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.inference.generation import check_length, check_room, encode_prompt
 
-    num_prompt_tokens = max(
-        encode_prompt(tokenizer, text, **form)["input_ids"].shape[1] for text in texts
-    )
+    count = max(encode_prompt(tokenizer, text, **form)["input_ids"].shape[1] for text in texts)
     config = read_config(folder)
-    check_length(config, num_prompt_tokens, num_new_tokens)
+    check_length(config, count, num_new_tokens)
     check_room(config, "--max-tokens", max_tokens or 0)
-    needed = num_prompt_tokens + num_new_tokens
+    needed = count + num_new_tokens
     if max_tokens is not None and max_tokens < needed:
         raise ValueError(
-            f"--max-tokens {max_tokens} is too small: the prompt has "
-            f"{num_prompt_tokens} token{'s'[num_prompt_tokens == 1 :]} and {num_new_tokens} new "
-            f"ones are asked for, together {needed}"
+            f"--max-tokens {max_tokens} is too small: the prompt has {count} token"
+            f"{'s'[count == 1 :]} and {num_new_tokens} new ones are asked for, together {needed}"
         )
     return max_tokens or needed
 
@@ -215,7 +195,7 @@ def _room_for(
 def _generate(
     loaded: Any, tokenizer: Any, texts: list[str], *, show: bool, **settings: Any
 ) -> "list[GenerationResult]":
-    """Answers one prompt after another, up to an interruption."""
+    """Answers the prompts in order, up to an interruption."""
     from moe_runtime.inference.generation import GenerationInterrupted, generate_text
 
     results = []
@@ -224,11 +204,10 @@ def _generate(
         if show and results:
             output.write("\n")
         shows_prompt = show and sys.stdout.isatty()
+        on_read = partial(output.show_prompt, text) if shows_prompt else lambda: None
         on_text = output.write if show else None
         try:
-            with _prompt_progress(
-                loaded, partial(output.show_prompt, text) if shows_prompt else lambda: None
-            ):
+            with _prompt_progress(loaded, on_read):
                 results.append(generate_text(loaded, tokenizer, text, on_text=on_text, **settings))
         except GenerationInterrupted as interrupted:
             return [*results, interrupted.result]
@@ -239,10 +218,10 @@ def _generate(
 
 @contextlib.contextmanager
 def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
-    """Shows on stderr how many layers a prompt has passed; nothing where stderr is no terminal.
+    """Shows the layers that a prompt has passed on stderr, if it is a terminal.
 
-    The bar lasts for the first forward pass within the block. `on_read` is called once when it is
-    gone, at once where there is none.
+    The bar lasts for the first forward pass of the block, and then `on_read` is called; at once if
+    there is no bar.
     """
     if not sys.stderr.isatty():
         on_read()
@@ -252,7 +231,7 @@ def _prompt_progress(model: Any, on_read: Callable[[], None]) -> Iterator[None]:
     from torch.nn import ModuleList
 
     lists = [part for part in model.get_decoder().children() if isinstance(part, ModuleList)]
-    blocks = max(lists, key=len, default=())  # the layers that a token passes one after another
+    blocks = max(lists, key=len, default=())  # the model's layers
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     bar = console.terminal_bar(*columns, "layers{task.fields[speed]}")
     task = bar.add_task("", total=len(blocks) or None, speed="")
@@ -299,7 +278,7 @@ def _sums(results: "Sequence[GenerationResult]") -> dict[str, Any]:
 def outcome_rows(
     results: "Sequence[GenerationResult]", stats: "RuntimeStats", *, verbose: bool = False
 ) -> list[tuple[str, str]]:
-    """The rows of the table for people."""
+    """The rows of the table of a run."""
     sums = _sums(results)
     prompts = "the prompt" if len(results) == 1 else f"{len(results)} prompts"
     rows = [
@@ -316,7 +295,7 @@ def outcome_rows(
 
 
 def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[str, str]]:
-    """The rows about memory and experts, as `outcome_rows`."""
+    """The rows about memory and experts."""
     asked = stats.hits + stats.late_hits + stats.misses
     hit_share = f"{stats.hits / asked:.1%}" if asked else "none asked for"
     used_bytes = stats.peak_rss_bytes - stats.baseline_rss_bytes

@@ -20,7 +20,7 @@ from moe_runtime.cli.processes import divided, follow_first, joined_processes, s
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import UnsupportedModelError
+from moe_runtime.errors import MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.files import read_bounded
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _STOPPING = (
     "finishing running answers; Ctrl-C or SIGTERM once more cuts them off",
     "cutting answers off; ends with the step that runs, once more stops at once",
 )
-"""What is said at the first signal, and at the second one."""
+"""Messages at the first and the second signal."""
 
 
 def serve(
@@ -188,7 +188,7 @@ def serve(
         ),
         limits=Limits(seconds=max_seconds),
         body_bytes=body_bytes,
-        # Without a key, pages of other sites whose names were made to lead here must not ask.
+        # without keys: refuse requests of other sites by DNS rebinding
         access=Access(
             keys=keys,
             origins=tuple(cors or ()),
@@ -216,7 +216,7 @@ def serve(
             return
         progress = stack.enter_context(console.loading_bar())
         stop: StopRequest | None = None
-        # An interrupt would end the connections in the middle of what is sent.
+        # set while an interrupt would cut connections off
         answering = threading.Event()
 
         def begin(ready: "Ready") -> None:
@@ -224,11 +224,10 @@ def serve(
             if ctx.obj.on_loaded is not None:
                 ctx.obj.on_loaded(ready.loaded)
             stack.close()  # the loading bar
-            # What is loaded stays: passing over it, Python looks for cycles of requests often, and
-            # not for half a second at a time.
+            # without the loaded objects, a garbage collection does not take half a second
             gc.collect()
             gc.freeze()
-            stack.callback(gc.unfreeze)  # libraries report what is left at the end of Python
+            stack.callback(gc.unfreeze)  # libraries report objects that remain at exit
             answering.set()
             messages = map(log.line_of, _STOPPING)
             stop = stack.enter_context(stop_on_signals(*messages, is_held=answering.is_set))
@@ -260,16 +259,15 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
 
 
 def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> None:
-    """The first screen: what is served, where, and how to call it."""
+    """Prints the models, the address, and how to call it."""
     if settings.host not in LOOPBACK and not settings.access.keys:
-        warning = (
+        # as a line, or in JSON through the log
+        warnings.warn(
             f"any client that reaches {settings.host} may ask, and so may pages in its browser; "
-            "give --api-keys"
+            "give --api-keys",
+            MoERuntimeWarning,
+            stacklevel=1,
         )
-        if as_json:
-            ServerLog(as_json=True)("warning", {"message": warning})
-        else:
-            console.say_line(f"warning: {warning}")
     models = [place.served[place.name] for place in ready.places if place.served]
     counts = [model.engine.statistics() for model in models]  # of all processes
     adapters = {name: place.name for place in ready.places for name in place.adapters}
@@ -334,21 +332,20 @@ def announce(ready: "Ready", settings: "ServeSettings", *, as_json: bool) -> Non
 
 
 class ServerLog:
-    """Writes events to stderr, as lines for people or in JSON."""
+    """Writes events to stderr, as text or JSON lines."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
 
     def line_of(self, message: str) -> str:
-        """A line that says something to people, whenever it is printed."""
+        """A message as a line of the log."""
         return json.dumps({"event": "signal", "message": message}) if self._as_json else message
 
     def __call__(self, event: str, fields: Mapping[str, Any]) -> None:
         now = datetime.now(UTC)
         if self._as_json:
-            line = json.dumps(
-                {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
-            )
+            time = now.isoformat(timespec="milliseconds")
+            line = json.dumps({"time": time, "event": event, **fields})
         else:
             words = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
             line = f"{now.astimezone():%H:%M:%S} {event} {words}".rstrip()
@@ -356,6 +353,6 @@ class ServerLog:
 
 
 def _shown(value: Any) -> str:
-    """A value as one word that a terminal can be shown."""
+    """A value as one printable word."""
     text = str(value)
     return text if text.isprintable() and " " not in text else json.dumps(text)

@@ -1,4 +1,4 @@
-"""``moe-runtime simulate``: a layer, a service, training, on ranks that one need not have."""
+"""``moe-runtime simulate``: predict a layer, a service or training on many ranks."""
 
 import dataclasses
 import functools
@@ -31,8 +31,8 @@ Sizes = Annotated[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class System:
-    """What a model is spread over.
+class Spread:
+    """Ranks, and how experts are placed on them.
 
     Args:
         ranks: Numbers of ranks, separated by commas.
@@ -41,8 +41,6 @@ class System:
         algorithm: Placement, as in `moe-runtime place`.
         replicas_per_rank: Slots of each rank for second copies.
         straggler: How much slower rank 0 computes.
-        failure_days: Days between two failures of one rank, on average; none when omitted.
-        restart_seconds: From a failure to the next step.
     """
 
     ranks: str = "8,64,512"
@@ -51,13 +49,52 @@ class System:
     algorithm: str = "round-robin"
     replicas_per_rank: options.Natural = 0
     straggler: Annotated[float, typer.Option(min=1.0)] = 1.0
+
+    def numbers(self) -> list[int]:
+        return _numbers(self.ranks, "--ranks", MOST_RANKS)
+
+    def cluster(self) -> "Cluster":
+        from moe_runtime.lab.simulate.scaling import ASSUMED, read_machine
+
+        return ASSUMED if self.machine is None else read_machine(self.machine)
+
+    def imbalance(self) -> "Imbalance":
+        from moe_runtime.lab.simulate.scaling import Imbalance
+
+        names = ("zipf", "algorithm", "replicas_per_rank", "straggler")
+        return Imbalance(**{name: getattr(self, name) for name in names})
+
+    def described(self, cluster: "Cluster") -> dict[str, Any]:
+        """The machine for JSON, which has no word for infinity."""
+        machine = _without_infinity(dataclasses.asdict(cluster))
+        return {"machine": machine, "is_assumed": self.machine is None}
+
+    @property
+    def source(self) -> str:
+        return f"{'assumed' if self.machine is None else 'measured'} links and rates"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System(Spread):
+    """Ranks and their failures.
+
+    Args:
+        failure_days: Days between two failures of one rank, on average; none when omitted.
+        restart_seconds: From a failure to the next step.
+    """
+
     failure_days: Annotated[float | None, typer.Option(min=1e-6)] = None
     restart_seconds: options.NotNegative = 300.0
 
     def check(self, ctx: typer.Context) -> None:
-        """Refuses what only failures make use of."""
         if self.failure_days is None:
             refuse_given(ctx, {"restart_seconds"}, "is for failures: give --failure-days too")
+
+    def failures(self) -> "Failures":
+        from moe_runtime.lab.simulate.system import Failures
+
+        mean_s = math.inf if self.failure_days is None else 86400 * self.failure_days
+        return Failures(mean_s, self.restart_seconds)
 
 
 def simulate_app() -> typer.Typer:
@@ -72,19 +109,15 @@ def simulate_app() -> typer.Typer:
 
 
 def layer(
-    ranks: str = "8,64,512",
+    *,
+    spread: Spread,
     degrees: str = "1,2,4,8",
-    machine: Path | None = None,
     tokens: options.Count = 8192,
     model_dim: options.Count = 4096,
     expert_hidden: options.Count = 14336,
     top_k: options.Count = 2,
     experts_per_rank: options.Count = 4,
     shared_hidden: options.Natural = 0,
-    zipf: options.NotNegative = 0.0,
-    algorithm: str = "round-robin",
-    replicas_per_rank: options.Natural = 0,
-    straggler: Annotated[float, typer.Option(min=1.0)] = 1.0,
     shortcut: str | None = None,
     plot: Path | None = None,
     as_json: options.Json = False,
@@ -95,50 +128,35 @@ def layer(
     communication that no computation hides; its ratio is to a flat all-to-all without overlap.
 
     Args:
-        ranks: Numbers of ranks, separated by commas.
         degrees: Numbers of chunks that rows are cut into.
-        machine: TOML file with measured links and rates; see docs/scaling.md.
         tokens: Tokens of each rank.
         model_dim: Width of the model.
         expert_hidden: Hidden width of an expert.
         top_k: Experts of each token.
         experts_per_rank: Experts that each rank owns.
         shared_hidden: Hidden width of shared experts.
-        zipf: Skew of the experts' loads; 0 is none.
-        algorithm: Placement, as in `moe-runtime place`.
-        replicas_per_rank: Slots of each rank for second copies.
-        straggler: How much slower rank 0 computes.
         shortcut: Seconds of each operation that ScMoE's shortcut overlaps with the exchange, in
             order; the paper's are feed-forward, attention and shared expert: 3e-4,1e-3,2e-4.
         plot: Draw layer time and exposed communication (.png, .svg, .pdf).
     """
-    numbers = _numbers(ranks, "--ranks", MOST_RANKS)
-    chunks = _numbers(degrees, "--degrees", 64)
-    try:
-        backbone_s = (
-            tuple(float(word) for word in shortcut.split(",")) if shortcut is not None else ()
+    numbers, chunks = spread.numbers(), _numbers(degrees, "--degrees", 64)
+    backbone_s: list[float] = []
+    if shortcut is not None:
+        backbone_s = options.numbers_of(
+            shortcut,
+            "--shortcut",
+            "seconds with commas, such as 3e-4,1e-3",
+            is_sound=lambda value: 0 <= value < math.inf,
         )
-    except ValueError:
-        backbone_s = (-1.0,)
-    if not all(0 <= value < float("inf") for value in backbone_s):
-        raise ValueError(
-            f"--shortcut must be seconds with commas, such as 3e-4,1e-3, got {shortcut!r}"
-        )
-    if backbone_s and 1 not in chunks:
-        raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
-    from moe_runtime.lab.simulate.scaling import (
-        ASSUMED,
-        Imbalance,
-        SimulatedLayer,
-        read_machine,
-        sweep_scaling,
-    )
+        if 1 not in chunks:
+            raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
+    from moe_runtime.lab.simulate.scaling import SimulatedLayer, sweep_scaling
     from moe_runtime.research.placement_solvers import place_experts
 
     if plot is not None and plot.suffix and plot.suffix.lower() not in PLOT_SUFFIXES:
         endings = ", ".join(PLOT_SUFFIXES)
         raise ValueError(f"--plot {plot}: expected a name that ends in one of {endings}")
-    cluster = ASSUMED if machine is None else read_machine(machine)
+    cluster, imbalance = spread.cluster(), spread.imbalance()
     shape = SimulatedLayer(
         tokens_per_rank=tokens,
         model_dim=model_dim,
@@ -146,9 +164,6 @@ def layer(
         top_k=top_k,
         experts_per_rank=experts_per_rank,
         shared_hidden=shared_hidden,
-    )
-    imbalance = Imbalance(
-        zipf=zipf, algorithm=algorithm, replicas_per_rank=replicas_per_rank, straggler=straggler
     )
     with loading_bar() as progress:
         points = list(
@@ -164,12 +179,11 @@ def layer(
         )
     if plot is not None:
         draw(points, plot)
-    schedules = _shortcut_schedules(points, backbone_s) if backbone_s else {}
+    schedules = _shortcut_schedules(points, tuple(backbone_s)) if backbone_s else {}
     if as_json:
         print_json(
             {
-                "machine": _finite(dataclasses.asdict(cluster)),
-                "is_assumed": machine is None,
+                **spread.described(cluster),
                 "shape": dataclasses.asdict(shape),
                 "imbalance": dataclasses.asdict(imbalance),
                 "points": [dataclasses.asdict(point) for point in points],
@@ -180,7 +194,21 @@ def layer(
             }
         )
         return
-    _print(points, assumed=machine is None)
+    rows = [
+        (
+            str(point.num_ranks),
+            "two levels" if point.hierarchical else "flat",
+            str(point.degree),
+            *(f"{1e3 * getattr(point.prediction, f'{n}_s'):.3f}" for n in ("layer", "compute")),
+            f"{1e3 * point.prediction.exposed_s:.3f}",
+            f"{point.exposed_ratio:.0%}",
+        )
+        for point in points
+    ]
+    balance = min(point.balancedness for point in points)
+    names = ("ranks", "all-to-all", "chunks", "layer ms", "compute ms", "exposed ms", "ratio")
+    title = f"one layer, {spread.source}, balance of ranks {balance:.3f} or better"
+    print_table(title, _columns(names), rows)
     if plot is not None:
         print(f"wrote {plot}")
     if schedules:
@@ -194,7 +222,7 @@ def layer(
             )
             for num_ranks, schedule in schedules.items()
         ]
-        print_table("with a shortcut", [(name, "right") for name in names], rows)
+        print_table("with a shortcut", _columns(names), rows)
 
 
 def serve(
@@ -215,8 +243,8 @@ def serve(
 ) -> None:
     """Predict throughput and latency of a service whose experts are spread over many ranks.
 
-    Each rank generates for its own requests; all take a step together. Failures of a rank restart
-    the service, and what was under way begins again.
+    Each rank generates for its own requests; all take a step together. A failure of a rank restarts
+    the service and its unfinished requests.
 
     Args:
         arrivals: CSV file with TIMESTAMP, ContextTokens and GeneratedTokens of requests, as Azure
@@ -233,14 +261,19 @@ def serve(
     if arrivals is not None:
         named = {"requests", "prompt_tokens", "new_tokens"}
         refuse_given(ctx, named, "is for requests that --arrivals does not name")
-    numbers = _numbers(system.ranks, "--ranks", MOST_RANKS)
-    factors = _positive(rates, "--rates")
+    numbers = system.numbers()
+    factors = options.numbers_of(
+        rates,
+        "--rates",
+        "positive numbers with commas",
+        is_sound=lambda value: 0 < value < math.inf,
+    )
     import numpy as np
 
     from moe_runtime.lab.simulate import system as simulated
     from moe_runtime.research.placement_solvers import place_experts
 
-    cluster, sizes, imbalance, failures = _read_system(model, system)
+    cluster, sizes = system.cluster(), simulated.read_model(model)
     recorded = None if arrivals is None else simulated.read_arrivals(arrivals)
     found = []
     with loading_bar() as progress:
@@ -259,8 +292,8 @@ def serve(
                     asked,
                     step_tokens=step_tokens,
                     prefill_ranks=prefill_ranks,
-                    imbalance=imbalance,
-                    failures=failures,
+                    imbalance=system.imbalance(),
+                    failures=system.failures(),
                     place=place_experts,
                     times=times,
                 )
@@ -279,9 +312,6 @@ def serve(
                         "failures": served.num_failures,
                     }
                 )
-    if as_json:
-        print_json(_described(cluster, sizes, system, found))
-        return
     names = ("ranks", "requests/s", "tokens/s", "first p50", "p95", "between p50", "p95", "good")
     rows = [
         (
@@ -294,7 +324,7 @@ def serve(
         )
         for one in found
     ]
-    print_table(_title(system, sizes), [(name, "right") for name in names], rows)
+    _print(system, cluster, sizes, found, names, rows, as_json=as_json)
 
 
 def train(
@@ -311,13 +341,13 @@ def train(
     Args:
         tokens: Of a micro-batch on each rank.
         micro_batches: Of a step on each rank.
-        checkpoint_minutes: Between two checkpoints; when omitted, what loses least.
+        checkpoint_minutes: Between two checkpoints; when omitted, the interval that loses least.
     """
-    numbers = _numbers(system.ranks, "--ranks", MOST_RANKS)
+    numbers = system.numbers()
     from moe_runtime.lab.simulate import system as simulated
     from moe_runtime.research.placement_solvers import place_experts
 
-    cluster, sizes, imbalance, failures = _read_system(model, system)
+    cluster, sizes = system.cluster(), simulated.read_model(model)
     found = []
     with loading_bar() as progress:
         for num_ranks in numbers:
@@ -328,16 +358,13 @@ def train(
                 tokens=tokens,
                 micro_batches=micro_batches,
                 checkpoint_every_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
-                imbalance=imbalance,
-                failures=failures,
+                imbalance=system.imbalance(),
+                failures=system.failures(),
                 place=place_experts,
             )
             found.append(
                 {"num_ranks": num_ranks, "step_s": trained.step_s, **dataclasses.asdict(trained)}
             )
-    if as_json:
-        print_json(_described(cluster, sizes, system, found))
-        return
     names = ("ranks", "step", "layers", "all-reduce", "optimizer", "useful", "tokens/s")
     rows = [
         (
@@ -348,56 +375,40 @@ def train(
         )
         for one in found
     ]
-    print_table(_title(system, sizes), [(name, "right") for name in names], rows)
+    _print(system, cluster, sizes, found, names, rows, as_json=as_json)
 
 
-def _read_system(
-    model: Path, system: System
-) -> "tuple[Cluster, SimulatedModel, Imbalance, Failures]":
-    from moe_runtime.lab.simulate.scaling import ASSUMED, Imbalance, read_machine
-    from moe_runtime.lab.simulate.system import Failures, read_model
-
-    imbalance = Imbalance(
-        zipf=system.zipf,
-        algorithm=system.algorithm,
-        replicas_per_rank=system.replicas_per_rank,
-        straggler=system.straggler,
-    )
-    days = system.failure_days
-    mean_s = math.inf if days is None else 86400 * days
-    cluster = ASSUMED if system.machine is None else read_machine(system.machine)
-    return cluster, read_model(model), imbalance, Failures(mean_s, system.restart_seconds)
-
-
-def _described(
-    cluster: "Cluster", sizes: "SimulatedModel", system: System, found: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "machine": _finite(dataclasses.asdict(cluster)),
-        "is_assumed": system.machine is None,
-        "model": dataclasses.asdict(sizes),
-        "points": [_finite(one) for one in found],
-    }
+def _print(
+    system: System,
+    cluster: "Cluster",
+    sizes: "SimulatedModel",
+    found: list[dict[str, Any]],
+    names: tuple[str, ...],
+    rows: list[tuple[str, ...]],
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        points = [_without_infinity(one) for one in found]
+        model = dataclasses.asdict(sizes)
+        print_json({**system.described(cluster), "model": model, "points": points})
+        return
+    title = f"{sizes.parameters / 1e9:.4g} B parameters, {system.source}"
+    print_table(title, _columns(names), rows)
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has no word for is None."""
+def _columns(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(name, "left" if name == "all-to-all" else "right") for name in names]
+
+
+def _without_infinity(values: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value == math.inf else value for name, value in values.items()}
 
 
-def _title(system: System, sizes: "SimulatedModel") -> str:
-    source = "assumed" if system.machine is None else "measured"
-    return f"{sizes.parameters / 1e9:.4g} B parameters, {source} links and rates"
-
-
-def _positive(text: str, name: str) -> list[float]:
-    try:
-        numbers = [float(word) for word in text.split(",")]
-    except ValueError:
-        numbers = [-1.0]
-    if not all(0 < number < math.inf for number in numbers):
-        raise ValueError(f"{name} must be positive numbers with commas, got {text!r}")
-    return numbers
+def _numbers(text: str, name: str, most: int) -> list[int]:
+    expected = f"numbers from 1 to {most} with commas"
+    found = options.numbers_of(text, name, expected, int, is_sound=lambda n: 1 <= n <= most)
+    return sorted(set(found))
 
 
 def draw(points: "list[ScalingPoint]", path: Path) -> None:
@@ -440,16 +451,6 @@ def draw(points: "list[ScalingPoint]", path: Path) -> None:
     pyplot.close(figure)
 
 
-def _numbers(text: str, name: str, most: int) -> list[int]:
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = [0]
-    if numbers[0] < 1 or numbers[-1] > most:
-        raise ValueError(f"{name} must be numbers from 1 to {most} with commas, got {text!r}")
-    return numbers
-
-
 def _shortcut_schedules(
     points: "list[ScalingPoint]", backbone_s: tuple[float, ...]
 ) -> "dict[int, ShortcutSchedule]":
@@ -469,23 +470,3 @@ def _shortcut_schedules(
             )
         )
     return found
-
-
-def _print(points: "list[ScalingPoint]", *, assumed: bool) -> None:
-    names = ("ranks", "all-to-all", "chunks", "layer ms", "compute ms", "exposed ms", "ratio")
-    rows = [
-        (
-            str(point.num_ranks),
-            "two levels" if point.hierarchical else "flat",
-            str(point.degree),
-            f"{1e3 * point.prediction.layer_s:.3f}",
-            f"{1e3 * point.prediction.compute_s:.3f}",
-            f"{1e3 * point.prediction.exposed_s:.3f}",
-            f"{point.exposed_ratio:.0%}",
-        )
-        for point in points
-    ]
-    columns = [(name, "left" if name == "all-to-all" else "right") for name in names]
-    balance = min(point.balancedness for point in points)
-    source = "assumed links and rates" if assumed else "measured links and rates"
-    print_table(f"one layer, {source}, balance of ranks {balance:.3f} or better", columns, rows)

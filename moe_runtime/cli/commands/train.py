@@ -41,9 +41,9 @@ _READ_BYTES = 4 << 20
 _SECONDS = 0.2
 _WIDTH = 512
 WORTH_MEASURING_BYTES = 64 << 20
-"""That a step moves, from which on a beginning run measures the disk."""
+"""A run whose steps move less does not measure the disk at its beginning."""
 _OPERATIONS = 6
-"""Of a parameter and a token, forward and backward: a product and a sum, three times."""
+"""For a parameter and a token, forward and backward: a product and a sum, three times."""
 
 
 def train(
@@ -104,17 +104,11 @@ def train(
             else:
                 console.print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
             return
-        summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
-        if as_json and summary:
-            console.print_json(summary)
-        elif summary:
-            console.print_rows("what was trained", outcome_rows(summary), to_stderr=True)
-    if exit_code:
-        raise typer.Exit(exit_code)
+        show_outcome(*_train(preparation, ranks, resume=resume, reschedule=reschedule), as_json)
 
 
 def experts_maker(parallel: "ParallelConfig") -> "Callable[..., ParallelExperts] | None":
-    """What makes experts that do not stay where they are; None for those that do."""
+    """The constructor of experts that move between ranks; None for experts that stay."""
     if parallel.experts == "sparse":
         from moe_runtime.research.hecate import CopyRules, SparseExperts
 
@@ -143,24 +137,21 @@ def _train(
 
     plan = _offload_plan(preparation, ranks)
     trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
-    try:
+    with contextlib.closing(trainer):
         if ranks.exchange:
             console.say_line(f"by measured links, {ranks.exchange}")
         if ranks.rank == 0:
             _timed(plan, preparation, ranks, begins=True)  # warns of a slow disk
         exit_code = take_steps(trainer, preparation.config.run)
-        is_complete = exit_code == 0
         if ranks.rank > 0:
             return {}, exit_code
         family, obstacle = _export_family(preparation)
-        summary = finish(preparation, trainer, export=is_complete and family is not None)
-    finally:
-        trainer.close()
-    return {"complete": is_complete, **summary, "export_obstacle": obstacle or None}, exit_code
+        summary = finish(preparation, trainer, export=not exit_code and family is not None)
+    return {"complete": not exit_code, **summary, "export_obstacle": obstacle or None}, exit_code
 
 
 def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
-    """Trains until the run is complete or a signal comes; returns the exit code."""
+    """Trains until the run is complete or a signal asks it to stop; returns the exit code."""
     if trainer.origin is not None:
         console.say_line(f"goes on after step {trainer.step}, from {trainer.origin}")
     message = "stopping after this step, with a checkpoint; once more stops at once"
@@ -173,7 +164,7 @@ def take_steps(trainer: "Trainer", run: "RunConfig") -> int:
 
 
 def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
-    """The architecture that the model leaves as, or None and the reason."""
+    """The architecture of the exported model, or None and the reason."""
     from moe_runtime.models.lm.export import hugging_face_family
 
     try:
@@ -220,7 +211,7 @@ def _plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
 
 
 def _offload_plan(preparation: "Preparation", ranks: "OneRank") -> dict[str, Any]:
-    """Where experts live and what a step moves; empty where all are in memory."""
+    """Places of experts and the bytes that a step moves; empty if all are in memory."""
     if preparation.config.run.host_memory is None:
         return {}
     from moe_runtime.training.train_plan import offload_plan
@@ -268,7 +259,7 @@ def _plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def offload_rows(found: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
-    """Budgets and their reserves, where experts would be, what a step would move, and its time."""
+    """The rows about budgets, places of experts, bytes that a step moves, and its time."""
     host, device = found["host_budget_bytes"], found["device_budget_bytes"]
     reserves = (
         f"{format_bytes(found['dense_bytes'])} of it for everything but experts, "
@@ -290,8 +281,17 @@ def offload_rows(found: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
     return [*rows, ("experts", moved), ("speed", speed)]
 
 
-def outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a run came to, for people."""
+def show_outcome(summary: dict[str, Any], exit_code: int, as_json: bool) -> None:
+    """Prints the summary, if this process has one, and exits with a code that is not 0."""
+    if as_json and summary:
+        console.print_json(summary)
+    elif summary:
+        console.print_rows("what was trained", _outcome_rows(summary), to_stderr=True)
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{summary['steps']:,}{'' if summary['complete'] else ', stopped early'}"),
         ("tokens", f"{summary['tokens']:,} in {summary['elapsed_s']:,.0f} s"),
@@ -322,9 +322,9 @@ def timed_plan(
 ) -> dict[str, Any]:
     """The plan of a step with its time, from the measured speed of the disk and of products.
 
-    Disk and products work at the same time; writes count as reads. Warns of a disk that makes a
-    step take over twice as long as its products. Where a run begins, a step that moves little is
-    not worth a measurement, and a disk that cannot be measured is no error.
+    Disk and products work at the same time; writes count as reads. Warns if the disk makes a step
+    take over twice as long as its products. At the beginning of a run, a step that moves little is
+    not measured, and a disk that cannot be measured is no error.
     """
     moved = plan.get("read_bytes_per_step", 0) + plan.get("written_bytes_per_step", 0)
     if not plan or (begins and moved < WORTH_MEASURING_BYTES):
@@ -360,7 +360,7 @@ def timed_plan(
     return {**plan, **disk, "compute_s": compute_s, "step_s": max(compute_s, disk_s)}
 
 
-class TrainingDisplay:
+class TrainingDisplay(contextlib.AbstractContextManager["TrainingDisplay"]):
     """Shows records on stderr: a live line on a terminal, else a line every `log_every` steps."""
 
     def __init__(self, num_steps: int, log_every: int, first_step: int) -> None:
@@ -372,18 +372,14 @@ class TrainingDisplay:
             from rich import progress
             from rich.table import Column
 
-            # where a line is short, the end of the status goes, and step and loss stay
+            # a short line cuts the end of the status off, and keeps step and loss
             rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             status = progress.TextColumn("{task.fields[status]}", markup=False, table_column=rest)
             columns = ("step", progress.MofNCompleteColumn(), status)
             remaining = progress.TimeRemainingColumn()
             self._bar = console.terminal_bar(*columns, remaining, expand=True, transient=False)
             self._bar.add_task("train", total=num_steps, completed=first_step, status="")
-
-    def __enter__(self) -> "TrainingDisplay":
-        if self._bar is not None:
             self._bar.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
@@ -410,7 +406,7 @@ class TrainingDisplay:
             print(f"{step}{self._status()}", file=sys.stderr, flush=True)
 
     def _status(self) -> str:
-        """Loss, speed, balance and drops over the recent steps."""
+        """Loss, speed, balance and dropped choices over the recent steps."""
         records = list(self._recent)
         last = records[-1]
         seconds = sum(record.step_s for record in records)

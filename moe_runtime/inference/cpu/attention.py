@@ -1,9 +1,9 @@
-"""Attention on a CPU: the kernels' where they are able, else transformers' own.
+"""Attention on a CPU: native kernels where they support the call, else transformers' own.
 
-In a step of one token attention is two small products with the cache, for which torch's fused
-kernel takes several times as long as reading it. Prompts have a kernel that needs no mask; torch's
-takes more than twice as long without matrix units. With these torch keeps code for every length of
-a prompt: short ones are padded to few lengths.
+For one token, attention is two small products with the cache; torch's fused kernel takes several
+times as long as reading the cache. For prompts the native kernel needs no mask; without matrix
+units, torch takes more than twice as long. With matrix units, torch keeps code for every length of
+a prompt, so short prompts are padded to a few lengths.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 
 SHORT_CONTEXT, LENGTH_MULTIPLE = 1024, 64
-"""Where torch keeps code for each length of prompts and contexts, those of up to so many tokens are
-padded to multiples. Longer ones would be copied for longer than they are computed."""
+"""Contexts of up to so many tokens are padded to multiples of 64 if torch keeps code for each
+length. Longer ones would take longer to copy than to compute."""
 
 
 def use_single_query_attention(model: PreTrainedModel) -> None:
-    """Gives a model on the CPU that uses SDPA the attention of this file; eager has its own."""
+    """Replaces the attention of a model on the CPU that uses SDPA or eager attention."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -71,7 +71,7 @@ def use_single_query_attention(model: PreTrainedModel) -> None:
 
 
 def rounding_of(model: PreTrainedModel, kv_cache: str) -> Rounding | None:
-    """How a loaded model keeps keys and values: rounded to int8, where ``kv_cache`` says so."""
+    """The rounding of keys and values; None for ``kv_cache="exact"``."""
     if kv_cache == "exact":
         return None
     takes_rows = private.attention_names(model) in ({ATTENTION}, {EAGER_ATTENTION})
@@ -86,7 +86,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' SDPA attention, with a path of its own for one query.
+    """transformers' SDPA attention, by native kernels where possible.
 
     Args:
         query: ``[B, H, Q, D]``.
@@ -97,7 +97,7 @@ def attend(
     Returns:
         ``[B, Q, H, V]`` in the dtype of ``query``, and None.
     """
-    if not isinstance(key, torch.Tensor):  # see serving and latent_attention.py
+    if not isinstance(key, torch.Tensor):  # keys of several caches, or latents
         return key.attend(attend, module, query, value, attention_mask, options)
     mixed = single_query_attention(query, key, value, attention_mask, options)
     if mixed is not None:
@@ -111,9 +111,9 @@ def attend(
     if isinstance(attention_mask, SeenKeys):
         attention_mask = attention_mask.made()
     num_queries, value_dim = query.shape[2], value.shape[3]
-    with_threads = torch_threads_for(query, key)
+    with_threads = torch_threads_for(query, key)  # of the lengths before padding
     if value_dim < key.shape[3]:
-        # torch's fused kernel takes one width; without it the scores of all pairs are kept at once
+        # torch's fused kernel takes one width; other kernels keep the scores of all pairs
         value = F.pad(value, (0, key.shape[3] - value_dim))
     if keeps_code_of_length(query, key):
         if (bias := options.get("position_bias")) is not None:
@@ -138,8 +138,8 @@ def _of_prompt(
     *,
     is_causal: bool,
 ) -> torch.Tensor | None:
-    """Attention of several queries by the kernel, ``[B, Q, H, V]``; None where it is not able, or
-    torch's is faster. ``is_causal`` says what no mask means."""
+    """Attention of several queries, ``[B, Q, H, V]``; None if the native kernel does not support
+    the call or torch's is faster. ``is_causal`` holds without a mask."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     if mask is None:
         sight = Sight(0 if is_causal else num_keys - 1)
@@ -163,13 +163,13 @@ def _of_prompt(
 
 
 def as_computed(query: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values in the type of the queries, where they may be rounded to int8."""
+    """Keys and values in the type of the queries; rows rounded to int8 are widened."""
     wide = query.dtype
     return [widen_rows(part, wide) if part.dtype is torch.uint8 else part for part in parts]
 
 
 def keeps_code_of_length(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether torch would keep code, half a mebibyte, for this very length of a short prompt."""
+    """Whether torch would keep code, half a mebibyte, for this length of a short prompt."""
     is_half = query.is_cpu and query.dtype in (torch.bfloat16, torch.float16)
     has_units = is_half and torch.cpu._is_amx_tile_supported()
     return has_units and 1 < query.shape[-2] <= key.shape[-2] <= SHORT_CONTEXT
@@ -183,42 +183,37 @@ def padded(
     *,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Pads attention's arguments to lengths for all of which torch keeps a few MiB.
+    """Pads the arguments of attention to multiples of ``LENGTH_MULTIPLE``.
 
     Args:
-        query: ``[B, H, Q, D]``; results of the queries that follow are to be left out.
-        key: ``[B, G, S, D]``, Q at most S; no query attends to the keys that follow.
+        query: ``[B, H, Q, D]``; the caller drops results of padded queries.
+        key: ``[B, G, S, D]``, Q at most S; no query attends to padded keys.
         value: ``[B, G, S, V]``.
-        mask: None, or one that allows (bool) or adds, ``[B, 1 or H, 1 or Q, 1 or S]``.
+        mask: None, bool, or added to scores, ``[B, 1 or H, 1 or Q, 1 or S]``.
     """
     if mask is None and not is_causal:
         mask = query.new_zeros(1, 1, 1, key.shape[2])
     mask = None if mask is None else _padded_scores(mask, query, key)
-    key, value, query = (_with_multiple(part) for part in (key, value, query))
+    parts = (query, key, value)
+    missing = [-part.shape[2] % LENGTH_MULTIPLE for part in parts]
+    query, key, value = (
+        F.pad(part, (0, 0, 0, more)) if more else part
+        for part, more in zip(parts, missing, strict=True)
+    )
     return query, key, value, mask
 
 
-def _with_multiple(part: torch.Tensor) -> torch.Tensor:
-    more = -part.shape[2] % LENGTH_MULTIPLE
-    return F.pad(part, (0, 0, 0, more)) if more else part
-
-
 def _padded_scores(scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Pads what allows or is added to scores ``[..., 1 or Q, 1 or S]``; nothing attends to the new
-    keys."""
+    """Pads a mask or bias of scores ``[..., 1 or Q, 1 or S]``; padded keys are masked."""
     refused = 0 if scores.dtype == torch.bool else -torch.inf
     scores = scores.expand(*scores.shape[:-1], key.shape[2])
     more_queries = -query.shape[2] % LENGTH_MULTIPLE if scores.shape[-2] > 1 else 0
     return F.pad(scores, (0, -key.shape[2] % LENGTH_MULTIPLE, 0, more_queries), value=refused)
 
 
-_OWN = "eager_attention_forward"
-"""A family's own attention, a function of its module."""
-
-
 class _EagerName(str):
-    """Finds the attention of this file, and compares equal to "eager". Some families mask other
-    keys under a name that they do not know."""
+    """The registered name of our attention, which compares equal to "eager": some families make
+    other masks for unknown names."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -234,8 +229,8 @@ _NAME = _EagerName(EAGER_ATTENTION)
 
 
 def use_eager_attention(model: PreTrainedModel) -> None:
-    """Gives the known layers of a model on the CPU that has no SDPA the attention of this file, and
-    its masks where it has no other layers."""
+    """Replaces the attention of known layers in a model without SDPA. Replaces its masks too if it
+    has no other layers."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -253,11 +248,10 @@ def use_eager_attention(model: PreTrainedModel) -> None:
 
 
 class LayerConfig:
-    """The configuration of an attention layer, which names our attention where the model's says
-    eager.
+    """Configuration of an attention layer that names our attention instead of eager.
 
-    ``behind`` is the model's configuration; ``own`` the family's attention, the only one that is
-    replaced.
+    ``behind`` is the model's configuration. ``own`` is the attention that the family's module had
+    when this was made; if a program replaces it, it is called.
     """
 
     def __init__(self, config: Any, family: str) -> None:
@@ -271,7 +265,7 @@ class LayerConfig:
         return _NAME if _own_attention_of(self.family) is self.own else name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "behind":  # asked for by copies that are being made
+        if name.startswith("__") or name == "behind":  # copy.copy asks before they are set
             raise AttributeError(name)
         return getattr(self.behind, name)
 
@@ -280,7 +274,7 @@ class LayerConfig:
 
 
 def _own_attention_of(family: str) -> Any:
-    return vars(sys.modules[family]).get(_OWN)
+    return vars(sys.modules[family]).get("eager_attention_forward")
 
 
 def attend_eagerly(
@@ -291,20 +285,15 @@ def attend_eagerly(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The layer's own eager attention.
+    """Eager attention of a layer: a softmax with sinks or without.
 
-    Args:
-        query: ``[B, H, Q, D]``.
-        key: ``[B, G, S, D]``, with H a multiple of G; or an object with the keys of several caches.
-        value: ``[B, G, S, V]``.
-        attention_mask: None, or what transformers makes for eager attention.
-        **options: as transformers passes them; ``s_aux`` are the sinks.
+    Arguments are those of ``attend``, with the mask of eager attention; ``s_aux`` are the sinks.
 
     Returns:
-        ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` where a hook may see
-        them, else None.
+        ``[B, Q, H, V]`` in the dtype of ``query``; weights ``[B, H, Q, S]`` if a hook may see them,
+        else None.
     """
-    if not isinstance(key, torch.Tensor):  # keys of several caches, see serving
+    if not isinstance(key, torch.Tensor):  # keys of several caches
         return key.attend(attend_eagerly, module, query, value, attention_mask, options)
     others = {name: option for name, option in options.items() if name != "s_aux"}
     sinks = options.get("s_aux")
@@ -335,7 +324,6 @@ def attend_eagerly(
 
 
 def _shows_weights(module: Any) -> bool:
-    """Whether a hook may see the attention weights that a layer returns."""
     hooks = (vars(module).get("_forward_hooks") or {}).values()
     if not hooks:
         return False
@@ -350,10 +338,9 @@ def _own_attention(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The family's attention, in fp32 where torch would keep code for one context's length.
+    """The family's attention; in fp32 if torch would keep code for each length of the context.
 
-    A prompt has one length of many, and its scores take memory by the square of it; steps of one
-    token meet every length.
+    Long prompts stay as they are: their lengths are few, and fp32 scores take much memory.
     """
     attend_own = module.config.own
     is_differentiable = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
@@ -367,7 +354,6 @@ def _own_attention(
 
 
 def _widened(part: Any) -> Any:
-    """In fp32 if it is a tensor of numbers that have a precision: some models add a bias."""
     is_number = isinstance(part, torch.Tensor) and part.is_floating_point()
     return part.float() if is_number else part
 
@@ -380,14 +366,14 @@ def _fused_with_sinks(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention ``[B, H, Q, V]`` in which a sink's weight is left out, by torch's fused kernel.
+    """Attention ``[B, H, Q, V]`` with sinks, by torch's fused kernel.
 
     With a sink the other weights sum to ``sum / (sum + exp(sink))``, the logistic function of
     ``log(sum) - sink``.
     """
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
-    width = max(key.shape[-1], value.shape[-1])  # the kernel knows one for both
+    width = max(key.shape[-1], value.shape[-1])  # the kernel takes one width
     wide = [F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)]
     mixed, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *wide, 0.0, False, attn_mask=mask, scale=scale
@@ -398,14 +384,11 @@ def _fused_with_sinks(
     return mixed * torch.sigmoid(sums - sinks.float().view(-1, 1)).unsqueeze(-1)
 
 
-_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""What layers call N, P and V."""
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def use_latents(model: PreTrainedModel) -> None:
-    """Gives the latent attention layers of a model that uses ``attend`` an ``expand_kv``."""
+    """Replaces ``expand_kv`` of latent attention layers in a model that uses ``attend``."""
     for layer in model.modules():
         expand = getattr(type(layer), "expand_kv", None)
         if expand is not None:
@@ -414,10 +397,10 @@ def use_latents(model: PreTrainedModel) -> None:
 
 
 class ExpandLatents:
-    """The ``expand_kv`` of an attention layer.
+    """The ``expand_kv`` of a latent attention layer.
 
-    ``may_absorb`` says that a head's keys are products with the first rows of its weights and then
-    the part with positions, and its values products with the other rows.
+    ``may_absorb`` means that the first rows of a head's weights make its keys without positions,
+    and the other rows its values.
     """
 
     def __init__(self, layer: Any, *, may_absorb: bool) -> None:
@@ -425,11 +408,11 @@ class ExpandLatents:
         self._may_absorb = may_absorb
 
     def __call__(self, latents: Any, turned: torch.Tensor) -> tuple[Any, Any]:
-        """Keys ``[B, H, S, D]`` and values ``[B, H, S, V]`` of all heads, or objects in their
-        place.
+        """Keys ``[B, H, S, D]`` and values ``[B, H, S, V]`` of all heads, or objects that expand
+        them on demand.
 
-        ``latents`` are ``[B, 1, S, R]``, or an object with those of several caches; ``turned`` is
-        the part of the keys with positions, ``[B, 1, S, P]``.
+        ``latents`` are ``[B, 1, S, R]``, or an object with those of several caches. ``turned`` is
+        the rotary part of the keys, ``[B, 1, S, P]``.
         """
         if not isinstance(latents, torch.Tensor):
             return dataclasses.replace(latents, expand=self), turned
@@ -449,15 +432,11 @@ class ExpandLatents:
         turned: Sequence[torch.Tensor],
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        """Attention of one query of each sequence without expanding: the bits of each alone.
+        """Attention ``[B, 1, H, V]`` of one query per sequence, without expanding; the bits of each
+        sequence alone. None if expanding is cheaper or needed.
 
-        Args:
-            query: ``[B, H, 1, D]``.
-            latents: of each sequence, ``[1, 1, S, R]``.
-            turned: of each sequence, ``[1, 1, S, P]``.
-
-        Returns:
-            ``[B, 1, H, V]``; None where keys and values have to be expanded, or are cheaper.
+        ``query`` is ``[B, H, 1, D]``; a sequence's latents are ``[1, 1, S, R]`` and ``turned``
+        ``[1, 1, S, P]``.
         """
         tokens = [Tokens(*(p[0, 0] for p in pair)) for pair in zip(latents, turned, strict=True)]
         if not all(self._is_cheaper(1, len(each.latents)) for each in tokens):
@@ -472,21 +451,15 @@ class ExpandLatents:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        """Attention without expanding.
+        """Attention ``[B, Q, H, V]`` without expanding; None if expanding is cheaper or needed.
 
-        Args:
-            query: ``[B, H, Q, D]``.
-            latents: ``[B, 1, S, R]``.
-            turned: ``[B, 1, S, P]``.
-            mask: None, or what transformers makes for SDPA.
-
-        Returns:
-            ``[B, Q, H, V]``; None where keys and values have to be expanded, or are cheaper.
+        ``query`` is ``[B, H, Q, D]``, ``latents`` ``[B, 1, S, R]``, ``turned`` ``[B, 1, S, P]``;
+        ``mask`` is that of SDPA.
         """
         batch, num_new, length = len(query), query.shape[2], latents.shape[2]
         if not self._is_cheaper(num_new, length):
             return None
-        if mask is None and num_new > 1:  # it is causal, or the layer is not
+        if mask is None and num_new > 1:  # causal or not, by the layer
             return None
         if mask is not None and mask.shape != (batch, 1, num_new, length):
             return None
@@ -507,15 +480,16 @@ class ExpandLatents:
         return None if mixed is None else mixed.unflatten(0, (-1, query.shape[2]))
 
     def _is_cheaper(self, num_new: int, length: int) -> bool:
-        """Whether a head multiplies less often on latents than on keys and values made of them."""
+        """Whether attention on latents needs fewer multiplications than expanding them."""
         layer = self._layer
-        key_dim, turned_dim, value_dim = (getattr(layer, name) for name in _SIZES)
+        key_dim, value_dim = layer.qk_nope_head_dim, layer.v_head_dim
+        turned_dim = layer.qk_rope_head_dim
         width, rank = key_dim + value_dim, layer.kv_b_proj.in_features
         absorbed = num_new * (length * (2 * rank + turned_dim) + rank * width)
         return absorbed < length * rank * width + num_new * length * (width + turned_dim)
 
     def _weight(self) -> torch.Tensor | None:
-        """``[H, N + V, R]``, or None where something observes or changes what is expanded."""
+        """``[H, N + V, R]``; None if something observes or changes the expansion."""
         layer, part = self._layer, self._layer._modules.get("kv_b_proj")
         if not self._may_absorb or type(part) not in (SmallBatchLinear, torch.nn.Linear):
             return None
@@ -528,7 +502,7 @@ class ExpandLatents:
 
 
 class LatentPart:
-    """Expanded keys (place 0) or values (place 1), which are made at first access."""
+    """Keys (place 0) or values (place 1), expanded at first access."""
 
     def __init__(self, latents: _Latents, place: int) -> None:
         self._latents, self._place = latents, place
@@ -542,8 +516,7 @@ class LatentPart:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> tuple[torch.Tensor, Any]:
-        """Attention ``[B, Q, H, V]`` of a layer with these keys, on the latents where that is
-        cheaper."""
+        """Attention ``[B, Q, H, V]`` with these keys, on the latents if that is cheaper."""
         latents = self._latents
         if isinstance(value, LatentPart) and value._latents is latents:
             mixed = latents.expand.attend_all(query, *latents.cached, mask, options)
@@ -553,13 +526,13 @@ class LatentPart:
         return attention(module, query, latents.both()[0], value, mask, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for by copies that are being made
+        if name.startswith("_"):  # copy.copy asks before they are set
             raise AttributeError(name)
         return getattr(self._latents.both()[self._place], name)
 
 
 class _Latents:
-    """What keys and values share. Neither holds the other: both go with the layer's pass."""
+    """Shared by the keys and values of one pass of a layer."""
 
     def __init__(self, expand: ExpandLatents, latents: torch.Tensor, turned: torch.Tensor) -> None:
         self.expand = expand
@@ -573,15 +546,15 @@ class _Latents:
 
 
 LEAST_PRODUCTS = 2**28
-"""Multiplications of queries and keys from which attention is given torch's threads."""
+"""Multiplications of queries and keys from which attention uses torch's threads."""
 
 
 def rest_torch_threads(model: PreTrainedModel) -> None:
-    """Runs torch on one thread during a model's forward passes, if the native kernels do the work.
+    """Runs torch on one thread during a model's forward passes if native kernels do the work.
 
-    Torch's threads spin for milliseconds after each operation, on processors that kernels and
-    readers need: a prompt streaming from disk takes more than twice as long. The number is the same
-    at every budget, because torch's sums may depend on it. Where torch multiplies many rows faster,
+    Torch's threads spin for milliseconds after each operation on cores that kernels and readers
+    need; a prompt that streams from disk takes more than twice as long. Torch's sums may depend on
+    the number of threads, so it is the same at every budget. If torch multiplies many rows faster,
     it keeps its threads.
     """
     library = native_library()
@@ -590,25 +563,25 @@ def rest_torch_threads(model: PreTrainedModel) -> None:
     OneThread().hold(model)
 
 
-def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> AbstractContextManager[None]:
-    """Gives torch as many threads as the kernels have for attention over a long prompt.
-
-    That takes longer than torch's threads spin afterwards. Heads and pieces of the prompt are
-    computed apart, so the number of threads changes no bits.
-    """
-    if torch.compiler.is_compiling() or not query.is_cpu or torch.get_num_threads() != 1:
-        return nullcontext()
-    library = native_library()
-    if library is None or native_row_limit(library, query.dtype) != UNLIMITED:
-        return nullcontext()
-    if library.num_threads == 1 or query.numel() * key.shape[-2] < LEAST_PRODUCTS:
-        return nullcontext()
-    return _threads(library.num_threads)
-
-
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
-    torch.set_num_threads(number)
+def torch_threads_for(query: torch.Tensor, key: torch.Tensor) -> Iterator[None]:
+    """Gives torch as many threads as the kernels have, for attention over a long prompt.
+
+    It computes longer than torch's threads spin afterwards. Threads divide heads and pieces of the
+    prompt, so their number changes no bits.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not query.is_cpu
+        or torch.get_num_threads() != 1
+        or (library := native_library()) is None
+        or library.num_threads == 1
+        or query.numel() * key.shape[-2] < LEAST_PRODUCTS
+        or native_row_limit(library, query.dtype) != UNLIMITED
+    ):
+        yield
+        return
+    torch.set_num_threads(library.num_threads)
     try:
         yield
     finally:

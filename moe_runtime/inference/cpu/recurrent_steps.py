@@ -1,7 +1,7 @@
 """Steps of one token in layers with recurrent states: linear attention and Mamba 2.
 
-transformers' functions for a CPU allocate several tensors of the states' size at every step. Here
-states, and the inputs that a short convolution remembers, change in place.
+transformers' functions for a CPU allocate several tensors of the states' size in every step. These
+change recurrent states and the inputs of short convolutions in place.
 
 Shape suffixes: B sequences, H heads, G groups of heads (with inputs of their own), P values of a
 head, N states of each.
@@ -25,14 +25,14 @@ from moe_runtime.kernels.decode_step.recurrent_step import conv_step, delta_rule
 from moe_runtime.kernels.native import DTYPE_CODES, needs_torch
 
 SCAN_CHUNK, SCAN_STEP = 64, 16
-"""Positions of a chunk of Mamba 2: GPUs take 256; and those in whose multiples short ones are."""
+"""Chunk of Mamba 2 for a CPU (256 on GPUs); chunks of short prompts are multiples of the second."""
 
 NORM_EPS = 1e-6
-"""What keeps families from dividing by zero where queries and keys get unit length."""
+"""Epsilon of the families' norms of queries and keys."""
 
 
 def use_recurrent_steps(layer: torch.nn.Module) -> None:
-    """Gives a known layer a ``forward`` whose steps of one token are those of this file."""
+    """Gives a known layer a ``forward`` with the steps of this file."""
     is_known = class_name(layer) in RECURRENT_LAYERS and "forward" not in vars(layer)
     if is_known and _with_steps(type(layer).forward) is not None:
         vars(layer)["forward"] = _Forward(layer)
@@ -51,25 +51,23 @@ def mamba2_step(
     decay = torch.exp(dt_BH.float() * A_H.float())[..., None, None]
     taken = dt_BH[..., None, None] * B
     state_BHPN.mul_(decay).addcmul_(x_BHP.float()[..., None], taken.float())
-    # as a row: torch is five times slower with a column
+    # a row vector: torch is five times slower with a column
     read = torch.bmm(C.float().flatten(0, 1), state_BHPN.flatten(0, 1).transpose(1, 2))
     return read.view_as(x_BHP)
 
 
 class _Forward:
-    """The ``forward`` of a layer, with steps of this file."""
-
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         forward = type(self._layer).forward
         ours = None if torch.compiler.is_compiling() else _with_steps(forward)
-        return (forward if ours is None else ours)(self._layer, *args, **options)
+        return (ours or forward)(self._layer, *args, **options)
 
 
 class _Globals(dict[str, Any]):
-    """A module's globals as they are now, with our steps in place of its functions."""
+    """The current globals of a module, with our steps instead of its functions."""
 
     def __init__(self, own: dict[str, Any], steps: dict[str, functools.partial[Any]]) -> None:
         super().__init__()
@@ -82,8 +80,8 @@ class _Globals(dict[str, Any]):
 
 @functools.cache
 def _with_steps(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A class's own function, which finds our steps under the names it calls them by. None where
-    there are none, or where a program has wrapped it."""
+    """A copy of a class's ``forward`` that calls our steps. None if it has no such calls, or a
+    program wrapped it."""
     if not is_theirs(forward):
         return None
     function: Any = inspect.unwrap(forward)
@@ -117,7 +115,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' function of this rule, whose last state is written over the first one."""
+    """Replaces transformers' function; writes the last state over the first."""
     rows = None if initial_state is None else each_row(initial_state)
     if rows is not None:
         mixed = []
@@ -178,28 +176,14 @@ def _mamba2(
     z: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """transformers' function of this step, which changes the state in place."""
     if (rows := each_row(state)) is not None:
         parts = (hidden_states, dt, B, C) if z is None else (hidden_states, dt, B, C, z)
         found = []
         for row, own in zip(rows, zip(*parts, strict=True), strict=True):
             x, dt_1, B_1, C_1, *gate = (part[None] for part in own)
-            gates = {"z": gate[0] if gate else None, "dt_bias": dt_bias}
-            found.append(
-                _mamba2(
-                    theirs,
-                    row,
-                    x,
-                    dt_1,
-                    A,
-                    B_1,
-                    C_1,
-                    D,
-                    dt_softplus=dt_softplus,
-                    **gates,
-                    **options,
-                )
-            )
+            named = {"z": gate[0] if gate else None, "dt_bias": dt_bias, **options}
+            y = _mamba2(theirs, row, x, dt_1, A, B_1, C_1, D, dt_softplus=dt_softplus, **named)
+            found.append(y)
         return torch.cat(found)
     is_one_a_head = dt.stride(2) == 0 and A.stride()[1:] == (0, 0)
     if (
@@ -227,7 +211,6 @@ def _causal_conv(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """transformers' function of this step, which changes the remembered inputs in place."""
     if (rows := each_row(conv_state)) is not None:
         pairs = zip(hidden_states.split(1), rows, strict=True)
         return torch.cat(
@@ -250,8 +233,7 @@ def _causal_conv(
 def _mamba2_scan(
     theirs: Callable[..., Any], hidden_states: Tensor, *args: Any, chunk_size: int, **options: Any
 ) -> Any:
-    """transformers' function for several tokens, with chunks of a size for a CPU: the result is the
-    same."""
+    """transformers' function for several tokens, with chunks for a CPU."""
     if hidden_states.is_cpu:
         num_tokens = -(-hidden_states.shape[1] // SCAN_STEP) * SCAN_STEP
         chunk_size = min(chunk_size, SCAN_CHUNK, max(num_tokens, SCAN_STEP))
@@ -269,13 +251,12 @@ _STEPS: dict[str, Callable[..., Any]] = {
 
 
 def _are_packed(options: dict[str, Any]) -> bool:
-    """Whether rows hold several sequences, which transformers' functions refuse."""
     return any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
 
 
 def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a recurrent state can be changed in place. MKL's sums depend on how rows are aligned:
-    a sequence alone and one in a batch agree if all begin at multiples of 16 bytes."""
+    """Whether a recurrent state can change in place. MKL's sums depend on alignment: rows at
+    multiples of 16 bytes have the same bits alone and in a batch."""
     return (
         state.dtype is torch.float32
         and state.shape[-1] % 4 == 0
@@ -284,7 +265,7 @@ def _can_change(state: Tensor, *parts: Tensor | None) -> bool:
 
 
 def _can_change_in_place(state: Tensor, *parts: Tensor | None) -> bool:
-    """Whether a tensor on the CPU can be changed with nothing to be differentiated."""
+    """Whether a tensor on the CPU can change in place, without gradients."""
     return (
         state.is_cpu
         and state.is_contiguous()
@@ -295,33 +276,32 @@ def _can_change_in_place(state: Tensor, *parts: Tensor | None) -> bool:
 
 
 MAX_TAPS = 8
-"""Longer convolutions were never compared with torch."""
+"""Most taps; longer convolutions were not compared with torch."""
 PORTION = 2**16
-"""Output values that are summed at once: a prompt needs little memory besides the output."""
+"""Output values per portion, which bounds the fp32 memory of a prompt."""
 
 
 def use_shifted_products(layer: torch.nn.Conv1d) -> None:
-    """Gives a depthwise layer a weight with which calls of ``conv1d`` are sums of shifted
-    products."""
+    """Gives a depthwise layer a weight that turns ``conv1d`` into sums of shifted products."""
     is_depthwise = layer.groups == layer.in_channels == layer.out_channels
     if is_depthwise and type(layer.weight) is torch.nn.Parameter and _slow_types():
         layer.weight = _DepthwiseWeight.of(layer.weight)
 
 
 def shifted_products(x_BCL: Tensor, taps_C1K: Tensor, bias_C: Tensor | None, pad: int) -> Tensor:
-    """A depthwise convolution with sums in fp32, which are rounded once.
+    """A depthwise convolution with fp32 sums, rounded once.
 
-    Products of two values in half precision are exact in fp32: a position has the same bits in any
+    Products of two half-precision values are exact in fp32: a position has the same bits in any
     batch.
 
     Args:
         x_BCL: ``[B, C, L]``, in bf16 or fp16.
-        taps_C1K: ``[C, 1, K]`` in the same type, of no more taps than padded positions.
+        taps_C1K: ``[C, 1, K]`` in the same type, K at most ``L + 2 * pad``.
         bias_C: ``[C]``, or None.
-        pad: zeros before the first position and after the last, fewer than taps.
+        pad: zeros on both sides, fewer than K.
 
     Returns:
-        ``[B, C, L + 2 * pad - K + 1]`` in the type of ``x``, contiguous by position where ``x`` is.
+        ``[B, C, L + 2 * pad - K + 1]`` in the type of ``x``, contiguous by position if ``x`` is.
     """
     batch, channels, length = x_BCL.shape
     taps_KC1 = taps_C1K.float().permute(2, 0, 1).contiguous()
@@ -359,8 +339,8 @@ def _outputs(
 
 
 class _DepthwiseWeight(torch.nn.Parameter):
-    """Taps that are given to ``torch.nn.functional.conv1d``. Families squeeze and unsqueeze them on
-    the way there."""
+    """Taps for calls of ``torch.nn.functional.conv1d``; families squeeze and unsqueeze them
+    before."""
 
     @staticmethod
     def of(weight: Tensor) -> torch.nn.Parameter:
@@ -373,7 +353,7 @@ class _DepthwiseWeight(torch.nn.Parameter):
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        # torch's own way to leave subclasses aside: no exception can leave it switched on
+        # as torch itself disables subclasses; an exception cannot leave them disabled
         call = torch._C._disabled_torch_function_impl
         if func is F.conv1d:
             return call(_conv1d, types, args, kwargs)
@@ -415,7 +395,7 @@ def _sizes(size: Any) -> Any:
 
 @functools.cache
 def _slow_types() -> frozenset[torch.dtype]:
-    """Types for which oneDNN has no convolutions on this processor."""
+    """Half-precision types without oneDNN convolutions on this processor."""
     if not torch.backends.mkldnn.is_available():
         return frozenset((torch.bfloat16, torch.float16))
     ops = torch.ops.mkldnn

@@ -1,10 +1,9 @@
-"""Layers of steps of few tokens: linear layers, normalisations and attention.
+"""Fast linear layers, norms and attention layers for steps of few tokens.
 
-Such a step is bound by reading weights and by the number of small operations. Linear layers use our
-kernel, normalisations become one operation instead of six, and on a CPU an attention layer is one
-call of the kernels instead of forty operations for one token. For several tokens of a sequence the
-kernels compute what lies between products and scores. Attention has the bits of the layer's own
-``forward``, which an observed or changed layer takes.
+Reading weights and the number of small operations bound such a step. Linear layers use our kernel;
+norms become one operation instead of six; attention of one token on a CPU becomes one call instead
+of forty operations. For several tokens of a sequence, kernels compute norms and RoPE. Attention has
+the bits of the layer's own ``forward``, which runs if the layer is observed or changed.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
 
 
 def use_small_batch_layers(model: torch.nn.Module) -> None:
-    """Replaces linear layers, normalisations, router weights, and steps of convolutions and
-    recurrent layers of a model on the CPU."""
+    """Replaces linear layers, norms, router weights, convolutions and steps of recurrent layers of
+    a model on the CPU."""
     replace_dense_layers(model)
     for module in model.modules():
         if is_router(module):
@@ -64,7 +63,7 @@ def use_small_batch_layers(model: torch.nn.Module) -> None:
 
 
 def replace_dense_layers(model: torch.nn.Module) -> None:
-    """Replaces linear layers, and normalisations that compute what our kernel does."""
+    """Replaces linear layers, and norms of the forms that our kernel has."""
     for module in [*model.modules()]:
         for name, child in [*module.named_children()]:
             if type(child) is torch.nn.Linear and type(child.weight) is torch.nn.Parameter:
@@ -73,25 +72,24 @@ def replace_dense_layers(model: torch.nn.Module) -> None:
                 setattr(module, name, norm.train(child.training))
 
 
+_OBSERVERS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "_modules",  # a part of a linear layer or norm is a parametrization
+)
+
+
 def is_observed(*parts: torch.nn.Module) -> bool:
-    """Whether hooks or replacements see or change what goes through parts of a layer."""
+    """Whether modules have hooks, a replaced ``forward`` or parametrizations."""
     for part in parts:
         own = part.__dict__
-        if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or own["_modules"]  # a part of a part is a parametrization
-            or "forward" in own
-        ):
+        if "forward" in own or any(map(own.__getitem__, _OBSERVERS)):
             return True
     return False
 
 
 class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that reads its weight at the speed of memory for few rows; on a GPU for one.
-    Shares the parameters of the layer that it replaces."""
+    """A linear layer that reads its weight at the speed of memory for few rows (one on a GPU). It
+    shares the parameters of the replaced layer."""
 
     def __init__(self, replaced: torch.nn.Linear) -> None:
         super().__init__(replaced.in_features, replaced.out_features, bias=False, device="meta")
@@ -101,10 +99,10 @@ class SmallBatchLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        # past the module's own lookup of attributes, which takes longer than all that follows
+        # the module's own attribute lookup takes longer than everything below
         parameters = self._parameters
         if "weight" not in parameters or "bias" not in parameters:
-            return super().forward(input)  # parametrized or pruned: computed for every call
+            return super().forward(input)  # parametrized or pruned
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
         y = None if input.is_cuda else self._prepared(input, weight, bias)
@@ -112,14 +110,14 @@ class SmallBatchLinear(torch.nn.Linear):
 
 
 _EPS_NAMES = ("variance_epsilon", "eps")
-"""What families call the number that keeps a norm from dividing by zero."""
+"""Names of a norm's epsilon in families."""
 
 
 class SmallBatchRMSNorm(torch.nn.Module):
-    """Root-mean-square normalisation in one operation when there are few rows.
+    """Root-mean-square norm in one operation for few rows.
 
-    Shares the weight of the layer that it replaces, which computes values of another type than the
-    weight: families differ in what they round.
+    Shares the weight of the replaced layer. That layer computes inputs of another type than the
+    weight, which families round differently.
     """
 
     def __init__(self, replaced: torch.nn.Module, eps: float, form: NormForm) -> None:
@@ -128,12 +126,12 @@ class SmallBatchRMSNorm(torch.nn.Module):
         self.eps = eps
         self.form: NormForm = form
         self._prepared = PreparedRMSNorm(form)
-        self.__dict__["replaced"] = replaced  # not registered: its weight is this one's
+        self.__dict__["replaced"] = replaced  # not registered: the weight is registered here
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalises ``[..., D]`` along its last dimension."""
         weight = self._parameters.get("weight")
-        if weight is None:  # parametrized: computed for every call
+        if weight is None:  # parametrized
             return rms_norm(hidden_states, self.weight, self.eps, form=self.form)
         normed = self._prepared(hidden_states, weight, self.eps)
         if normed is not None:
@@ -157,7 +155,7 @@ class SmallBatchRMSNorm(torch.nn.Module):
 
 
 class _SmallBatchWeight(torch.nn.Parameter):
-    """A matrix that its module, a router, multiplies by ``torch.nn.functional.linear``."""
+    """A router's matrix, for calls of ``torch.nn.functional.linear``."""
 
     prepared: PreparedLinear | None = None
 
@@ -170,7 +168,7 @@ class _SmallBatchWeight(torch.nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs:
             func = _multiply
-        # torch's own way to leave subclasses aside: no exception can leave it switched on
+        # as torch itself disables subclasses; an exception cannot leave them disabled
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
 
@@ -184,14 +182,14 @@ def _multiply(x: torch.Tensor, weight: Any, *bias: Any) -> torch.Tensor:
 
 
 def is_router(module: Any) -> bool:
-    """Whether a module is a router whose own parameters are a matrix and perhaps a bias."""
+    """Whether a module is a router with only a weight matrix and perhaps a bias."""
     own = dict(module.named_parameters(recurse=False))
     is_linear = set(own) in ({"weight"}, {"weight", "bias"}) and own["weight"].ndim == 2
     return is_linear and type(module).__name__.endswith("Router")
 
 
 def as_rms_norm(module: Any) -> SmallBatchRMSNorm | None:
-    """The replacement of a module that computes what ``rms_norm`` does, else None."""
+    """The replacement of a norm of a known form, else None."""
     weight, form = module._parameters.get("weight"), norm_form(module)
     if weight is None or form is None or "forward" in vars(module):
         return None
@@ -201,27 +199,24 @@ def as_rms_norm(module: Any) -> SmallBatchRMSNorm | None:
 
 
 ATTENTION, EAGER_ATTENTION = "moe_runtime", "moe_runtime_eager"
-"""What this attention, for SDPA, and that for eager are called where transformers finds them."""
+"""Registered names of our attention for SDPA and for eager."""
 
 CHANGING_OPTIONS = frozenset(
     ("dropout", "output_attentions", "softcap", "position_bias", "s_aux", "sinks", "cache")
 )
-"""Options that ask for more than softmax, scale and mask."""
+"""Options for more than softmax, scale and mask."""
 
 _CALLED = ("ALL_ATTENTION_FUNCTIONS", "apply_rotary_pos_emb", "eager_attention_forward")
-"""What a layer calls, of its module; programs may have replaced it."""
-
+"""Globals of its module that a layer calls; programs may replace them."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
 
 
 def fuse_attention_layers(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a model on the CPU that qualify a fused single step. The
-    weights of queries, keys and values move into one buffer, of which the parameters become
-    parts."""
-    library = native_library()
-    if library is None:
+    """Fuses known attention layers of a model on the CPU. The weights of queries, keys and values
+    move into one buffer; the parameters become views of it."""
+    if native_library() is None:
         return
     for module in model.modules():
         if has_usual_parts(module):
@@ -231,22 +226,21 @@ def fuse_attention_layers(model: PreTrainedModel) -> None:
 
 _EPS = operator.attrgetter("eps")
 _ROTARY, _CLIP = ("sliding_window", "is_sliding", "use_qk_norm"), "clip_qkv"
-"""Settings by which a layer of ``ROTARY_ATTENTION`` may compute otherwise."""
+"""Settings that change what a layer of ``ROTARY_ATTENTION`` computes."""
 
 
 class FusedAttention:
-    """The ``forward`` of an attention layer, with paths of its own for one token and for
-    several."""
+    """The ``forward`` of an attention layer, with fast paths for one token and for several."""
 
-    shows_weights = EAGER_ATTENTION  # the attention whose second result is not always None
-    takes_prompts = True  # and not single tokens alone
+    shows_weights = EAGER_ATTENTION  # the attention that may return weights
+    takes_prompts = True  # several tokens too
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._attention = self._served = getattr(module.config, ATTENTION_SETTING)
-        self._names = names_of(module)
+        self._names = [name for name in (*PROJECTIONS, *NORMS) if name in module._modules]
         self._parts = [module.get_submodule(name) for name in self._names]
-        # not the function around it that takes the older name of the cache
+        # without the wrapper that renames the cache argument
         self._own: Any = inspect.unwrap(type(module).forward)
         self._cache_name = cache_name(self._own)
         self._functions = self._functions_now()
@@ -273,7 +267,7 @@ class FusedAttention:
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor | None:
-        """The fused step, or None where the layer's own ``forward`` has to run."""
+        """The output ``[B, Q, D]``; None if the layer's own ``forward`` must run."""
         cache = options.pop(self._cache_name, None)
         if (
             hidden_states.ndim != 3
@@ -293,11 +287,11 @@ class FusedAttention:
         if cos.ndim != 3 or cos.shape[1] != num_new:
             return None
         if num_new != 1:
-            # in fp32, how torch adds squares of several rows differs by processor
+            # in fp32, torch's sums of squares of several rows differ by processor
             if not self._may_fuse(1) or (self._norms and cos.dtype is torch.float32):
                 return None
             return self._prompt(hidden_states, cos, sin, attention_mask, cache, options)
-        # sequences with caches of their own, see serving, are gone through one by one
+        # a server's sequences have caches of their own
         each = getattr(cache, "step_each", None) if batch > 1 else None
         if not self._may_fuse(1 if each else batch):
             return None
@@ -306,24 +300,21 @@ class FusedAttention:
         return self._fused(hidden_states, cos, sin, attention_mask, cache)
 
     def _is_changed(self) -> bool:
-        """Whether the layer trains, is observed, or has other parts than it was made with."""
         module = self._module
-        # past the method of configurations that looks each name up in a table first
+        # the configuration's own lookup is slow
         name = object.__getattribute__(module.config, ATTENTION_SETTING)
-        if name not in (self._attention, self._served) or module.training:
-            return True
-        if self._attention == self.shows_weights and module._forward_hooks:
-            return True
-        if torch.nn.modules.module._has_any_global_hook():
-            return True
-        if any(map(operator.is_not, self._functions_now(), self._functions)):
-            return True
-        if any(map(operator.is_not, map(module._modules.get, self._names), self._parts)):
-            return True
-        return is_observed(*self._parts)
+        return bool(
+            name not in (self._attention, self._served)
+            or module.training
+            or (self._attention == self.shows_weights and module._forward_hooks)
+            or torch.nn.modules.module._has_any_global_hook()
+            or any(map(operator.is_not, self._functions_now(), self._functions))
+            or any(map(operator.is_not, map(module._modules.get, self._names), self._parts))
+            or is_observed(*self._parts)
+        )
 
     def _may_fuse(self, num_sequences: int) -> bool:
-        """Whether the kernels take so many sequences, with the current settings and weights."""
+        """Whether the kernels support so many sequences with the current settings and weights."""
         own = vars(self._module)
         settings = [
             *self._places_now(),
@@ -334,7 +325,7 @@ class FusedAttention:
             vars(self._config).get(_CLIP),
         ]
         if settings != self._settings:
-            self._settings = []  # until all that depends on them is known
+            self._settings = []  # in case the lines below fail
             may_fuse = is_usual_rotary(self._module, self._config) and self._bind()
             self.most_sequences = self._most_sequences() if may_fuse else 0
             self._settings = settings
@@ -357,7 +348,7 @@ class FusedAttention:
         return self._weights is not None
 
     def _most_sequences(self) -> int:
-        """Up to how many sequences the layer's own products are the native ones too."""
+        """Sequences up to which the layer's own products use the native kernels too."""
         weights, library = self._weights, native_library()
         if weights is None or weights.c_struct is None or library is None:
             return 0
@@ -366,7 +357,7 @@ class FusedAttention:
         return min((most, *(product.row_limit for product in products if product is not None)))
 
     def _functions_now(self) -> list[Any]:
-        """What the layer's own ``forward`` calls, and its configuration."""
+        """The layer's own ``forward``, its configuration, and the functions that it calls."""
         forward = type(self._module).forward
         return [forward, self._module.config, *map(self._own.__globals__.get, _CALLED)]
 
@@ -423,8 +414,8 @@ def has_usual_parts(
     attentions: Sequence[str] = (ATTENTION, EAGER_ATTENTION),
     forms: Sequence[str] = ("rounded",),
 ) -> bool:
-    """Whether a layer is one of ``ROTARY_ATTENTION`` with original parts, one of some attentions
-    and forms of norms."""
+    """Whether a layer is of ``ROTARY_ATTENTION``, has its original parts, and one of these
+    attentions and norm forms."""
     turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_CALLED[1])
     if class_name(module) not in ROTARY_ATTENTION or not (turn is None or is_theirs(turn)):
         return False
@@ -445,16 +436,12 @@ def has_usual_parts(
     return len(kinds) == 1 and attention in attentions and module._parameters.keys() <= {"sinks"}
 
 
-def names_of(module: torch.nn.Module) -> list[str]:
-    return [name for name in (*PROJECTIONS, *NORMS) if name in module._modules]
-
-
 def linear_of(module: torch.nn.Module, name: str) -> SmallBatchLinear:
     return cast(SmallBatchLinear, module._modules[name])
 
 
 def merge(*parts: SmallBatchLinear) -> None:
-    """Moves the weights of linear layers into one buffer, one after the other; biases likewise."""
+    """Moves the weights of linear layers into one buffer, and their biases into another."""
     for name in ("weight", "bias"):
         parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
         if not parameters:
@@ -473,7 +460,7 @@ def merge(*parts: SmallBatchLinear) -> None:
 
 
 def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Tensors that lie one after the other as one, or None where they do not."""
+    """Adjacent tensors as one; None if they are not adjacent."""
     first = parameters[0]
     if any(isinstance(parameter, AbsentTensor) for parameter in parameters):
         from moe_runtime.checkpoints.dense_weights import whole_of
@@ -491,7 +478,7 @@ def _joined(parameters: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def bind(module: Any, *, pairs_share: bool) -> AttentionWeights | None:
-    """The layer's weights for the kernel, or None where they no longer lie together."""
+    """The layer's weights for the kernel; None if they are not adjacent or have other sizes."""
     q, k, v, o = (linear_of(module, name) for name in PROJECTIONS)
     qkv = _joined([q.weight, k.weight, v.weight])
     qkv_bias = _joined([q.bias, k.bias, v.bias])
@@ -535,7 +522,7 @@ def head_norm(module: Any, name: str) -> RowNorm | None:
 
 
 def is_usual_rotary(layer: Any, config: Any) -> bool:
-    """Whether a layer clips nothing, chooses no keys, and uses its norms and angles."""
+    """Whether a layer has no clipping and no indexer, and uses its norms and RoPE."""
     window, is_sliding, norms_heads = map(vars(layer).get, _ROTARY)
     turns = is_sliding is None or is_sliding or window is None
     has_its_norms = norms_heads is None or norms_heads == ("q_norm" in layer._modules)
@@ -551,7 +538,7 @@ def single_query_attention(
     options: dict[str, Any],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """``attend`` for one query, ``[B, 1, H, V]``; None where it is not one or asks for more."""
+    """``attend`` for one query, ``[B, 1, H, V]``; None for other calls."""
     if (
         query.shape[2] != 1
         or query.shape[1] % key.shape[1]
@@ -567,7 +554,7 @@ def single_query_attention(
 
 
 def changes_attention(options: dict[str, Any]) -> bool:
-    """Whether options ask for more than softmax, scale and mask."""
+    """Whether options change more than scale and mask."""
     asked = (options[name] for name in CHANGING_OPTIONS & options.keys())
     return any(isinstance(option, torch.Tensor) or bool(option) for option in asked)
 
@@ -578,7 +565,7 @@ def scale_of(query: torch.Tensor, options: dict[str, Any]) -> float:
 
 
 def added_mask(mask_BS: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores for a mask that allows (bool) or adds."""
+    """The fp32 mask to add to scores, from a bool mask or an additive one."""
     if mask_BS.dtype != torch.bool:
         return mask_BS.float()
     lowest = torch.finfo(torch.float32).min

@@ -1,7 +1,7 @@
 """Decode steps on a GPU as CUDA graphs, recorded once and replayed.
 
-A step of one token is some fifty launches a layer, which take the host longer than the GPU
-computes. With a static cache every step is the same work on the same memory.
+A step of one token has about fifty launches per layer; the host needs longer for them than the GPU.
+With a static cache every step is the same work on the same memory.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Forward = Callable[..., Any]
 
 
 class RecordedStep:
-    """One step of a model, to be replayed with other tokens.
+    """One recorded step of a model, for replays with other tokens.
 
     Attributes:
         key: of the calls that it replaces.
-        others: further recordings, by their caches. A server has one for each number of sequences.
+        others: further recordings by cache. A server has one per number of sequences.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RecordedStep:
         keeps_cache: bool,
     ) -> None:
         """Records a call without computing it; ``keeps_cache`` keeps its cache alive. Raises
-        RuntimeError: the model does what a graph cannot hold."""
+        RuntimeError: a graph cannot hold an operation of the model."""
         store = modules[0].store
         assert isinstance(store, DeviceStore)
         self.key, self.others = call.key, WeakKeyDictionary[Any, Any]()
@@ -94,7 +94,7 @@ class RecordedStep:
         self._structure = Structure(model)
         self._memory = memory_of(call.cache)
         self._kind = type(output)
-        # its memory goes with the request, and no other one waits for that
+        # the recording must not keep the cache alive
         self._has_cache = [name for name, value in output.items() if value is call.cache]
         self._output = {n: value for n, value in output.items() if n not in self._has_cache}
         if not all(isinstance(v, (torch.Tensor, type(None))) for v in self._output.values()):
@@ -102,18 +102,17 @@ class RecordedStep:
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether it never waits for the host."""
+        """Whether a replay never waits for the host."""
         return self._experts.is_one_graph
 
-    def stands_for(self, call: StepCall, *, looks: bool) -> bool:
-        """Whether it is this call with other tokens; ``looks`` compares the model and the cache
-        too."""
+    def matches(self, call: StepCall, *, looks: bool) -> bool:
+        """Whether the call differs only in its tokens; ``looks`` also compares model and cache."""
         if call.key != self.key or self.cache is not call.cache:
             return False
         return not looks or (memory_of(call.cache) == self._memory and self._structure.holds())
 
     def keeps_other(self, cache: Any, caches: StaticCaches) -> bool:
-        """Whether it alone holds the memory of another cache than this one."""
+        """Whether only this recording keeps another cache alive."""
         return self._kept not in (None, cache) and self._kept not in caches.in_use
 
     @property
@@ -121,8 +120,8 @@ class RecordedStep:
         return self._cache()
 
     def replay(self, call: StepCall) -> Any:
-        """Computes the step for the tokens of a call, as ``forward`` returns it, in new memory.
-        None where experts are not where they have to be, and nothing was computed."""
+        """The output of the step for the tokens of a call, in new memory. None, with nothing
+        computed, if experts are not where the recording needs them."""
         with self._store.device.replaying():
             _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
             is_queued = self._experts.replay(self._last)
@@ -139,34 +138,34 @@ class RecordedStep:
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Copies tensors on the device by a kernel: between kernels its copy engine takes longer."""
+    """Copies tensors by a kernel; the copy engine is slower between kernels."""
     torch._foreach_copy_(into, values, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class DecodeGraphs:
-    """A model's ``forward``, which replays repeated steps.
+    """A model's ``forward`` that replays repeated steps.
 
-    The first step of a kind compiles kernels; the second one is recorded. Prompts, other caches,
-    more than 16 tokens, layers without a stack and observed models are computed as usual.
+    The first step of a kind compiles kernels; the second is recorded. Prompts, other caches, more
+    than 16 tokens, layers without a stack and observed models run as usual.
 
-    A recorded cache of `generate` is kept until the model is called with another one. Up to sixteen
-    recordings of other caches stay as long as these.
+    The recorded cache of `generate` is kept until a call with another cache. Up to sixteen
+    recordings of other caches live as long as their caches.
     """
 
     def __init__(self, model: Any, modules: Sequence[DeviceExperts], caches: StaticCaches) -> None:
         self._model, self._modules = model, modules
         self._forward: Forward = model.forward
-        self.__wrapped__ = self._forward  # whose signature it has
+        self.__wrapped__ = self._forward  # for its signature
         self._names = [*inspect.signature(self._forward).parameters]
-        self._seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the last call of a cache
-        self._refused, self._is_torn = 0.0, False  # calls that are not recorded
+        self._seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the last call by cache
+        self._refused, self._is_torn = 0.0, False  # calls without recording
         self._caches = caches
         self._trusted: RecordedStep | None = None
-        self._is_looked_at = False  # the recording, at the last call
+        self._is_looked_at = False  # the last call compared the recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._names, args, strict=False))
-        for module in self._modules if self._is_torn else ():  # a recording was not ended
+        for module in self._modules if self._is_torn else ():  # an interrupted recording
             module.recording = None
         self._is_torn = False
         store = self.store
@@ -177,7 +176,7 @@ class DecodeGraphs:
         self._refused = max(0.0, self._refused - 1)
         if call is None:
             return self._forward(**kwargs)
-        if recorded is not None and not recorded.stands_for(call, looks=not is_trusted):
+        if recorded is not None and not recorded.matches(call, looks=not is_trusted):
             store.recorded = recorded = None
         if recorded is None:
             is_repeated = self._seen.get(call.cache) == call.key
@@ -186,7 +185,7 @@ class DecodeGraphs:
                 self._seen[call.cache] = call.key
                 return found
             try:
-                self._is_torn = True  # by what strikes until it is made
+                self._is_torn = True  # until the recording is complete
                 recorded = RecordedStep(
                     self._model,
                     self._forward,
@@ -196,7 +195,7 @@ class DecodeGraphs:
                 )
                 self._is_torn = False
             except RuntimeError as error:
-                # memory may be there later; what a graph cannot hold it never can
+                # memory may be free later; an unsupported operation stays unsupported
                 is_memory = isinstance(error, torch.OutOfMemoryError)
                 self._refused, store.recorded = _STEPS_WITHOUT if is_memory else math.inf, None
                 warnings.warn(
@@ -211,15 +210,15 @@ class DecodeGraphs:
         return self._forward(**kwargs) if found is None else found
 
     def looked_at(self, cache: Any) -> RecordedStep | None:
-        """The recording of the last call, if it was of this cache and not just recorded. An
-        observed model is recorded at every call."""
+        """The recording that the last call replayed, if it is of this cache; None after a new
+        recording, since an observed model is recorded at every call."""
         recorded = self.store.recorded
         is_ours = self._is_looked_at and recorded is not None and recorded.cache is cache
         return recorded if is_ours else None
 
     def trust(self, recorded: RecordedStep | None) -> None:
-        """Lets the next call of this recording go without a comparison of the model. For callers
-        that have run no foreign code since the last call, hooks of the model included."""
+        """Skips the comparison of the model in the next call of this recording. For callers that
+        ran no foreign code since the last call, hooks of the model included."""
         hooks = *self._model._forward_pre_hooks.values(), *self._model._forward_hooks.values()
         if all(map(is_own, hooks)):
             self._trusted = recorded
@@ -237,12 +236,12 @@ class DecodeGraphs:
 
 
 _STEPS_WITHOUT = 256
-"""Calls until a recording that found no memory is tried again."""
+"""Calls until recording is tried again after a lack of memory."""
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class CallKey(NamedTuple):
-    """What calls of one recording have in common."""
+    """The common part of calls of one recording."""
 
     values: tuple[tuple[str, Any], ...]
     tensors: tuple[Any, ...]
@@ -250,15 +249,23 @@ class CallKey(NamedTuple):
 
 
 class StepCall(NamedTuple):
-    """A call of a model with a static cache; ``tensors`` are all others, by name."""
+    """A call of a model with a static cache; ``tensors`` are the other tensors by name."""
 
     key: CallKey
     tensors: dict[str, torch.Tensor]
     cache: Any
 
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """What the model is called with, but for the cache, with these tensors."""
-        return {**_nested(tensors), **dict(self.key.values)}
+        """The model's arguments with these tensors, without the cache. A name of two parts is an
+        entry of a dictionary."""
+        found: dict[str, Any] = dict(self.key.values)
+        for name, tensor in tensors.items():
+            outer, _, inner = name.partition(".")
+            if inner:
+                found.setdefault(outer, {})[inner] = tensor
+            else:
+                found[name] = tensor
+        return found
 
 
 def read_step(model: Any, kwargs: Mapping[str, Any]) -> StepCall | None:
@@ -295,18 +302,6 @@ def read_step(model: Any, kwargs: Mapping[str, Any]) -> StepCall | None:
     return StepCall(key, tensors, cache)
 
 
-def _nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Arguments by name; those whose name has two parts are in a dictionary of the first."""
-    found: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            found.setdefault(outer, {})[inner] = tensor
-        else:
-            found[name] = tensor
-    return found
-
-
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
@@ -316,17 +311,17 @@ class Structure:
     def __init__(self, model: torch.nn.Module) -> None:
         every = [*model.modules()]
         members = [part for m in every for part in (m._parameters, m._buffers, m._modules)]
-        # those of the model itself are called around a recording
+        # hooks of the model itself run around a recording
         hooks = [part for m in every[1:] for part in (m._forward_hooks, m._forward_pre_hooks)]
         self._members = [part for part in members if part]
         self._empty = [part for part in members if not part] + hooks
         self._model: Any = model
         self._attention = attention_name(self._model)
-        # held, so that nothing else gets their names
+        # holding them keeps their ids unique
         self._held = [*self._now()]
         self._weights = [p for p in self._held if type(p) is torch.nn.Parameter]
         self._addresses = [*map(torch.Tensor.data_ptr, self._weights)]
-        # numbers that are part of a recording: how many are chosen, the scale of an adapter
+        # settings are part of a recording, such as top-k or an adapter's scale
         inner = [m for m in every[1:] if not type(m).__module__.startswith("torch.nn.")]
         own = [(vars(m), name) for m in inner for name in vars(m) if name not in _OF_MODULES]
         parts = [owner[name] for owner, name in own]
@@ -342,7 +337,7 @@ class Structure:
         self._sizes = [*map(len, self._sized)]
 
     def holds(self) -> bool:
-        """Whether all are the same, where they were, and no module is observed."""
+        """Whether all modules, parameters and settings are the same, and none is observed."""
         return (
             not any(self._empty)
             and not torch.nn.modules.module._has_any_global_hook()
@@ -358,7 +353,7 @@ class Structure:
 
 
 def memory_of(cache: Any) -> list[int]:
-    """Where a static cache has its tensors: beams, for one, move them."""
+    """The addresses of a static cache's tensors; beam search, for one, changes them."""
     return [
         tensor.data_ptr()
         for layer in cache.layers
@@ -367,8 +362,8 @@ def memory_of(cache: Any) -> list[int]:
 
 
 def is_own(code: Any) -> bool:
-    """Whether code is of this package or of transformers, which do not change a model while it
-    generates."""
+    """Whether code is of this package or transformers; neither changes a model during
+    generation."""
     return str(getattr(code, "__module__", "")).partition(".")[0] in ("moe_runtime", "transformers")
 
 
@@ -376,7 +371,7 @@ _MOST_OTHERS = 16
 
 
 def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> Any:
-    """The recording of a cache, or None; drops those whose cache is gone or not needed."""
+    """The recording of a cache, or None. Drops recordings of freed or unneeded caches."""
     first: RecordedStep | None = store.recorded
     if first is None or (not first.others and first.cache is cache):
         return first
@@ -394,7 +389,7 @@ def recording_of(store: DeviceStore[Any], cache: Any, caches: StaticCaches) -> A
 
 
 def put_first(store: DeviceStore[Any], recorded: RecordedStep) -> None:
-    """Makes a recording the store's; the one before becomes one of its others."""
+    """Makes a recording the store's current one; the previous one joins its others."""
     before: RecordedStep | None = store.recorded
     if before is recorded:
         return
@@ -410,8 +405,8 @@ def put_first(store: DeviceStore[Any], recorded: RecordedStep) -> None:
 
 
 MOST_REFUSED = 8
-"""Steps in a row that find experts in neither memory, before they are recorded in parts; and steps
-in parts between two looks whether all are there."""
+"""Steps in a row with experts in neither memory until the step is recorded in parts. Also the steps
+in parts between two checks whether all experts are in memory."""
 
 
 def experts_of_step(
@@ -422,8 +417,8 @@ def experts_of_step(
     *,
     reads_ahead: bool,
 ) -> ResidentExperts | FetchedExperts | ExpertsInParts:
-    """How a step is to be recorded now."""
-    # their stacks are made now: not what is recorded
+    """The way to record a step now."""
+    # makes the stacks outside the recording
     found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
     if all(map(_is_quiet, modules)) and all(each.are_all for each in found.values()):
         return ResidentExperts(store, modules, found)
@@ -438,7 +433,7 @@ def experts_of_step(
 
 
 def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None:
-    """Compiles and loads the kernels that fetch experts, which a recording must not."""
+    """Compiles and loads the kernels that fetch experts, before the recording."""
     nobody_TK = torch.full((num_tokens, num_choices), -1, device=tables.slots_E.device)
     kinds = {(p.tables.sources_EP.shape, p.word_bytes): n for n, p in tables.layers.items()}
     for layer in kinds.values():
@@ -446,7 +441,7 @@ def _load_kernels(tables: HostTables, num_tokens: int, num_choices: int) -> None
 
 
 def _fetch(tables: HostTables, layer: int, ids_TK: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Queues that chosen experts are fetched; gives where the slots of the layer's are then."""
+    """Queues a fetch of chosen experts; returns the slots of the layer's experts after it."""
     places = tables.layers[layer]
     slots_E = tables.slots_E[: len(places.keys)]
     fetch_experts(
@@ -459,8 +454,8 @@ def _fetch(tables: HostTables, layer: int, ids_TK: torch.Tensor, first: int = 0)
 def _tables(
     store: DeviceStore[Any], modules: Sequence[DeviceExperts], num_choices: int
 ) -> HostTables | None:
-    """Where every expert is that may be asked for; None where a listener needs each layer, experts
-    are missing, or reading them over the link is slow."""
+    """The places of all experts. None if a listener needs each layer, experts are missing, or the
+    link is slow."""
     if not all(map(_is_quiet, modules)) or any(m.misses is not None for m in modules):
         return None
     if store.host_tables is None:
@@ -480,16 +475,16 @@ def _all_keys(modules: Sequence[DeviceExperts]) -> list[ExpertKey]:
 
 
 def _is_quiet(experts: DeviceExperts) -> bool:
-    """Whether no listener needs to hear of a layer within a step."""
+    """Whether no listener needs a layer's routing within a step."""
     listens = experts.listeners.routing_listeners or experts.listeners.demand_listeners
     return not listens and experts.store is not None and experts.store.listener is None
 
 
 class _OneGraph(ABC):
-    """A step that does not wait for the host, which hears of the choices afterwards."""
+    """A step that does not wait for the host; the host gets the choices afterwards."""
 
-    is_over = False  # whether the next step is to be recorded anew
-    is_one_graph = True  # whether the next step probably does not wait for the host
+    is_over = False  # the next step must be recorded again
+    is_one_graph = True  # the next step probably does not wait for the host
 
     def __init__(self, store: DeviceStore[Any], modules: Sequence[DeviceExperts]) -> None:
         self._store, self._modules = store, modules
@@ -512,15 +507,15 @@ class _OneGraph(ABC):
 
     @abstractmethod
     def _launch(self, last: CUDAGraph) -> Callable[[torch.Tensor], Sequence[ExpertKey]] | None:
-        """Queues the step; None where it cannot be.
+        """Queues the step; None if that is not possible.
 
-        Else what ``used`` of ``DeviceStore.count_later`` is of the choices ``[L, T, K]``, without
-        this recording, whose memory may be given up before.
+        Otherwise a function for ``DeviceStore.count_later`` that takes the choices ``[L, T, K]``.
+        It must not hold this recording, whose memory may be freed before.
         """
 
 
 class ResidentExperts(_OneGraph):
-    """All experts are in slots of the device."""
+    """A step with all experts in slots of the device."""
 
     way = "resident_steps"
 
@@ -547,7 +542,7 @@ class ResidentExperts(_OneGraph):
 
 
 class FetchedExperts(_OneGraph):
-    """Some experts are in host memory, from where the device fetches the chosen ones."""
+    """A step in which the device fetches chosen experts from host memory."""
 
     way = "fetched_steps"
 
@@ -588,7 +583,7 @@ class FetchedExperts(_OneGraph):
 
 
 class ExpertsInParts:
-    """Misses of a layer are queued between two graphs."""
+    """A step in several graphs; the host queues a layer's misses between two of them."""
 
     is_over = is_one_graph = False
     way = "cut_steps"
@@ -653,8 +648,8 @@ def _count_fetched(
 
 
 def _used(modules: Sequence[DeviceExperts], ids_LTK: torch.Tensor) -> list[ExpertKey]:
-    """The experts of a step, without its recording, whose memory may be given up before."""
-    if ids_LTK.shape[1] == 1:  # whose rows are its choices in their order
+    """The experts of a step. Does not hold its recording, whose memory may be freed before."""
+    if ids_LTK.shape[1] == 1:  # rows are choices
         layers = zip(modules, ids_LTK.tolist(), strict=True)
         return [key for m, (ids,) in layers for key in m.keys_of(dict.fromkeys(ids))]
     layers = zip(modules, ids_LTK, strict=True)
@@ -662,10 +657,10 @@ def _used(modules: Sequence[DeviceExperts], ids_LTK: torch.Tensor) -> list[Exper
 
 
 class RecordedLayer:
-    """The experts of one layer in a recorded step, to which missing ones are added.
+    """The experts of one layer in a recorded step in parts.
 
     Attributes:
-        arrived_E: where the slots are of those that arrived.
+        arrived_E: slots of arrived experts.
         following: the next layer, which is prepared while the device computes this one.
     """
 
@@ -678,7 +673,7 @@ class RecordedLayer:
         recorder: CudaRecorder,
         tables_2E: torch.Tensor,
     ) -> None:
-        """Records residents and arrivals; ``tables_2E`` has their slots, filled before a replay."""
+        """Records residents and arrivals; a replay first fills their slots in ``tables_2E``."""
         assert isinstance(experts.store, DeviceStore)
         assert experts.store.stacks is not None, "the layer has a stack"
         self._experts, self._routed, self._store = experts, routed, experts.store
@@ -700,13 +695,13 @@ class RecordedLayer:
         self._arrivals.replay()
 
     def replay(self) -> bool:
-        """Replays the layer's choices and residents, and queues what it lacks; says whether all
-        were resident."""
+        """Replays routing and residents, and queues missing experts. Returns whether all were
+        resident."""
         self._experts.complete(self, self._routed, self._launch)
         return self._listed is not None and self._listed.are_all
 
     def prepare(self) -> None:
-        """Drops the choices of the step before; to be called before each replay."""
+        """Drops the choices of the last step; call it before each replay."""
         self._told.settle()
         if not self._is_counted:
             self._store.count_behind(self._told)

@@ -1,4 +1,4 @@
-"""Loaded models on a GPU, whose decode steps are recorded and prepared ahead of the device."""
+"""Loaded models on a GPU: decode steps are recorded, and queued ahead of the host."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from moe_runtime.inference.device.static_caches import (
     static_cache,
 )
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
+from moe_runtime.inference.hugging_face.loaded_model import add_base
 from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.inference.steps import OneThread
 
@@ -51,7 +52,7 @@ _OTHER_WAYS = (
     *CACHE_NAMES, "assistant_model", "prompt_lookup_num_tokens", "custom_generate",
     "prefill_chunk_size", "penalty_alpha",
 )  # fmt: skip
-"""Settings of `generate` with one of which the kind of cache stays as it was asked for."""
+"""Settings of `generate` that keep transformers' own choice of cache."""
 _NOT_AHEAD = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "is_assistant")
 _NOT_OF_STEPS = ("tokenizer", "assistant_tokenizer")
 _WITHOUT_POSITIONS = frozenset({*CACHE_NAMES, "use_cache", "logits_to_keep", "position_ids"})
@@ -61,21 +62,18 @@ def capture_decoding(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     """Records the decode steps of a loaded model as CUDA graphs."""
     if model.device.type == "cuda":
         fuse_steps(model)
-        # Torch's threads spin after each of its operations on the host, beside the one that queues
-        # copies and the native kernels' own, which begin and end together: an expert of the CPU
-        # takes 8 ms instead of 0.1 where one of 16 has to wait for its processor.
+        # Torch's threads spin after each operation, and delay the native kernels' threads, which
+        # begin and end together: an expert on the CPU then takes 8 ms instead of 0.1.
         OneThread().hold(model)
     caches = StaticCaches()
     cast(Any, model).forward = DecodeGraphs(model, modules, caches)
     if model.can_generate():
         vars(model).update(_unpadded=weakref.WeakSet(), _caches=caches)
-        kind = type(model)
-        names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-        model.__class__ = type(kind.__name__, (RecordedDecoding, kind), names)
+        add_base(model, RecordedDecoding)
 
 
 def fuse_steps(model: PreTrainedModel) -> None:
-    """Fuses the products of one token, and what lies between them."""
+    """Fuses the layers of steps of one token."""
     replace_dense_layers(model)
     fuse_routers(model)
     fuse_device_attention(model)
@@ -83,21 +81,21 @@ def fuse_steps(model: PreTrainedModel) -> None:
 
 
 class RecordedDecoding:
-    """Comes before the class of a loaded model on a GPU that generates text."""
+    """Mixin of a loaded model on a GPU that generates text."""
 
-    _unpadded: weakref.WeakSet[Any]  # static caches whose next steps need the last tokens alone
+    _unpadded: weakref.WeakSet[Any]  # static caches whose next steps need only the last tokens
     _caches: StaticCaches
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """As in transformers, with a static cache for greedy decoding and sampling. A static cache
-        stays where it is, which a graph needs. A cache that is returned can grow."""
+        """As in transformers, with a static cache for greedy decoding and sampling: graphs need
+        fixed addresses. A returned cache is dynamic."""
         name = cache_name(cast(Any, self).forward)
         settings = {"disable_compile": options.get("disable_compile", True)}
         if generation_config is None:
             options |= settings
-        else:  # which does not go with options
+        else:  # a config excludes options
             generation_config = copy.deepcopy(generation_config)
             vars(generation_config).update(settings)
         own = self._cache_for(inputs, generation_config, options)
@@ -115,20 +113,18 @@ class RecordedDecoding:
         return found
 
     def _cache_for(self, inputs: Any, config: Any, options: dict[str, Any]) -> Any:
-        """A static cache for a call of `generate`; None where it is not to have one."""
         prompts = (inputs, options.get("input_ids"), options.get("inputs_embeds"))
         shapes = [prompt.shape[:2] for prompt in prompts if isinstance(prompt, torch.Tensor)]
         if not shapes or not self._can_be_static(config, options):
             return None
         num_sequences, length = max(shapes, key=itemgetter(1))
         num_tokens = length + self._asked("max_new_tokens", config, options)
-        if length == 1:  # in a cache that has its memory this would be a later step
+        if length == 1:  # with a filled cache this would look like a later step
             return static_cache(cast(Any, self).config, num_tokens)
         most = cast(Any, self)._max_tokens // max(1, num_sequences)
         return self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
 
     def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """A setting of `generate`, of the call or the model."""
         places = (getattr(each, name, None) for each in (config, cast(Any, self).generation_config))
         found = (options.get(name), *places)
         return next((value for value in found if value is not None), None)
@@ -141,24 +137,17 @@ class RecordedDecoding:
             asked("max_new_tokens") is not None
             and all(asked(name) in (None, 1) for name in ("num_beams", "num_return_sequences"))
             and not any(asked(name) not in (None, False) for name in _OTHER_WAYS)
-            and self._takes_own_cache(config, options)
+            and cast(Any, self).generation_config.cache_implementation is None
+            and asked("cache_implementation") in (None, "static")
             and options.get("use_cache") is None
             and asked("use_cache") is not False
             and getattr(self, "_can_compile_fullgraph", False)
-            # keys and values may differ in dtype then, and no step is recorded
+            # under autocast keys and values may differ in dtype, and no step is recorded
             and not torch.is_autocast_enabled(cast(Any, self).device.type)
         )
 
-    def _takes_own_cache(self, config: Any, options: dict[str, Any]) -> bool:
-        """Whether no other kind of cache than a static one is asked for."""
-        own = cast(Any, self).generation_config.cache_implementation
-        given = options.get("cache_implementation")
-        kind = getattr(config, "cache_implementation", None) if given is None else given
-        return own is None and kind in (None, "static")
-
     def _sample(self, input_ids: torch.Tensor, **given: Any) -> Any:
-        """Greedy decoding and sampling, by `decode_ahead` where possible."""
-        for name in _NOT_OF_STEPS:  # which transformers hands on to the model
+        for name in _NOT_OF_STEPS:  # transformers would pass them to the model
             given.pop(name, None)
         if self._can_be_ahead(input_ids, given):
             return decode_ahead(self, input_ids, **given)
@@ -167,7 +156,7 @@ class RecordedDecoding:
     def _can_be_ahead(self, input_ids: torch.Tensor, given: dict[str, Any]) -> bool:
         cache, config = cache_of(given), given["generation_config"]
         return (
-            isinstance(cast(Any, self).forward, DecodeGraphs)  # else somebody has wrapped it
+            isinstance(cast(Any, self).forward, DecodeGraphs)  # else a program wrapped it
             and is_static(cache)
             and cache.get_seq_length() == 0
             and input_ids.device == cast(Any, self).device
@@ -179,15 +168,14 @@ class RecordedDecoding:
     def new_cache(
         self, num_sequences: int, num_tokens: int, last: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A static cache as `generate` takes it, for callers with a loop of their own.
+        """A static cache, for callers with a loop of their own.
 
         Args:
-            num_tokens: of each sequence, those to come included.
-            last: what was returned before: where it is as large, its memory and recording are
-                reused.
+            num_tokens: of each sequence, new ones included.
+            last: the previous result; its memory and recording are reused if the size is equal.
 
         Returns:
-            The cache, by the name of the argument; nothing where the model has no static cache.
+            The cache by its argument's name; empty if the model has no static cache.
         """
         name = cache_name(cast(Any, self).forward)
         self._caches.give_back(last.get(name))
@@ -198,7 +186,7 @@ class RecordedDecoding:
         return {} if cache is None else {name: cache}
 
     def knows_positions(self, cache: Any) -> bool:
-        """Whether steps of this static cache need nothing but the last tokens."""
+        """Whether steps with this static cache need only the last tokens."""
         return cache in self._unpadded
 
     def prepare_inputs_for_generation(
@@ -210,8 +198,8 @@ class RecordedDecoding:
         is_first_iteration: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers; later steps without padding need the last tokens alone. Positions and
-        the mask are made of the cache within a graph."""
+        """As in transformers; later steps without padding need only the last tokens. The graph
+        makes positions and masks from the cache."""
         cache = cache_of(kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
         is_later = not is_first_iteration and given.keys() <= _WITHOUT_POSITIONS
@@ -223,7 +211,7 @@ class RecordedDecoding:
             is_whole = (attention_mask is None or bool(attention_mask.all())) and (
                 positions is None or bool((positions[..., -1] == int(cache.get_seq_length())).all())
             )
-            # eager attention's masks are made of numbers of the host, which no graph holds
+            # masks of eager attention need numbers on the host, which a graph cannot hold
             if is_whole and attention_name(cast(Any, self)) != "eager":
                 self._unpadded.add(cache)
         if is_step and self.knows_positions(cache):
@@ -247,18 +235,18 @@ def decode_ahead(
     synced_gpus: bool = False,
     **given: Any,
 ) -> Any:
-    """Greedy decoding and sampling as in transformers, the next step queued ahead of the host.
+    """Greedy decoding and sampling as in transformers, with the next step queued ahead of the host.
 
-    Tokens, scores and what processors and criteria are called with are those of its own loop. What
-    a streamer changes in the model counts from the next call of `generate` on.
+    Tokens, scores and arguments of processors and criteria equal those of transformers' loop. If a
+    streamer changes the model, this counts from the next call of `generate` on.
 
     Args:
         model: a `RecordedDecoding`.
-        input_ids: the prompts ``[B, T]``, where the model is.
-        given: what the model is called with, a static cache among it.
+        input_ids: the prompts ``[B, T]``, on the model's device.
+        given: arguments of the model, with a static cache.
 
     Returns:
-        The tokens with the prompts, or a dictionary with them.
+        The prompts and new tokens, or transformers' output with them.
     """
     assert not synced_gpus, "a model of one process"
     graphs: DecodeGraphs = model.forward
@@ -276,7 +264,7 @@ def decode_ahead(
         recorded = graphs.looked_at(cache)
         return output
 
-    # a user's own cache may have room for no more than what it was expected to come to
+    # a user's own cache may have no room for a step ahead
     room = min(layer.max_cache_len for layer in cache.layers)
     most_before = min(generation_config.max_length - 1, room)
     output: Any = step(input_ids, is_first_iteration=True)
@@ -300,14 +288,15 @@ def decode_ahead(
     finally:
         graphs.trust(None)
         for layer in cache.layers if is_ahead else ():
-            layer.cumulative_length -= 1  # by the token that nobody asked for
+            layer.cumulative_length -= 1  # removes the token of the unused step
     if streamer is not None:
         streamer.end()
     return selection.result(ids_BT, cache)
 
 
 def _limits_of(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
-    """The most tokens of a sequence, and those that end one; None where criteria go by more."""
+    """The longest length and the end tokens of criteria; None instead of the end tokens if other
+    criteria are among them."""
     from transformers import EosTokenCriteria, MaxLengthCriteria
 
     most, ends = math.inf, frozenset[int]()
@@ -322,12 +311,12 @@ def _limits_of(criteria: Iterable[Any]) -> tuple[float, frozenset[int] | None]:
 
 
 def _runs_own(part: Any) -> bool:
-    """Whether a processor or a criterion is of transformers or ours, and calls nothing foreign."""
+    """Whether a processor or criterion is of transformers or ours, and calls no foreign code."""
     return is_own(type(part)) and all(map(is_own, filter(callable, vars(part).values())))
 
 
 class _LateCheck(LogitsProcessor):
-    """As `FiniteLogits`, without a wait: logits that will be refused are zero until then."""
+    """As `FiniteLogits`, without waiting: replaces bad logits by zeros and raises later."""
 
     are_finite: torch.Tensor
 
@@ -337,8 +326,8 @@ class _LateCheck(LogitsProcessor):
 
 
 class _TokenSelection:
-    """Selects the next tokens on the device, and copies them to the host. ``is_known`` says that no
-    foreign code runs for it."""
+    """Selects the next tokens on the device, and copies them to the host. ``is_known`` means that
+    no foreign code runs."""
 
     def __init__(
         self,
@@ -358,7 +347,7 @@ class _TokenSelection:
         has_end = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._padding = cast(Any, config)._pad_token_tensor if has_end else None
         self._most, self._ends = _limits_of(criteria)
-        # else tokens tell the host which sequences have ended
+        # otherwise the host sees ends from the tokens
         self._asks_criteria = self._ends is None or (len(input_ids) > 1 and bool(self._ends))
         self._unfinished_B = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
         self._length = input_ids.shape[1]
@@ -368,7 +357,7 @@ class _TokenSelection:
         self._logits: Any = () if asks and config.output_logits else None
 
     def select(self, ids_BT: torch.Tensor, logits_BTV: torch.Tensor) -> torch.Tensor:
-        """Queues the choice of a token for each sequence; returns the longer sequences."""
+        """Queues the choice of a token per sequence; returns the sequences with the tokens."""
         logits_BV = logits_BTV[:, -1].to(dtype=torch.float32, copy=True)
         scores_BV = self._processor(ids_BT, logits_BV)
         if self._scores is not None:
@@ -396,7 +385,7 @@ class _TokenSelection:
         """The tokens on the host, and whether all sequences have ended."""
         found, copied = self._pending
         while not copied.query() and self._graphs.store.count_one():
-            """The host has nothing better to do."""
+            """The host counts past steps while it waits."""
         copied.synchronize()
         num, numbers = len(self._unfinished_B), found.tolist()
         unfinished = numbers[num + len(self._checks) :]

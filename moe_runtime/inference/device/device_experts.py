@@ -1,4 +1,4 @@
-"""Experts in slots of a device: residents in one launch, arrivals in launches of their own.
+"""Experts in slots of a device: residents in one launch, arrivals in separate launches.
 
 Shape suffixes: T tokens, K top-k, E experts, D model.
 """
@@ -39,11 +39,11 @@ from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
 
 _FEW_CHOICES = 64
-"""Up to so many, lists of rows are quicker than arrays."""
+"""Most choices for which lists of rows are faster than arrays."""
 
 
 class Routed(NamedTuple):
-    """What a layer of experts is called with."""
+    """The inputs of a layer of experts."""
 
     hidden_TD: torch.Tensor
     ids_TK: torch.Tensor
@@ -51,11 +51,11 @@ class Routed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the host knows of a step of a layer, after the event ``copied``.
+    """Host copies of a layer's inputs, valid after the event ``copied``.
 
     Attributes:
-        values_TD: inputs of the experts; None where the CPU computes nothing.
-        used: the chosen experts, to be counted; the tensors may be reused by then.
+        values_TD: inputs of the experts; None if the CPU computes none.
+        used: the chosen experts, for later counting; the tensors may be reused by then.
     """
 
     ids_TK: torch.Tensor
@@ -67,23 +67,23 @@ class Found(NamedTuple):
 class DeviceExperts(OffloadedExperts):
     """As `OffloadedExperts`, for a store of slots that kernels take as one stack.
 
-    Residents are launched before the host knows the choices: kernels find an expert's slot in a
-    table on the device. A layer that is resident as a whole waits for nothing; any other for a copy
-    of the choices. Then only misses are computed, as they arrive. Sums are made once, in the order
-    of the choices: the same bits in any case.
+    Residents are launched before the host knows the choices: kernels look up slots in a table on
+    the device. A fully resident layer waits for nothing; any other waits for a copy of the choices
+    and then computes misses as they arrive. Rows are summed once, in the order of the choices: the
+    bits do not depend on residency.
 
-    With `misses`, the CPU may compute experts of a few tokens in host memory; its rows join the
-    same sums, with other bits. While a step is recorded, `recording` gives the sums ``[T, D]``.
+    With `misses`, the CPU may compute experts of a few tokens in host memory; this changes the last
+    bits. While a step is recorded, `recording` returns the sums ``[T, D]``.
 
-    Experts that are normed, have a gate of their own, compute in another dtype, or are quantised in
-    a format that the kernels do not read are computed as by `OffloadedExperts`.
+    `OffloadedExperts` computes experts with norms, gates, dtypes or formats that the kernels do not
+    support.
     """
 
     misses: Misses | None = None
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
     def _make_step_kernel(self, weights: ExpertWeights) -> None:
-        """There is none: the host's kernel cannot read the device's memory."""
+        """None: the host's kernel cannot read device memory."""
 
     def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -104,7 +104,7 @@ class DeviceExperts(OffloadedExperts):
         return products.sums()
 
     def has_stack(self, dtype: torch.dtype) -> bool:
-        """Whether kernels take the slots of this layer as one stack, for rows of this type."""
+        """Whether kernels take this layer's slots as one stack, for rows of ``dtype``."""
         return (
             isinstance(self.store, DeviceStore)
             and self.partition is None
@@ -114,7 +114,7 @@ class DeviceExperts(OffloadedExperts):
         )
 
     def products(self, routed: Routed) -> SlottedProducts:
-        """What sums the experts of these tokens."""
+        """The products and weighted sums of these tokens."""
         activation = self._activation_now()
         assert has_kernel(activation)
         return SlottedProducts(*routed, self.num_experts, activation)
@@ -122,33 +122,33 @@ class DeviceExperts(OffloadedExperts):
     def found(
         self, products: Any, routed: Routed, told: CudaTold, used: Callable[[], Sequence[ExpertKey]]
     ) -> Found:
-        """What a recorded step tells of its choices and their inputs."""
+        """Host copies from a recorded step."""
         plans = self._plans(products, routed.hidden_TD, routed.weights_TK)
         return Found(told.numbers, told.values[0] if plans else None, told, used)
 
     def complete(
         self, products: Any, routed: Routed, launch: Callable[[], tuple[Residents, Found]]
     ) -> None:
-        """Queues everything that the sums of these tokens lack."""
+        """Queues residents by ``launch`` and then all missing experts."""
         store = self.store
         assert isinstance(store, DeviceStore)
         residents, found = launch()
         if self.misses is not None:
-            self.misses.goes_on(self.layer)
+            self.misses.reached(self.layer)
         listens = self.listeners.routing_listeners or self.listeners.demand_listeners
         if residents.are_all and not listens and store.listener is None:
             store.count_later(found.copied, found.used)
             return
         while not found.copied.query() and store.count_one():
-            """The host has nothing better to do."""
+            """The host counts past steps while it waits."""
         found.copied.synchronize()
         if self.listeners.routing_listeners:
-            told = routed._replace(ids_TK=found.ids_TK.clone())  # which they may keep
-            self._announce(self.experts_of(found.ids_TK), *told)
+            kept = routed._replace(ids_TK=found.ids_TK.clone())  # listeners may keep it
+            self._announce(self.experts_of(found.ids_TK), *kept)
         if not self.listeners.demand_listeners and found.ids_TK.numel() <= _FEW_CHOICES:
             ids = found.ids_TK.flatten().tolist()
             if self.misses is not None:
-                self.misses.used(self.layer, ids)
+                self.misses.uses.count(self.layer, ids)
             if store.count_residents(residents, ids, found.copied, found.used):
                 return
         experts = self.experts_of(found.ids_TK)
@@ -170,11 +170,11 @@ class DeviceExperts(OffloadedExperts):
                 self._lease_and_run(routing._replace(keys=keys), add)
 
     def keys_of_rows(self, ids_TK: torch.Tensor) -> list[ExpertKey]:
-        """The experts of a step, most wanted last."""
+        """The experts of a step, those with most rows last."""
         return [self._keys[expert] for expert in self.experts_of(ids_TK)]
 
     def experts_of(self, ids_TK: torch.Tensor) -> list[int]:
-        """The experts of a step in the order of `rows_of`, whose lists take long for a prompt."""
+        """The experts of a step in the order of `rows_of`, whose lists are slow for prompts."""
         if ids_TK.numel() <= _FEW_CHOICES:
             return [*self.rows_of(ids_TK)]
         ids_N = ids_TK.flatten().numpy()
@@ -190,12 +190,12 @@ class DeviceExperts(OffloadedExperts):
         return [self._keys[expert] for expert in experts if 0 <= expert < self.num_experts]
 
     def _plans(self, products: Any, *differentiated: torch.Tensor) -> bool:
-        """Whether the CPU may compute a part: not of long prompts, nor with gradients."""
+        """Whether the CPU may compute a part: not for long prompts or gradients."""
         return (
             self.misses is not None
             and products.takes_rows
             and not self._wants_gradient(*differentiated)
-            and not self.misses.rest()
+            and not self.misses.speeds.rests()
         )
 
     def _add(
@@ -222,7 +222,6 @@ class DeviceExperts(OffloadedExperts):
         products: Any,
         values_TD: torch.Tensor,
     ) -> None:
-        """Computes what is not resident, the CPU its part while the others are copied."""
         misses, activation = self.misses, self._activation_now()
         assert misses is not None
         assert has_kernel(activation)
@@ -237,10 +236,10 @@ class DeviceExperts(OffloadedExperts):
         def add(group: Sequence[tuple[ExpertKey, Any]]) -> None:
             nonlocal is_asked
             before_s = misses.clock()
-            if not is_asked:  # residents come first, without a wait, when all copies are asked for
+            if not is_asked:  # all copies are queued before residents come, first and unwaited
                 misses.speeds.queue.add((before_s - asked_s) / len(plan.copied))
                 is_asked = True
-            if kept:  # now that the others are held
+            if kept:  # after the others are leased
                 misses.keep(kept)
                 kept.clear()
             self._add(misses.store, products, residents, group)
@@ -265,11 +264,11 @@ class DeviceExperts(OffloadedExperts):
 W = TypeVar("W")
 
 STREAM_BYTES = 2**28
-"""Of experts in flight while a prompt streams through a layer: half take a link of 55 GB/s 2.4 ms,
-and the host queues them in 1 ms."""
+"""Experts in flight while a prompt streams through a layer. A link of 55 GB/s takes 2.4 ms for
+half; the host queues them in 1 ms."""
 
 WORKSPACE_BYTES = 2 * 2**25
-"""For cuBLAS: 32 MiB on Hopper for each stream, the caller's and that of recordings."""
+"""cuBLAS: 32 MiB on Hopper per stream, for the caller's stream and that of recordings."""
 
 
 def experts_on_device(experts: ExpertMap) -> ExpertMap:
@@ -281,10 +280,10 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
 
 
 def policy_of_device(plans: dict[str, MemoryPlan], experts: ExpertMap) -> str:
-    """What the policy `auto` is on a device.
+    """The policy for `auto` on a device.
 
-    ``lru`` where steps may read misses in the host's memory: a policy has no part in who stays
-    there, and choosing one would need a listener within each step.
+    ``lru`` if steps may read misses from host memory: the policy then does not decide residency,
+    and choosing one would need a listener in each step.
     """
     num_layers = len({key.layer for key in experts.layouts})
     is_read_there = has_room(
@@ -303,8 +302,8 @@ def open_device_stores(
     listeners: Sequence[StoreListener | None],
     device: CudaDevice,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor]]:
-    """The store that experts are computed from, and that of the host's memory below it. Raises
-    CapacityError: memory cannot be allocated or locked."""
+    """The device store and the host store below it. Raises CapacityError: memory cannot be
+    allocated or pinned."""
     slots = Slab(plans["device"].num_slots, plans["device"].slot_bytes, allocate=device.allocate)
     above, below = open_tiers(
         source, slab, slots, plans, new_policy, experts, listeners, device,
@@ -325,8 +324,8 @@ def open_tiers(
     device: CudaDevice,
     bind: Callable[[ExpertKey, Tensor], W],
 ) -> tuple[DeviceStore[W], ExpertStore[Tensor]]:
-    """A store of experts in slots of a device, and that of the host's memory below it. Raises
-    CapacityError: the host's memory cannot be locked."""
+    """As `open_device_stores`, for given slots. Raises CapacityError: host memory cannot be
+    pinned."""
     there, here = plans["device"], plans["host"]
     found: dict[ExpertKey, tuple[CopyPart, ...]] = {}
 
@@ -357,8 +356,8 @@ def open_tiers(
 
 
 class DeviceStacks:
-    """How kernels take the experts of a layer where they lie in slots of a device. Layers without a
-    stack are computed by expert."""
+    """The slots of a device as stacks of experts, by layer. Layers without a stack are computed
+    expert by expert."""
 
     def __init__(self, device: CudaDevice, slab: Slab, experts: ExpertMap) -> None:
         self._device = device
@@ -378,7 +377,7 @@ class DeviceStacks:
                     self._stacks[layer] = stack
 
     def takes(self, layer: int, dtype: torch.dtype) -> bool:
-        """Whether kernels take the slots of a layer as one stack, for rows of this type."""
+        """Whether kernels take a layer's slots as one stack, for rows of ``dtype``."""
         if (layer, dtype) not in self._taken:
             self._taken[layer, dtype] = self._can_take(layer, dtype)
         return self._taken[layer, dtype]
@@ -399,10 +398,10 @@ class DeviceStacks:
     def stack(
         self, layer: int, slots: Slots, into: Tensor | None = None
     ) -> StackedExperts | QuantizedExperts | None:
-        """All slots, and the slot of each expert, for work queued on the current stream.
+        """All slots with the slot of each expert, for work on the current stream.
 
-        The slots are written over ``into`` (``[E]`` int32 of the device) where it is given: then
-        nothing is returned, and a stack over it exists already.
+        With ``into`` (``[E]`` int32 on the device) it only writes the slots there, for an existing
+        stack over it, and returns None.
         """
         table = self._device.upload(slots, into)
         return self.stack_over(layer, table) if into is None else None
@@ -414,7 +413,7 @@ class DeviceStacks:
 def _stack(
     slab: Slab, experts: ExpertMap, key: ExpertKey
 ) -> StackedExperts | QuantizedExperts | None:
-    """All slots as experts that lie as this one does; None where no kernel takes them so."""
+    """All slots as experts with the layout of ``key``; None if no kernel supports it."""
     layout, names = experts.layouts[key], experts.matrices[key.layer]
     plain = stack_slots(slab.bytes, slab.slot_bytes, layout, names)
     if plain is not None:
@@ -435,7 +434,7 @@ def _stack(
 
 
 def _every_slot(slab: Slab, view: Tensor) -> Tensor:
-    """A view of the first slot, as one of all slots."""
+    """A view of the first slot, extended to all slots."""
     memory = slab.bytes.view(view.dtype)
     assert memory.untyped_storage().data_ptr() == view.untyped_storage().data_ptr(), "no view"
     shape = (slab.num_slots, *view.shape)

@@ -1,4 +1,4 @@
-"""Layers of a model on a GPU in steps of one token: attention, sums and norms, and routers."""
+"""Fused layers of a model on a GPU for steps of one token: attention, residuals and routers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ _COUNTERS = "moe_runtime_counters"
 
 
 def fuse_device_attention(model: PreTrainedModel) -> None:
-    """Gives the attention layers of a model on a GPU that qualify a fused step with a static
-    cache."""
+    """Fuses steps of known attention layers on a GPU with a static cache."""
     for module in model.modules():
         if has_usual_parts(module, (_SDPA, _EAGER), FORMS):
             attention = DeviceAttention(module)
@@ -62,8 +61,8 @@ def fuse_device_attention(model: PreTrainedModel) -> None:
 
 
 class DeviceAttention(FusedAttention):
-    """The ``forward`` of an attention layer on a GPU. ``is_known`` says that its attention is SDPA,
-    or a softmax with sinks that has no SDPA."""
+    """The ``forward`` of an attention layer on a GPU. ``is_known`` means that its attention is
+    SDPA, or a known eager softmax with sinks."""
 
     shows_weights = _EAGER
     takes_prompts = False
@@ -75,7 +74,7 @@ class DeviceAttention(FusedAttention):
             self.is_known = class_name(module) in EAGER_ATTENTION_CLASSES and attend is eager
         else:
             self.is_known = attend is private.sdpa_attention_forward
-        if self._attention == _SDPA:  # a server's is the same for keys that are tensors
+        if self._attention == _SDPA:  # a server's attention is the same for tensor keys
             self._served = ATTENTION
 
     def _functions_now(self) -> list[Any]:
@@ -86,7 +85,7 @@ class DeviceAttention(FusedAttention):
         return [*found, eager]
 
     def _places_now(self) -> list[Any]:
-        # of a layer's parts nothing is kept but what they compute
+        # nothing else of the parts is cached
         return [self._parts[0].weight.dtype]
 
     def _bind(self) -> bool:
@@ -133,7 +132,7 @@ class DeviceAttention(FusedAttention):
 
 
 def _project(module: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values ``[B, N]``; of one token of one sequence in one launch."""
+    """Queries, keys and values ``[B, N]``; one launch for a single token."""
     layers = [module._modules[name] for name in PROJECTIONS[:3]]
     found = linears_of_a_row(hidden, *((layer.weight, layer.bias) for layer in layers))
     if found is None:
@@ -142,7 +141,6 @@ def _project(module: Any, hidden: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _static_layer(cache: Any, index: int) -> Any:
-    """A layer of a static cache that has its memory, or None."""
     if type(cache) is RowCache:
         return cache.layers[index]
     if type(cache) is not StaticCache or cache.offloading:
@@ -152,7 +150,7 @@ def _static_layer(cache: Any, index: int) -> Any:
 
 
 def _counters_of(layer: Any) -> torch.Tensor | None:
-    """The counters of `split_attention`, kept with a cached layer; None where a recording would own
+    """The counters of `split_attention`, kept in the cache layer; None if a recording would own
     the new memory."""
     found, (batch, num_heads) = vars(layer).get(_COUNTERS), layer.keys.shape[:2]
     shape = (1 + batch * num_heads,)
@@ -166,17 +164,17 @@ def _counters_of(layer: Any) -> torch.Tensor | None:
 
 
 class _Handed:
-    """A sum and its norm, outside of the module, whose settings stay the same."""
+    """A sum and its norm. An object of its own, since recordings compare the module's settings."""
 
     def __init__(self) -> None:
-        # at once: other threads may call the model
+        # one attribute, since other threads may call the model
         self._given: tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]] | None = None
 
     def give(self, total: torch.Tensor, normed: torch.Tensor, *made_with: Any) -> None:
         self._given = total, normed, (total._version, *made_with)
 
     def take(self, total: torch.Tensor, *made_with: Any) -> torch.Tensor | None:
-        """What was given with this sum, once; None where another was, or anything has changed."""
+        """The norm of this sum, once; None for another sum, or after any change."""
         given, self._given = self._given, None
         if given is None or given[0] is not total or given[2] != (total._version, *made_with):
             return None
@@ -184,7 +182,7 @@ class _Handed:
 
 
 class HandedNorm(SmallBatchRMSNorm):
-    """A normalisation that may have been computed with its input."""
+    """A norm that may be computed together with its input."""
 
     def __init__(self, norm: SmallBatchRMSNorm) -> None:
         super().__init__(norm.__dict__["replaced"], norm.eps, norm.form)
@@ -196,7 +194,7 @@ class HandedNorm(SmallBatchRMSNorm):
         return super().forward(hidden_states) if normed is None else normed
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``residual + x``, ``[..., D]``, and its norm for the next call."""
+        """``residual + x``, ``[..., D]``; keeps its norm for the next call."""
         weight = self._parameters.get("weight")
         tensors = x, residual, weight
         kinds = {(t.device, t.dtype, t.shape[-1:]) for t in tensors if t is not None}
@@ -218,8 +216,8 @@ class HandedNorm(SmallBatchRMSNorm):
 
 
 class ResidualLayer:
-    """The ``forward`` of a decoder layer. ``following`` is the norm that comes next and the module
-    that calls it, if known."""
+    """The ``forward`` of a decoder layer. ``following`` is the next norm with the module that calls
+    it, if known."""
 
     def __init__(self, layer: torch.nn.Module, form: ResidualForm) -> None:
         self._layer: Any = layer
@@ -237,7 +235,7 @@ class ResidualLayer:
         first, attention, second, feed_forward = cast(list[Any], parts)
         mixed, _ = attention(hidden_states=first(hidden_states), **{**self._defaults, **kwargs})
         total = second.add(mixed, hidden_states)
-        del mixed  # its memory is not needed beside that of the feed-forward
+        del mixed  # frees memory before the feed-forward
         found = feed_forward(second(total))
         if self._form.is_pair:
             found, _ = found
@@ -258,13 +256,13 @@ class ResidualLayer:
 
 
 def _are_observed(*modules: torch.nn.Module) -> bool:
-    """Whether hooks may change what modules get or give, uncounted by torch."""
+    """Whether modules have hooks, which may change tensors uncounted by torch."""
     hooks = (hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
     return any(hooks) or bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def fuse_residuals(model: torch.nn.Module) -> None:
-    """Fuses the sums of known decoder layers on a GPU with the norms that follow."""
+    """Fuses residual sums of known decoder layers on a GPU with the next norms."""
     for parent in [*model.modules()]:
         for layers in [*parent.children()]:
             if isinstance(layers, torch.nn.ModuleList):
@@ -272,7 +270,7 @@ def fuse_residuals(model: torch.nn.Module) -> None:
 
 
 def _fuse_stack(parent: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
-    """Layers one after the other, and a norm after the last one if the parent has just one."""
+    """Fuses layers in order, and the parent's norm after the last if it has only one."""
     before: ResidualLayer | None = None
     for layer in layers:
         form = RESIDUAL_LAYERS.get(class_name(layer))
@@ -300,7 +298,6 @@ def _hand(parent: torch.nn.Module, name: str) -> HandedNorm:
 
 
 def _has_parts(layer: torch.nn.Module, form: ResidualForm) -> bool:
-    """Whether a layer has the parts of its class and nothing else, and known norms."""
     norms = [layer._modules.get(form.parts[place]) for place in (0, 2)]
     has_others = {*layer._modules} != {*form.parts} or layer._parameters or layer._buffers
     return not has_others and all(isinstance(norm, SmallBatchRMSNorm) for norm in norms)
@@ -310,7 +307,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def fuse_routers(model: torch.nn.Module) -> None:
-    """Gives the routers of a model on a GPU that qualify one kernel after their product."""
+    """Fuses the choice of known routers on a GPU into one kernel after their product."""
     for module in model.modules():
         if is_router(module) and not module._modules and "forward" not in vars(module):
             form = router_form(module)
@@ -319,7 +316,7 @@ def fuse_routers(model: torch.nn.Module) -> None:
 
 
 class FusedRouter:
-    """The ``forward`` of a router, with a path of its own for few tokens."""
+    """The ``forward`` of a router, with a fast path for few tokens."""
 
     def __init__(self, module: torch.nn.Module, form: RouterForm) -> None:
         self._module: Any = module
@@ -356,7 +353,7 @@ class FusedRouter:
         return tuple((name, each.shape) for name, each in tensors_of(self._module).items())
 
     def _settings_now(self) -> dict[str, Any]:
-        """All attributes but tensors and this object."""
+        """All attributes of the router except tensors and this object."""
         own = vars(self._module)
         names = own.keys() - _OF_MODULES | {"training"}
         return {name: own[name] for name in sorted(names) if name != "forward"}
@@ -365,7 +362,7 @@ class FusedRouter:
 def compute_router(
     form: RouterForm, hidden: Tensor, tensors: dict[str, Any], impl: ChoiceImpl
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the router does; a tensor besides weight and bias is added for the choice alone."""
+    """Logits, weights and ids of a router; a third tensor is the bias of the choice."""
     rows_TD, weight, bias = hidden.flatten(0, -2), tensors["weight"], tensors.get("bias")
     if form.product == "wide":
         rows_TD, weight = rows_TD.float(), weight.float()
@@ -383,7 +380,7 @@ def compute_router(
 
 
 def _fits(module: Any, form: RouterForm) -> bool:
-    """Whether a router's tensors are those of its class, and few enough for the kernel."""
+    """Whether a router has the tensors of its class, within the kernel's limits."""
     tensors, num_experts = tensors_of(module), len(module.weight)
     more = [each.shape for name, each in tensors.items() if name not in ("weight", "bias")]
     are_numbers = all(each.is_floating_point() for each in tensors.values())

@@ -1,4 +1,4 @@
-"""Experts that a device lacks, computed by the CPU where they lie in the host's memory.
+"""Missing experts of a device that the CPU computes in host memory.
 
 Shape suffixes: T tokens, N rows of some experts, D model.
 """
@@ -27,8 +27,8 @@ Bind = Callable[[ExpertKey, torch.Tensor], ExpertWeights]
 
 
 class Misses:
-    """Missing experts of few rows: computed by the device once copied, or by the CPU. The two sum
-    in different orders, so the last bits of a result depend on who computed it."""
+    """Missing experts of few rows: copied to the device, or computed by the CPU. Both sum in
+    different orders, so the last bits of a result depend on the choice."""
 
     def __init__(
         self,
@@ -45,25 +45,16 @@ class Misses:
         self.uses = RecentUses()
         self._given: tuple[int, float] | None = None
 
-    def used(self, layer: int, experts: Sequence[int]) -> None:
-        """A step has chosen these experts of a layer."""
-        self.uses.count(layer, experts)
-
     def keep(self, keys: Sequence[ExpertKey]) -> None:
-        """Begins to copy experts that the CPU computes, where they are used more than others of
-        late."""
+        """Begins to copy experts that the CPU computes, if they are used more than residents."""
         self.store.bring(keys, self.uses)
 
-    def rest(self) -> bool:
-        """Whether the device computes whatever the next layer lacks."""
-        return self.speeds.rests()
-
-    def gives(self, layer: int) -> None:
-        """The CPU has computed its part of a layer, which goes to the device now."""
+    def returned(self, layer: int) -> None:
+        """The CPU's rows of a layer are queued for the device."""
         self._given = layer, self.clock()
 
-    def goes_on(self, layer: int) -> None:
-        """The device has its work up to the choices of a layer."""
+    def reached(self, layer: int) -> None:
+        """The device has its work up to the routing of a layer."""
         if self._given is not None and layer > self._given[0]:
             self.speeds.back.add(self.clock() - self._given[1])
         self._given = None
@@ -71,7 +62,7 @@ class Misses:
     def plan(
         self, layer: int, rows: Mapping[int, Sequence[int]], residents: frozenset[int]
     ) -> MissPlan:
-        """Plans the experts of a layer that are neither resident nor on their way."""
+        """Plans the experts of a layer that are neither resident nor being copied."""
         wanted = [(ExpertKey(layer, e), 1.0) for e in rows if e not in residents]
         missing = [key for key, _ in Guesses(self.store).absent(wanted)] if wanted else []
         if not missing:
@@ -89,7 +80,7 @@ class Misses:
 
 
 class HostPart:
-    """The experts of one layer that the CPU computes, from ``x_TD`` on the host."""
+    """The experts of one layer that the CPU computes, for inputs ``x_TD`` on the host."""
 
     def __init__(
         self,
@@ -111,7 +102,7 @@ class HostPart:
         self._done: list[torch.Tensor] = []
 
     def compute(self) -> None:
-        """Computes what is left; what is on disk is read first."""
+        """Computes the remaining experts; reads those on disk first."""
         if not self._left:
             return
         with self._misses.lower.lease(self._left) as lease:
@@ -140,13 +131,13 @@ class HostPart:
         self._done.append(y_ND)
 
     def finish(self, give: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Computes what is left, and gives all rows to the sums on the device
+        """Computes the remaining experts, and adds all rows to the sums on the device by ``give``
         (`SlottedProducts.give`)."""
         self.compute()
-        self._misses.gives(self._layer)
+        self._misses.returned(self._layer)
         device = self._misses.store.device
         y_ND = self._done[0] if len(self._done) == 1 else torch.cat(self._done)
-        # as the sums take them: the device has nothing to convert
+        # fp32, so that the device need not convert
         give(device.upload(np.array(self._places, np.int64)), device.send(y_ND.float()))
 
 
@@ -156,7 +147,7 @@ def open_misses(
     lower: ExpertStore[torch.Tensor] | None,
     bind: Bind,
 ) -> None:
-    """Has the CPU compute a part of the missing experts, as planned."""
+    """Lets the CPU compute a part of the missing experts."""
     assert isinstance(store, DeviceStore), "load has looked for a device"
     assert lower is not None, "a device has a tier below"
     misses = Misses(store, lower, bind)
@@ -166,13 +157,13 @@ def open_misses(
 
 
 WINDOW, ENOUGH = 9, 3
-"""Measurements whose median counts, and how many make a speed known."""
+"""Measurements in a median, and the least number for a known speed."""
 TRIED = 0.01
-"""Share of the planned time without copies that may go into measuring one."""
+"""Share of the planned time without copies to spend on measuring one."""
 RETRIED_LAYERS = 64
-"""Layers with misses until the CPU is measured anew; twice as many each time it stays idle."""
+"""Layers with misses until the CPU is measured again; doubles each time the CPU stays idle."""
 IDLE_PLANS = RESTED_LAYERS = 16
-"""Plans in a row without the CPU, after which so many layers do without a plan."""
+"""After so many plans in a row without the CPU, as many layers have no plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,11 +172,11 @@ class MissCosts:
 
     Attributes:
         cpu_s: of one expert on the CPU, by its number of rows.
-        copy_s: to bring one expert from RAM to the device.
-        launch_s: of the product of an expert that was brought.
+        copy_s: to copy one expert from RAM to the device.
+        launch_s: of the product of a copied expert.
         read_s: to read one expert from disk into RAM.
-        return_s: to bring what the CPU computed to the device, once for all of it.
-        residents_s: of the products that the device computes before those of arrivals.
+        return_s: to send all rows of the CPU to the device.
+        residents_s: of the device's products of residents, which come first.
     """
 
     cpu_s: Callable[[int], float]
@@ -197,13 +188,13 @@ class MissCosts:
 
 
 class MissPlan(NamedTuple):
-    """Who computes what, in order.
+    """The division of missing experts, in order.
 
     Attributes:
-        copied: experts that are brought to the device.
+        copied: experts to copy to the device.
         computed: experts that the CPU computes.
-        seconds: predicted.
-        kept: those of `computed` that the link may bring meanwhile, for the next time.
+        seconds: predicted time.
+        kept: experts of `computed` to copy meanwhile for later steps.
     """
 
     copied: tuple[int, ...]
@@ -213,7 +204,7 @@ class MissPlan(NamedTuple):
 
 
 class _Miss(NamedTuple):
-    """A missing expert, the seconds it takes the CPU, and when it is in RAM."""
+    """A missing expert, its seconds on the CPU, and the time until it is in RAM."""
 
     expert: int
     cpu_s: float
@@ -221,9 +212,9 @@ class _Miss(NamedTuple):
 
 
 def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCosts) -> MissPlan:
-    """Plans the missing experts of a layer for the least predicted time. ``rows`` are the rows of
-    each; those in ``on_disk`` are read heaviest first. Raises ValueError: an expert without
-    rows."""
+    """Plans the missing experts of a layer for the least predicted time. ``rows`` has the number
+    of rows of each; experts in ``on_disk`` are read heaviest first. Raises ValueError: an expert
+    has no rows."""
     if any(count < 1 for count in rows.values()):
         raise ValueError("rows must list experts that are asked for, each with at least one row")
     order = sorted(rows, key=lambda expert: (-rows[expert], expert))
@@ -240,7 +231,7 @@ def plan_misses(rows: Mapping[int, int], on_disk: Collection[int], costs: MissCo
             side.sort(key=lambda miss: miss.there_s)
     misses.sort(key=lambda miss: miss.there_s)
     choices.append(_first_to_end(misses, costs))
-    # of equal times that of the plan which brings more: what is brought is there the next time
+    # at equal times, more copies: copied experts are resident for the next step
     ends = [(_seconds_of(*both, costs), -len(both[0])) for both in choices]
     best = min(range(len(ends)), key=ends.__getitem__)
     copied, computed = ([miss.expert for miss in side] for side in choices[best])
@@ -266,15 +257,14 @@ def _plan_in_ram(order: list[int], cpu_s: list[float], costs: MissCosts) -> Miss
 def _with_kept(
     copied: list[int], computed: list[int], seconds: float, worth: list[int], costs: MissCosts
 ) -> MissPlan:
-    """Adds as many of the experts in RAM as the link has time for: one where it is idle, though the
-    copy may last into the next layers."""
+    """Adds as many experts in RAM as the link has time to copy; one if the link is idle, even if
+    that copy lasts into the next layers."""
     idle_s = seconds - len(copied) * costs.copy_s
     number = int(idle_s / costs.copy_s) if costs.copy_s else 0
     return MissPlan((*copied,), (*computed,), seconds, (*worth[: max(number, not copied)],))
 
 
 def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) -> float:
-    """Predicted seconds until the device and the CPU have computed these, in this order."""
     link_s, device_s = 0.0, costs.residents_s
     for _, _, there_s in copied:
         link_s = max(link_s, there_s) + costs.copy_s
@@ -286,7 +276,6 @@ def _seconds_of(copied: list[_Miss], computed: list[_Miss], costs: MissCosts) ->
 
 
 def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], list[_Miss]]:
-    """Each expert to the side that has it done first."""
     copied: list[_Miss] = []
     computed: list[_Miss] = []
     link_s, cpu_s = 0.0, costs.return_s
@@ -303,7 +292,7 @@ def _first_to_end(misses: list[_Miss], costs: MissCosts) -> tuple[list[_Miss], l
 
 
 class RecentSpeed:
-    """The median of the last measurements: neither a cold first one nor an outlier decides."""
+    """The median of the last measurements, robust to a cold start and outliers."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
@@ -325,13 +314,13 @@ class RecentSpeed:
 
 
 class MissSpeeds:
-    """What missing experts cost here, and the plans made of it. It has no clock of its own.
+    """Measured costs of missing experts, and plans from them. It has no clock.
 
     Attributes:
-        launch: of the product of an expert that was brought to the device.
-        queue: of the host, for asking for the copy of an expert.
-        back: from the CPU's last product until the device has its rows, and what comes after them.
-        copy_s: that a copy had the link for, at the last plan.
+        launch: of the product of a copied expert.
+        queue: host time to queue the copy of an expert.
+        back: from the CPU's last product until the device has the rows and its next work.
+        copy_s: link time of a copy, at the last plan.
     """
 
     def __init__(self) -> None:
@@ -344,7 +333,7 @@ class MissSpeeds:
         self._idle_plans = self._rested = 0
 
     def rests(self) -> bool:
-        """Whether the next layer does without a plan, since the last plans did not use the CPU."""
+        """Whether the next layer needs no plan, since the last plans did not use the CPU."""
         return self._idle_plans >= IDLE_PLANS and self._rested < RESTED_LAYERS
 
     def rested(self) -> None:
@@ -356,17 +345,17 @@ class MissSpeeds:
         self._cpu.setdefault(num_rows, RecentSpeed()).add(seconds)
 
     def cpu_s(self, num_rows: int) -> float:
-        """Seconds of one expert on the CPU; for unmeasured numbers of rows, by the nearest. 0 where
-        too few were measured."""
+        """Seconds of one expert on the CPU, from the nearest measured number of rows; 0 if too few
+        were measured."""
         known = [number for number, speed in self._cpu.items() if speed.is_known]
         if not known:
             return 0.0
         nearest = min(known, key=lambda number: (abs(number - num_rows), number))
-        # reading the weights takes most of the time, so fewer rows are hardly quicker
+        # reading weights dominates, so fewer rows are hardly faster
         return self._cpu[nearest].seconds * max(1.0, num_rows / nearest)
 
     def costs(self) -> MissCosts:
-        """The measured seconds; those of the CPU are of one row."""
+        """The measured costs."""
         return MissCosts(
             cpu_s=self.cpu_s,
             copy_s=max(self.copy_s, self.queue.seconds),
@@ -383,20 +372,20 @@ class MissSpeeds:
         read_s: float,
         has_residents: bool,
     ) -> MissPlan:
-        """Plans the missing experts of a layer; its seconds are 0 where a speed was not known.
+        """Plans the missing experts of a layer; ``seconds`` is 0 while a speed is unknown.
 
         Args:
             rows: number of rows of each.
-            on_disk: those of them that are not in RAM.
-            copy_s: seconds that a copy has the link for; 0 if none was measured.
+            on_disk: experts that are not in RAM.
+            copy_s: link time of a copy; 0 if not measured.
             read_s: seconds of a read from disk into RAM.
-            has_residents: whether the device has others of the layer to compute.
+            has_residents: the device also computes residents of the layer.
         """
         self.copy_s = copy_s
         heaviest_first = sorted(rows, key=lambda expert: (-rows[expert], expert))
         is_known = self.cpu_s(1) > 0.0
         if not is_known or not copy_s:
-            # one side is measured at a time: the CPU first, by the expert of fewest rows
+            # measures one side at a time: first the CPU, with the expert of fewest rows
             split = len(rows) - (not is_known)
             return MissPlan((*heaviest_first[:split],), (*heaviest_first[split:],), 0.0)
         costs = self.costs()

@@ -1,4 +1,4 @@
-"""Static caches of keys and values, whose memory stays where a recorded step has it."""
+"""Static caches of keys and values at fixed addresses, as recorded steps need them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from transformers.cache_utils import (
 )
 
 _MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers, in configurations, whose masks fit a cache of all tokens."""
+"""Layer types of configurations whose masks fit a cache of all tokens."""
 _LEAST_STEP = 64
-"""Lengths of caches are multiples of it, or of an eighth of the power of two below them."""
+"""Lengths of caches are multiples of 64, or of an eighth of the power of two below them."""
 
 
 class StaticCaches:
-    """The caches of one model's calls of `generate`. The cache of the last call is reused if a new
-    one would be as large: then its step is recorded already. Only its recording keeps it alive."""
+    """The caches of one model's calls of `generate`. A call of the same size reuses the last cache,
+    whose step is already recorded. Only the recording keeps a free cache alive."""
 
     def __init__(self) -> None:
         self._made, self.in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
         self._free: list[weakref.ref[Any]] = []  # one at most
 
     def take(self, config: Any, num_sequences: int, num_tokens: int, most: int) -> Any:
-        """An empty cache, for the caller alone until it is given back.
+        """An empty cache, which the caller owns until `give_back`.
 
-        A cache of more than ``most`` tokens has no room to spare. None where layers keep something
-        else than keys and values of all tokens.
+        Its length is rounded up, to ``most`` tokens at most. None if layers keep anything but keys
+        and values of all tokens.
         """
         length = max(num_tokens, min(_rounded(num_tokens), most))
         cache = None
-        with contextlib.suppress(IndexError):  # one thread alone gets it
+        with contextlib.suppress(IndexError):  # atomic between threads
             cache = self._free.pop()()
         if cache is not None and _fits(cache, num_sequences, length):
             cache.reset()
         else:
-            del cache  # before there is another one
+            del cache  # frees its memory first
             cache = static_cache(config, length)
         if cache is not None:
             self._made.add(cache)
@@ -50,7 +50,7 @@ class StaticCaches:
         return cache
 
     def give_back(self, cache: Any) -> None:
-        """Its tokens are no longer wanted; does nothing where it is none of these."""
+        """Offers a cache for reuse; ignores caches that are not from `take`."""
         if self.is_own(cache):
             self.in_use.discard(cache)
             self._free[:] = [weakref.ref(cache)]
@@ -60,8 +60,8 @@ class StaticCaches:
 
 
 def static_cache(config: Any, num_tokens: int) -> Any:
-    """A static cache of so many tokens in every layer, sliding windows included; None where layers
-    keep something else."""
+    """A static cache of ``num_tokens`` in every layer, sliding windows included; None if layers
+    keep anything else."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     cache = StaticCache(config, max_cache_len=num_tokens)
     known = StaticLayer, StaticSlidingWindowLayer
@@ -72,20 +72,19 @@ def static_cache(config: Any, num_tokens: int) -> Any:
 
 
 def is_static(cache: Any) -> bool:
-    """Whether the device itself knows where keys and values of a token go, in every layer."""
+    """Whether every layer of the cache counts its tokens on the device."""
     return type(cache) is StaticCache and all(type(e) is StaticLayer for e in cache.layers)
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether it is a static cache that has its memory, or one of rows."""
-
+    """Whether it is a static cache with memory, or a cache of rows."""
     if type(cache) is RowCache:
         return True
     return is_static(cache) and all(layer.is_initialized for layer in cache.layers)
 
 
 def grown(cache: Any) -> Any:
-    """A dynamic cache of the tokens that a static one has."""
+    """A dynamic cache with the tokens of a static one."""
     found = DynamicCache()
     for index, layer in enumerate(cache.layers):
         length = int(layer.cumulative_length)
@@ -99,7 +98,7 @@ def _rounded(num_tokens: int) -> int:
 
 
 def _fits(cache: Any, num_sequences: int, length: int) -> bool:
-    """Whether it is what a new one of this length would be once filled, in this inference mode."""
+    """Whether it equals a new filled cache of this length, in the current inference mode."""
     return is_filled(cache) and all(
         layer.batch_size == num_sequences
         and layer.max_cache_len == length
@@ -109,10 +108,10 @@ def _fits(cache: Any, num_sequences: int, length: int) -> bool:
 
 
 class RowLayer(StaticLayer):
-    """Keys and values of one layer, one row of places for each sequence.
+    """Keys and values of one layer, with one row of places per sequence.
 
-    A token is written to the place that ``cumulative_length`` has for its sequence; the caller sets
-    the places of every step, so that a failed step is forgotten.
+    A token goes to its sequence's place in ``cumulative_length``. The caller sets the places before
+    each step, so a failed step leaves no trace.
     """
 
     def __init__(self, keys_BGLD: Any, values_BGLV: Any, places_B: torch.Tensor) -> None:
@@ -135,8 +134,8 @@ class RowLayer(StaticLayer):
 
 
 class RowCache(StaticCache):
-    """A static cache of such layers, for steps of one token a sequence. ``num_cached`` is the mean
-    number of tokens of a sequence, as the host knows it."""
+    """A static cache of `RowLayer`, for steps of one token per sequence. ``num_cached`` is the mean
+    number of tokens of a sequence, counted on the host."""
 
     def __init__(self, config: Any, layers: Sequence[RowLayer]) -> None:
         super().__init__(config, max_cache_len=1)
@@ -144,5 +143,5 @@ class RowCache(StaticCache):
         self.num_cached = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """What the host knows, without a wait for the device."""
+        """The host's count; does not wait for the device."""
         return self.num_cached

@@ -27,13 +27,13 @@ _SCALES: dict[torch.dtype, ScaleName] = {
 
 
 def register_with_transformers() -> None:
-    """Makes ``experts_implementation="moe_runtime"`` known to transformers.
+    """Registers ``experts_implementation="moe_runtime"`` with transformers.
 
     ``from_pretrained`` and ``model.set_experts_implementation`` then use the runtime's kernels for
-    every model whose experts transformers builds with its experts interface, in generation and in
-    training. Experts of fp8 checkpoints, and the 4-bit ones of DeepSeek-V4, are computed from their
-    codes. gpt-oss has this interface where transformers loads it in bf16, not where it keeps its 4
-    bits (on a GPU, or with ``use_kernels=True``). Calling it again changes nothing.
+    every model with transformers' experts interface, in generation and training. Experts of fp8
+    checkpoints, and the 4-bit ones of DeepSeek-V4, are computed from their codes. gpt-oss has the
+    interface in bf16, not in 4 bits (on a GPU, or with ``use_kernels=True``). Repeated calls change
+    nothing.
     """
     private.ExpertsInterface.register(BACKEND_NAME, experts_forward)
     private.FP8ExpertsInterface.register(BACKEND_NAME, fp8_experts_forward)
@@ -44,13 +44,12 @@ def experts_forward(
 ) -> Tensor:
     """The forward pass of an experts module of transformers, ``self``.
 
-    A gate whose values agree with a formula of the kernels is computed by them, any other as the
-    model has it.
+    Kernels compute known gates; the model's own function computes others.
 
     Args:
         hidden_states: ``[T, D]``.
-        top_k_index: ``[T, K]``; ids of no expert add nothing (expert parallelism marks slots of
-            other ranks with ``num_experts``).
+        top_k_index: ``[T, K]``; ids outside the experts add nothing (expert parallelism marks slots
+            of other ranks with ``num_experts``).
         top_k_weights: ``[T, K]`` gate weights.
 
     Returns:
@@ -72,14 +71,10 @@ def experts_forward(
 def fp8_experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """As `experts_forward`, for experts in 8 or 4 bits with scales, which are frozen.
+    """As `experts_forward`, for frozen experts in 8 or 4 bits with scales.
 
-    They are computed from their codes; activations are not rounded to 8 bits, unlike in
-    transformers' own backends.
-
-    Raises:
-        UnsupportedModelError: the type of weights or scales, or which rows share a scale, is not
-            known.
+    Kernels read the codes. Unlike in transformers' own backends, activations are not rounded to 8
+    bits. Raises UnsupportedModelError: the type or the grouping of the scales is unknown.
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     inputs, down = (
@@ -119,7 +114,7 @@ def _run(
 
 
 def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedStack | Tensor:
-    """A projection of all experts ``[E, N, K]``; as it is where it has more than 8 bits."""
+    """A projection ``[E, N, K]`` of all experts; unchanged if it has more than 8 bits."""
     weight, scale = weight.detach(), scale.detach()
     if weight.element_size() > 1:
         return weight
@@ -143,7 +138,7 @@ def _packed(module: Any, name: str, weight: Tensor, scale: Tensor) -> QuantizedS
 
 
 def _group(name: str, size: int, num_groups: int, block: int | None, num_parts: int = 1) -> int:
-    """Rows or columns that share a scale; 0 for all of them."""
+    """The number of rows or columns that share a scale; 0 for all."""
     if num_groups == 1:
         return 0
     if block is not None and -(-size // block) == num_groups:

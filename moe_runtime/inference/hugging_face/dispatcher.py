@@ -1,8 +1,8 @@
-"""Our dispatcher under `transformers`' expert parallelism (5.23 or newer).
+"""Our dispatcher for `transformers`' expert parallelism (5.23 or newer).
 
-After `register_expert_parallelism()`, load under `torchrun` with `DistributedConfig(ep_size=...,
-ep_implementation="moe_runtime")`: tokens then go through `moe_runtime.parallel`, and rows of a rank
-through the chosen experts implementation.
+Call `register_expert_parallelism()`, then load under `torchrun` with
+`DistributedConfig(ep_size=..., ep_implementation="moe_runtime")`. `moe_runtime.parallel` exchanges
+the tokens; the chosen experts implementation computes a rank's rows.
 
 Shape suffixes: T tokens, D model, K choices, R rows, S experts of a rank.
 """
@@ -37,9 +37,9 @@ def register_expert_parallelism(
     """Registers the dispatcher with transformers; call it before loading a model.
 
     Args:
-        name: what `DistributedConfig.ep_implementation` is to be.
-        overlap: how communication is hidden; without chunks by default.
-        timeout_s: seconds after which waiting for another rank is an error that names it.
+        name: value of `DistributedConfig.ep_implementation`.
+        overlap: how to hide communication; without chunks by default.
+        timeout_s: seconds to wait for another rank before an error that names it.
 
     Raises:
         UnsupportedModelError: the installed transformers has no such interface.
@@ -115,8 +115,8 @@ def spread_experts(
 
     def experts(rows_RD: Tensor, counts_S: Tensor) -> Tensor:
         num_rows = rows_RD.shape[0]
-        # One row of zeros where none came: the module's parameters stay in autograd's graph, for
-        # whoever reduces their gradients with the other ranks.
+        # One row of zeros if none came: the parameters stay in the graph, so that their gradients
+        # can be reduced with other ranks.
         rows_RD = rows_RD if num_rows else rows_RD.sum(dim=0, keepdim=True)
         ids_R = torch.repeat_interleave(counts_S, output_size=num_rows)
         ids_R1 = (ids_R if num_rows else counts_S.new_zeros(1)).unsqueeze(1)
@@ -149,7 +149,7 @@ def _part(num_rows: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def _gather_parts(part_RD: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
-    """All ranks' parts, one after another; they differ by a row at most, so they are padded."""
+    """All ranks' parts in order; padded in between, since they differ by up to a row."""
     size = dist.get_world_size(group)
     longest = -(-num_rows // size)
     padded = part_RD.new_zeros((longest, *part_RD.shape[1:]))
@@ -161,7 +161,7 @@ def _gather_parts(part_RD: Tensor, group: dist.ProcessGroup, num_rows: int) -> T
 
 
 class _TakePart(Function):
-    """A rank's part of rows that all ranks of a group hold; gradients of all parts come back."""
+    """A rank's part of rows that all ranks hold; the backward pass gathers all gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -176,7 +176,7 @@ class _TakePart(Function):
 
 
 class _GatherParts(Function):
-    """The rows of all ranks' parts, on all of them; each part gets its own rows' gradients."""
+    """All ranks' parts on every rank; the backward pass returns a part's own gradients."""
 
     @staticmethod
     def forward(ctx: Any, part_RD: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""The class of a loaded model: what it refuses or does otherwise than transformers, and
-``model.moe``. ``docs/transformers-features.md`` lists it."""
+"""The class of a loaded model, with its differences from transformers, and ``model.moe``.
+``docs/transformers-features.md`` lists the differences."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from moe_runtime.checkpoints.transformers_private import (
     page_size_name,
 )
 from moe_runtime.errors import CapacityError, UnsupportedUseError
-from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes
+from moe_runtime.inference.budget import Context, MemoryPlan, peak_resident_bytes, room_for
 from moe_runtime.inference.cpu.attention import ATTENTION
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.inference.steps import (
     CalledInSteps,
     Pieces,
@@ -58,21 +57,24 @@ def as_loaded_model(
     max_tokens: int,
     in_pass: int | None,
 ) -> None:
-    """Makes the class of a model with offloaded experts a subclass of itself, under the same
-    name. A pass has ``in_pass`` tokens at most, where that is a number."""
-    kind = type(model)
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    ours = GeneratingModel if model.can_generate() else LoadedModel
-    model.__class__ = type(kind.__name__, (ours, kind), names)
+    """Gives a model with offloaded experts the class of a loaded model. ``in_pass`` limits the
+    tokens of a pass; None for no limit."""
+    add_base(model, GeneratingModel if model.can_generate() else LoadedModel)
     cast(Any, model).checkpoint_folder = folder
     vars(model).update(_steps=steps, _max_tokens=max_tokens, _expert_files=versions, _drafts=None)
     cast(Any, model)._pieces = None if in_pass is None else Pieces(model, in_pass, max_tokens)
     convert_as_a_whole(model)
 
 
+def add_base(model: Any, base: type) -> None:
+    """Puts ``base`` before the class of a model; the name of the class stays."""
+    kind = type(model)
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    model.__class__ = type(kind.__name__, (base, kind), names)
+
+
 class LoadedModel(CalledInSteps):
-    """Comes before the class of a model from transformers whose experts are in files.
-    ``checkpoint_folder`` is where they are."""
+    """Mixin of a transformers model whose experts lie in files of ``checkpoint_folder``."""
 
     checkpoint_folder: Path
     _max_tokens: int
@@ -89,26 +91,23 @@ class LoadedModel(CalledInSteps):
         state_dict: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """Writes the whole checkpoint; experts and quantised weights are copied from their files.
+        """Writes the whole checkpoint; copies experts and quantised weights from their files.
 
         Args:
-            save_directory: the folder; files of other names in it stay.
-            state_dict: what to write instead of the model's own parameters; nothing for experts.
-            options: ``max_shard_size``, ``variant`` and others of transformers; those that have no
-                meaning here are refused by name.
+            save_directory: the folder; other files in it stay.
+            state_dict: written instead of the model's own parameters, without experts.
+            options: ``max_shard_size``, ``variant`` and others of transformers.
 
         Raises:
             CheckpointError: the checkpoint was replaced since it was loaded.
-            OSError: it cannot be written; what was there stays.
-            UnsupportedUseError: an option cannot be honoured, or quantised weights were changed.
+            OSError: writing fails; the old files stay.
+            UnsupportedUseError: an option is not supported, or quantised weights were changed.
         """
         model = cast(Any, self)
-        if has_adapters(self):
-            # adapters alone are written then, which are all in memory
+        if has_adapters(self):  # writes the adapters only
             super_save = cast(Any, super()).save_pretrained
             super_save(save_directory, is_main_process, state_dict, **options)
             return
-        # few models are saved
         from moe_runtime.inference.hugging_face.saving import SaveOptions, save_around_experts
 
         settings = SaveOptions.of(options)
@@ -154,11 +153,8 @@ class LoadedModel(CalledInSteps):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As in torch, for everything but the experts: those stay as the checkpoint has them.
-
-        Raises:
-            UnsupportedUseError: the state has weights of experts.
-        """
+        """As in torch; experts stay as in the checkpoint. Raises UnsupportedUseError: the state has
+        weights of experts."""
         self._require_own_experts(state_dict)
         return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
 
@@ -177,11 +173,11 @@ class LoadedModel(CalledInSteps):
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
     ) -> Any:
-        """As in transformers, which knows SDPA by its own name only, within ``max_tokens``.
+        """As in transformers, with SDPA and within ``max_tokens``.
 
         Raises:
-            CapacityError: the settings need room for more tokens than memory was set aside for.
-            UnsupportedUseError: the model keeps keys and values in int8, and this does not.
+            CapacityError: the settings need more memory than is reserved.
+            UnsupportedUseError: the model has an int8 KV cache, and this has none.
         """
         if cast(Any, self).moe.facts.kv_cache != "exact":
             raise UnsupportedUseError(
@@ -206,7 +202,7 @@ class LoadedModel(CalledInSteps):
         try:
             manager = made()
             if manager._original_attn_impl is None:
-                # what the manager sets when it is stopped
+                # the manager restores this attention when it stops
                 manager._original_attn_impl = ATTENTION
         finally:
             if manager is None:
@@ -224,7 +220,7 @@ class LoadedModel(CalledInSteps):
             )
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """What ``torch.jit.script`` asks first."""
+        """``torch.jit.script`` calls this first."""
         refuse_tracing("torch.jit.script")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -235,16 +231,12 @@ class LoadedModel(CalledInSteps):
 
 
 class GeneratingModel(LoadedModel):
-    """A loaded model of a class that generates text."""
+    """A loaded model that generates text."""
 
     def generate(
         self, inputs: Any = None, generation_config: Any = None, *rest: Any, **options: Any
     ) -> Any:
-        """As in transformers, within the tokens that memory was set aside for.
-
-        Raises:
-            CapacityError: what is asked for needs room for more.
-        """
+        """As in transformers. Raises CapacityError: the text would exceed ``max_tokens``."""
         num_sequences, length = _longest_text(inputs, generation_config, options)
         if num_sequences * length > self._max_tokens:
             raise too_long(num_sequences, length, self._max_tokens)
@@ -259,13 +251,12 @@ def limit_batching(
     max_tokens: int,
     in_pass: int,
 ) -> ContinuousBatchingConfig:
-    """Settings of continuous batching whose paged cache and steps keep to ``max_tokens``.
+    """Settings of continuous batching whose paged cache and steps fit in ``max_tokens``.
 
-    Unset ones are set: transformers would take most of the machine's memory. A step has at most
-    half the tokens that a pass may have (``in_pass``): the activations of the others leave room for
-    gathered keys and values, the mask, and two rows of logits for each request. ``longest`` are the
-    tokens of the longest request, its answer included; 0 where not known. Raises CapacityError: a
-    setting that was given, or a request, needs room for more.
+    Sets unset ones, for which transformers would take most of the machine's memory. A step has at
+    most half of ``in_pass`` tokens; the memory of the other half holds gathered keys and values,
+    the mask, and two rows of logits per request. ``longest`` is the length of the longest request
+    with its answer; 0 if unknown. Raises CapacityError: a given setting or a request is too large.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -277,18 +268,18 @@ def limit_batching(
     page = page_size_name(settings)
     page_size = getattr(settings, page)
     if given is None:
-        # Two more blocks than the tokens need still fit then, see `_tokens_of_blocks`.
+        # so small that two more blocks fit, see `_tokens_of_blocks`
         page_size = max(4, min(page_size, max_tokens // 32))
         setattr(settings, page, page_size)
     blocks = max_tokens // page_size
     while blocks and _tokens_of_blocks(text, blocks, page_size) > room_for(max_tokens):
         blocks -= 1
-    # The mask has a value for each token of a step and each cached one: with as few tokens in a
-    # step it is at most half of their activations, which are 48 bytes or more per hidden value.
+    # The mask has a value per pair of new and cached token. With so few tokens in a step it takes
+    # at most half of their activations, which are 48 bytes or more per hidden value.
     passed = min(max_tokens, in_pass)
     unmasked = 6 * passed * text.hidden_size // max_tokens
     step = max(1, min(passed // 2, max(64, text.hidden_size // 4), unmasked))
-    # fp32 logits and a copy, against the 48 bytes per hidden value of half the tokens.
+    # fp32 logits and a copy fit in the 48 bytes per hidden value of half the tokens
     rows = 24 * passed * text.hidden_size // (8 * text.vocab_size)
     most = {
         "num_blocks": blocks,
@@ -311,8 +302,8 @@ def limit_batching(
 
 
 def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -> int:
-    """Tokens that a paged cache has memory for. transformers divides it into sectors that pages of
-    every kind of attention fit in, and adds two that no request gets."""
+    """Tokens of a paged cache. transformers divides it into sectors that fit pages of every kind of
+    attention, and adds two sectors that requests do not get."""
     layers = text.num_hidden_layers
     kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     sector_layers = math.lcm(*kinds.values())
@@ -321,7 +312,7 @@ def _tokens_of_blocks(text: PreTrainedConfig, num_blocks: int, page_size: int) -
 
 
 def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[int, int]:
-    """Sequences, beams and returned ones included, and tokens of each; 0 where not said."""
+    """The number of sequences, with beams and returned ones, and their length; 0 if unknown."""
 
     def option(name: str) -> Any:
         given = options.get(name)
@@ -330,7 +321,7 @@ def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[in
     prompt = options.get("input_ids") if inputs is None else inputs
     if prompt is None:
         prompt = options.get("inputs_embeds")
-    # Without a prompt transformers begins with one token of its own.
+    # without a prompt, transformers begins with one token
     num_sequences, num_prompt_tokens = (1, 1) if prompt is None else prompt.shape[:2]
     num_new, length = option("max_new_tokens"), option("max_length")
     if num_new is not None:
@@ -341,18 +332,18 @@ def _longest_text(inputs: Any, config: Any, options: dict[str, Any]) -> tuple[in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedFacts:
-    """What is known of a model once it is loaded.
+    """Facts about a loaded model.
 
     Attributes:
-        signature: what traces and predictors of this model agree on.
+        signature: the shape that traces and predictors must match.
         device_plan: None for a model on the CPU.
         dense_bytes: of everything but the routed experts.
-        baseline_rss_bytes: resident memory of the process after its imports, before loading.
-        load_s: seconds that loading took.
-        choice: the eviction policy, and why ``auto`` took it.
-        context: tokens that memory is set aside for, and why so many.
-        kv_cache: how keys and values are kept, as ``load`` was told.
-        draft_bytes: of a model that drafts, with room for its texts.
+        baseline_rss_bytes: resident memory of the process after imports, before loading.
+        load_s: seconds of loading.
+        choice: the eviction policy, and the reason for ``auto``'s choice.
+        context: tokens that memory is reserved for, and the reason for the number.
+        kv_cache: the option of ``load``.
+        draft_bytes: of a draft model, with memory for its texts.
     """
 
     signature: ModelSignature
@@ -369,8 +360,8 @@ class LoadedFacts:
 
 
 class RuntimeHandle:
-    """``model.moe``: statistics, self-check and the end of a model with offloaded experts. A
-    context manager: leaving it closes the store. Every call of the model is refused afterwards."""
+    """``model.moe``: statistics, self-check and closing. As a context manager it closes at the end.
+    A closed model refuses every call."""
 
     def __init__(
         self,
@@ -384,11 +375,8 @@ class RuntimeHandle:
         learning: KeptLearning | None = None,
         drafts: DraftControl | None = None,
     ) -> None:
-        """Takes over the stores, the recorder and the prefetcher.
-
-        Raises:
-            CheckpointError: another process has begun the trace or the timeline.
-        """
+        """Owns the stores, recorder and prefetcher from now on. Raises CheckpointError: another
+        process is writing the trace or the timeline."""
         self.facts = facts
         self.recorder = recorder
         self.prefetcher = prefetcher
@@ -399,7 +387,7 @@ class RuntimeHandle:
         self.drafts = drafts
         self.draft_model: CachedDrafts | None = None
         self._closed = False
-        # no other process may write them
+        # locks the files against other processes
         with contextlib.ExitStack() as stack:
             if self._timeline is not None:
                 stack.callback(self._timeline.close)
@@ -409,7 +397,7 @@ class RuntimeHandle:
             stack.pop_all()
 
     def stats(self) -> RuntimeStats:
-        """Counters since the model was loaded or they were reset."""
+        """Counters since loading or `reset_stats`."""
         facts = self.facts
         fastest, slowest = self._store.stats(), (self._host_store or self._store).stats()
         counted = {f.name: getattr(fastest, f.name) for f in dataclasses.fields(ExpertCounters)}
@@ -436,11 +424,11 @@ class RuntimeHandle:
         )
 
     def waits(self) -> tuple[float, int, int]:
-        """As of `ExpertStore`."""
+        """See `ExpertStore.waits`."""
         return self._store.waits()
 
     def reset_stats(self) -> None:
-        """Sets the counters to zero, as after a warm-up."""
+        """Sets all counters to zero."""
         self._store.reset_stats()
         if self.prefetcher is not None:
             self.prefetcher.reset_stats()
@@ -450,10 +438,10 @@ class RuntimeHandle:
             self.drafts.reset_counts()
 
     def check(self) -> None:
-        """Proves that the entries of every tier agree with each other.
+        """Checks the invariants of every tier.
 
         Raises:
-            AssertionError: they do not.
+            AssertionError: one is violated.
             MoERuntimeError: the process is a fork of the one that loaded the model.
         """
         self._store.check()
@@ -461,21 +449,15 @@ class RuntimeHandle:
             self._host_store.check()
 
     def close(self) -> None:
-        """Ends reads under way, gives up the experts' memory and finishes trace and timeline. Does
-        nothing in a fork of the process that loaded the model."""
+        """Ends reads, frees the experts' memory and completes trace and timeline. Does nothing in a
+        fork of the process that loaded the model."""
         if self._closed or self._store.is_forked:
             return
         self._closed = True
-        with contextlib.ExitStack() as stack:
-            # Each of them, even if another one fails.
-            if self.recorder is not None:
-                stack.callback(self.recorder.close)
-            if self._timeline is not None:
-                stack.callback(self._timeline.close)
-            if self._learning is not None:
-                stack.callback(self._learning.close)
-            if self.draft_model is not None:
-                stack.callback(self.draft_model.close)
+        with contextlib.ExitStack() as stack:  # closes all, even if one fails
+            for part in (self.recorder, self._timeline, self._learning, self.draft_model):
+                if part is not None:
+                    stack.callback(part.close)
             self._store.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -489,15 +471,14 @@ class RuntimeHandle:
 
 
 def is_resizable(handle: RuntimeHandle) -> bool:
-    """Whether experts lie in host memory as in the files: not in a code, nor below a device."""
+    """Whether the model has a single tier, in host memory and without a cache code."""
     return handle._host_store is None
 
 
 def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
-    """Has a model that ``is_resizable`` keep so many experts in memory, ``MIN_SLOTS`` at least.
+    """Resizes the cache of a model that ``is_resizable`` to ``num_slots``, ``MIN_SLOTS`` at least.
 
-    Returns how many it keeps now: more while experts are in use or being read, fewer where
-    allocation fails.
+    Returns the new number: more while experts are in use or being read, fewer if allocation fails.
     """
     store, facts = handle._store, handle.facts
     plan = replace(facts.host_plan, num_slots=num_slots)
@@ -513,15 +494,15 @@ def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
 
 
 def regret_drafts(handle: RuntimeHandle, num_lacking: int) -> None:
-    """Has misses counted that the memory of drafts would spare, were it for experts, of which so
-    many have no slot."""
+    """Counts misses that would be hits if the memory of drafts held experts. ``num_lacking``
+    experts have no slot."""
     if is_resizable(handle):
         more = handle.facts.draft_bytes // handle.facts.host_plan.slot_bytes
         handle._store.num_watched = min(num_lacking, more)
 
 
 def give_up_drafts(handle: RuntimeHandle) -> None:
-    """Frees what drafts, and has experts take that memory."""
+    """Closes the draft model and gives its memory to experts."""
     facts, more = handle.facts, handle._store.num_watched
     handle._store.num_watched = 0
     assert handle.draft_model is not None

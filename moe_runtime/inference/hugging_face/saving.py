@@ -1,4 +1,4 @@
-"""Saves a loaded model as a checkpoint; its experts are copied from their files."""
+"""Saves a loaded model as a checkpoint, with experts copied from their files."""
 
 from __future__ import annotations
 
@@ -39,24 +39,21 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How to divide and name the files of a checkpoint; ``max_shard_size`` in bytes, or such as
-    ``"5GB"``."""
+    """Sizes and names of a checkpoint's files; ``max_shard_size`` in bytes or as ``"5GB"``."""
 
     max_shard_size: int | str = "50GB"
     variant: str | None = None
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> SaveOptions:
-        """From the options of ``save_pretrained``. Raises UnsupportedUseError: one is unknown, or
-        has no meaning for a loaded model."""
+        """Reads the options of ``save_pretrained``. Raises UnsupportedUseError: one is not
+        supported."""
         rest = dict(options)
         known = {name: rest.pop(name) for name in ("max_shard_size", "variant") if name in rest}
-        rest.pop("token", None)  # is for the hub
-        rest.pop("save_peft_format", None)  # is for adapters
+        for name in ("token", "save_peft_format"):  # for the hub and for adapters
+            rest.pop(name, None)
         for name, value in rest.items():
-            if name in _MEANINGLESS and not value:
-                continue
-            if name in _NEEDED and value:
+            if (name in _NEEDED and value) or (name in _MEANINGLESS and not value):
                 continue
             reason = _MEANINGLESS.get(name) or _NEEDED.get(name) or "there is no such option"
             raise UnsupportedUseError(
@@ -64,21 +61,24 @@ class SaveOptions:
             )
         return SaveOptions(**known)
 
-    def weights_name(self) -> str:
-        """Name of the file when there is one."""
-        middle = "" if self.variant is None else f".{self.variant}"
-        return f"model{middle}.safetensors"
+    @property
+    def _ending(self) -> str:
+        return "" if self.variant is None else f".{self.variant}"
 
+    @property
+    def stem(self) -> str:
+        """The name of a single file, without its suffix."""
+        return f"model{self._ending}"
+
+    @property
     def index_name(self) -> str:
-        """Name of the index when there are several."""
-        middle = "" if self.variant is None else f".{self.variant}"
-        return f"model.safetensors.index{middle}.json"
+        """The name of the index of several files."""
+        return f"model.safetensors.index{self._ending}.json"
 
     def is_weights(self, name: str) -> bool:
-        """Whether a save with other sizes would have made this file."""
-        stem = re.escape(self.weights_name().removesuffix(".safetensors"))
-        of_series = re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", name)
-        return name == self.index_name() or of_series is not None
+        """Whether a save with any shard size could have written this file."""
+        series = rf"{re.escape(self.stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors"
+        return name == self.index_name or re.fullmatch(series, name) is not None
 
 
 def save_around_experts(
@@ -91,17 +91,16 @@ def save_around_experts(
 ) -> None:
     """Writes a loaded model as a checkpoint that transformers loads.
 
-    The folder is replaced when all is whole; other files than weights are kept.
+    The folder is replaced after all files are complete; other files than weights are kept.
 
     Args:
-        checkpoint_folder: has the experts.
-        state: everything else, by the model's names.
-        versions: of the files of the model's experts; a save over the checkpoint itself adds those
-            that it wrote.
+        checkpoint_folder: the source of the experts.
+        state: all other weights, by the model's names.
+        versions: of the files of experts. A save over the checkpoint itself adds the new files.
 
     Raises:
-        CheckpointError: the checkpoint is not what it was when it was loaded.
-        OSError: it cannot be written; what was there stays.
+        CheckpointError: the checkpoint changed since it was loaded.
+        OSError: writing fails; the old files stay.
         UnsupportedModelError: experts of the family cannot be unpacked.
         UnsupportedUseError: quantised weights were changed, or a packed checkpoint would be
             overwritten.
@@ -118,18 +117,17 @@ def save_around_experts(
         )
     experts, exporter, tensors_of = _exporter_for(checkpoint)
     _require_same_files(experts, versions)
-    stem = options.weights_name().removesuffix(".safetensors")
     shards: Any = split_state_dict_into_shards_factory(
         exporter.tensor_bytes(state),  # type: ignore[arg-type]
         get_storage_size=lambda num_bytes: num_bytes,  # type: ignore[arg-type,return-value]
         get_storage_id=lambda _: None,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        filename_pattern=f"{options.stem}{{suffix}}.safetensors",
         max_shard_size=options.max_shard_size,
     )
     with replace_folder(folder, keeps=lambda path: not options.is_weights(path.name)) as new:
         with tensors_of as source:
             exporter.write_around_experts(new, state, shards.tensor_to_filename, source)
-        _require_same_files(experts, versions)  # nor were they replaced while they were copied
+        _require_same_files(experts, versions)  # nor did they change during the copy
         model.config.dtype = model.dtype
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(new)
@@ -138,7 +136,7 @@ def save_around_experts(
         if model.can_generate():
             model.generation_config.save_pretrained(new)
         if shards.is_sharded:
-            write_index(new / options.index_name(), shards.tensor_to_filename, shards.metadata)
+            write_index(new / options.index_name, shards.tensor_to_filename, shards.metadata)
         written = {file_version(path) for path in new.glob("*.safetensors")}
     if folder.samefile(checkpoint.folder):
         versions |= written
@@ -147,8 +145,8 @@ def save_around_experts(
 def _exporter_for(
     checkpoint: Checkpoint,
 ) -> tuple[ExpertMap, LikeCheckpoint, AbstractContextManager[TensorsOf | None]]:
-    """Where a checkpoint's experts lie, what writes others like it, and what gives it experts. For
-    a packed one, what writes the plain one that it was packed from."""
+    """The map of a checkpoint's experts, a writer for checkpoints like it, and the source of
+    experts. For a packed checkpoint, the writer makes the plain one."""
     bare = build_on_meta(checkpoint)
     experts = map_experts(bare, checkpoint)
     if checkpoint.runs is None:
@@ -159,13 +157,12 @@ def _exporter_for(
 
 
 def _copy_quantization(source: Path, folder: Path) -> None:
-    """Copies the settings of quantised weights to another folder."""
     files = source / "config.json", folder / "config.json"
     said, config = (parse_object(file.read_bytes(), has_infinity=True) for file in files)
     for name in QUANTIZATION_NAMES:
         if name in said:
             config[name] = said[name]
-        for part, values in said.items():  # of a model whose text model has a part of its own
+        for part, values in said.items():  # such as text_config
             if isinstance(values, dict) and name in values and isinstance(config.get(part), dict):
                 config[part][name] = values[name]
     write_text(files[1], json.dumps(config, indent=2) + "\n")
@@ -175,7 +172,7 @@ def _copy_quantization(source: Path, folder: Path) -> None:
 
 
 def _require_same_files(experts: ExpertMap, versions: set[FileVersion]) -> None:
-    """CheckpointError where a file was replaced, changed or removed since it was opened."""
+    """Raises CheckpointError: a file was replaced, changed or removed since it was opened."""
     layouts = experts.layouts.values()
     for path in sorted({extent.file for layout in layouts for extent in layout.extents}):
         if not path.exists() or file_version(path) not in versions:

@@ -87,12 +87,15 @@ _LONGEST_SHOWN = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLine:
-    """What one line asks; ``place`` is file and line, for messages.
+    """One request of a file.
 
-    ``prompt`` is None where there are messages, ``custom_id`` for a plain line.
+    Attributes:
+        place: file and line, for messages.
+        prompt: a text or token ids; None where there are ``messages``.
+        custom_id: of a line in OpenAI's batch format.
+        sampling: fields of `SamplingOptions` that the line gives.
     """
 
-    number: int
     place: str
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
@@ -109,49 +112,42 @@ class PromptLine:
 
 def read_lines(text: str, file: str, *, max_new_tokens: int) -> list[PromptLine]:
     """All requests of a file; a ValueError has the number of a wrong line."""
-    found = []
-    ids: dict[str, int] = {}
+    found: list[PromptLine] = []
+    first_with: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{file}, line {number}"
         try:
-            one = _read_line(line, number, place, max_new_tokens)
+            found.append(_read_line(line, place, max_new_tokens))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        if one.custom_id is not None and ids.setdefault(one.custom_id, number) != number:
-            raise ValueError(
-                f"{place}: custom_id {one.custom_id!r} is that of line {ids[one.custom_id]} too"
-            )
-        found.append(one)
+        custom_id = found[-1].custom_id
+        if custom_id is not None and (first := first_with.setdefault(custom_id, number)) != number:
+            raise ValueError(f"{place}: custom_id {custom_id!r} is that of line {first} too")
     if not found:
         raise ValueError(f"{file}: holds no prompts, expected one a line")
     return found
 
 
-def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> PromptLine:
+def _read_line(line: str, place: str, max_new_tokens: int) -> PromptLine:
     try:
         value = parse_value(line.encode())
     except json.JSONDecodeError as error:
-        said = f"{error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
-        said += f" at character {error.pos + 1}"
-        raise ValueError(f"expected JSON, found {said}") from None
+        reason = f"{error.msg[:1].lower()}{error.msg[1:].removesuffix(' at')}"
+        reason += f" at character {error.pos + 1}"
+        raise ValueError(f"expected JSON, found {reason}") from None
     except UnicodeEncodeError:
         raise ValueError("expected JSON, found half a surrogate pair, which is no text") from None
     except ValueError as error:
         raise ValueError(f"expected JSON, found {error}") from None
-    if isinstance(value, str):
-        value = {"prompt": value}
-    if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON string or an object, got {_shown(value)}")
-    custom_id = None
-    body, asked = value, "prompt" if "prompt" in value else "messages"
-    if "custom_id" in value or "body" in value:
-        custom_id, asked, body = _unwrap(value)
+    body = {"prompt": value} if isinstance(value, str) else value
+    _require(isinstance(body, dict), "expected a JSON string or an object", body)
+    custom_id, key = None, "prompt" if "prompt" in body else "messages"
+    if "custom_id" in body or "body" in body:
+        custom_id, key, body = _unwrap(body)
     given: dict[str, Any] = {name: item for name, item in body.items() if item is not None}
-    _check_fields(given, asked)
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        raise ValueError("max_tokens is the old name of max_completion_tokens; give one")
+    _check_fields(given, key)
     most_new = given.get("max_completion_tokens", given.get("max_tokens", max_new_tokens))
     least = given.get("min_tokens", 0)
     if most_new < 1:
@@ -163,10 +159,9 @@ def _read_line(line: str, number: int, place: str, max_new_tokens: int) -> Promp
     is_sound = all(isinstance(one, str) and one for one in stops)
     _require(is_sound, "stop: expected a text or a list of texts", stop)
     return PromptLine(
-        number=number,
         place=place,
-        prompt=_prompt_of(given["prompt"]) if asked == "prompt" else None,
-        messages=_messages_of(given["messages"]) if asked == "messages" else None,
+        prompt=_prompt_of(given["prompt"]) if key == "prompt" else None,
+        messages=_messages_of(given["messages"]) if key == "messages" else None,
         custom_id=custom_id,
         model=given.get("model"),
         sampling=_sampling_of(given),
@@ -185,17 +180,17 @@ def _unwrap(value: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
         raise ValueError(f"{name} is missing, which OpenAI's batch format has")
     for name in value.keys() - known:
         raise ValueError(f"{name} is no field of OpenAI's batch format")
-    custom_id, method, url, body = (value[name] for name in ("custom_id", "method", "url", "body"))
+    custom_id, url, body = value["custom_id"], value["url"], value["body"]
     _require(isinstance(custom_id, str) and custom_id, "custom_id: expected text", custom_id)
-    _require(method == "POST", "method: expected POST", method)
+    _require(value["method"] == "POST", "method: expected POST", value["method"])
     _require(url in (CHAT_URL, TEXT_URL), f"url: expected {CHAT_URL} or {TEXT_URL}", url)
     _require(isinstance(body, dict), "body: expected an object", body)
     return custom_id, "messages" if url == CHAT_URL else "prompt", body
 
 
-def _check_fields(given: Mapping[str, Any], asked: str) -> None:
-    if asked not in given:
-        raise ValueError(f"{asked} is missing")
+def _check_fields(given: Mapping[str, Any], key: str) -> None:
+    if key not in given:
+        raise ValueError(f"{key} is missing")
     if {"prompt", "messages"} <= given.keys():
         raise ValueError("has a prompt and messages, expected one of the two")
     for name, value in given.items():
@@ -207,9 +202,11 @@ def _check_fields(given: Mapping[str, Any], asked: str) -> None:
         elif name in _FIELDS:
             expected, types = _FIELDS[name]
             _require(type(value) in types, f"{name}: expected {expected}", value)
-        elif name != asked:
-            known = ", ".join(sorted({*_FIELDS, asked}))
+        elif name != key:
+            known = ", ".join(sorted({*_FIELDS, key}))
             raise ValueError(f"{name} is not supported; known are {known}")
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        raise ValueError("max_tokens is the old name of max_completion_tokens; give one")
     if given.get("min_tokens", 0) < 0:
         raise ValueError(f"min_tokens must be at least 0, got {given['min_tokens']}")
 
@@ -225,7 +222,7 @@ def _sampling_of(given: Mapping[str, Any]) -> dict[str, Any]:
         bias[int(token)] = float(number)
     if bias:
         values["logit_bias"] = bias
-    SamplingOptions(**values)  # refuses what is out of range
+    SamplingOptions(**values)  # checks the ranges
     return values
 
 
@@ -288,14 +285,40 @@ def _shown(value: Any) -> str:
 
 
 _HASH_DIGITS = 32
+ROOM_SHARE = 4
+"""If experts lack room, tokens get a fourth of the budget without the dense weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings:
+    """Options of `run_batch`.
+
+    Attributes:
+        temperature, top_p, seed: for lines that give none; None for the checkpoint's.
+        loading: options of ``moe_runtime.load``.
+        max_tokens: that the model is loaded for; None for what `room_of` finds.
+    """
+
+    model: str
+    file: str
+    output: Path
+    chat: bool
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    max_new_tokens: int
+    loading: Mapping[str, Any]
+    max_tokens: int | None
+    engine: EngineOptions
+
+    def check_sampling(self, temperature: float, top_p: float) -> None:
+        check_options(self.max_new_tokens, temperature, top_p, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of a file.
-
-    ``id`` is of its record: a digest of the model's name and everything that its answer depends on.
-    """
+    """A request and the ``id`` of its answer: a digest of the model's name and of everything that
+    the answer depends on."""
 
     line: PromptLine
     request: GenerationRequest
@@ -304,7 +327,11 @@ class Job:
 
 
 class Batch:
-    """The requests of a file; ``chat`` puts prompts that are texts into the chat template.
+    """The requests of lines, their texts and answers.
+
+    Attributes:
+        sampling: how tokens are chosen where a line says nothing.
+        end_ids: tokens that end an answer; known when the model is loaded.
 
     Raises:
         ValueError: a line asks for another model, or more than the model can do; with its number.
@@ -314,25 +341,30 @@ class Batch:
     def __init__(
         self,
         lines: Sequence[PromptLine],
-        tokenizer: Any,
-        config: Any,
-        model: str,
-        *,
-        chat: bool,
-        sampling: SamplingOptions,
-        stops: Sequence[str] = (),
-        reader: PictureReader | None = None,
+        settings: BatchSettings,
+        progress: Progress | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self._reader = reader
-        self._name = name_of(model)
-        self._names = {model, self._name}
-        self._config = config
-        self._chat = chat
-        self._sampling = sampling
-        self._stops = tuple(stops)
-        self._texts: dict[str, tuple[AnswerText, list[Piece]]] = {}
+        folder = find_checkpoint(settings.model, weights=False, progress=progress)
+        config = read_generation_config(folder)
+        warn_of_unused(config, is_engine=True)
+        self.sampling = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
+        settings.check_sampling(self.sampling["temperature"], self.sampling["top_p"])
+        self.tokenizer, self._config = load_tokenizer(folder), read_config(folder)
         self.end_ids: frozenset[int] = frozenset()
+        self._reader = None
+        if settings.loading.get("group") is None:  # several processes take no pictures
+            beside = Path(settings.file).parent
+            self._reader = PictureReader.of(folder, self._config, self.tokenizer, beside=beside)
+        path = Path(settings.model)
+        self._name = path.resolve().name if path.exists() else settings.model
+        self._names = {settings.model, self._name}
+        self._chat = settings.chat
+        penalty = getattr(config, "repetition_penalty", None) or 1.0
+        self._defaults = SamplingOptions(
+            **self.sampling, seed=settings.seed, repetition_penalty=penalty
+        )
+        self._stops = tuple(stop_strings_of(config))
+        self._texts: dict[str, tuple[AnswerText, list[Piece]]] = {}
         self._requests: list[tuple[PromptLine, GenerationRequest]] = []
         for line in lines:
             try:
@@ -359,13 +391,14 @@ class Batch:
             found.append(Job(line, request, f"batch_req_{digest}", stops))
         return found
 
-    def request_of(self, job: Job) -> GenerationRequest:
-        return dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
+    def request_of(self, job: Job, *, with_tensors: bool = False) -> GenerationRequest:
+        """The engine's request of a job, if asked with the tensors of its pictures.
 
-    def whole_request_of(self, job: Job) -> GenerationRequest:
-        """With the tensors of its pictures. Raises ValueError: one has changed since."""
-        request = self.request_of(job)
-        pictures = self._pictures(job.line.messages or ())
+        Raises:
+            ValueError: a picture has changed since the line was read.
+        """
+        request = dataclasses.replace(job.request, stop_ids=self._stop_ids(job))
+        pictures = self._pictures(job.line.messages or ()) if with_tensors else None
         if pictures is None:
             return request
         digests = [one.picture.digest for one in request.pictures]
@@ -374,13 +407,14 @@ class Batch:
         placed = place(request.prompt_ids, pictures.pictures)
         return dataclasses.replace(request, pictures=placed)
 
-    def is_over(self, job: Job, token: NewToken) -> bool:
-        """Takes a token; gives whether a stop string ends the answer here."""
+    def add_token(self, job: Job, token: NewToken) -> bool:
+        """Takes a token of an answer; gives whether a stop string ends the answer here."""
         text, pieces = self._growing(job)
         pieces.append(text.add(token))
         return pieces[-1].finish is not None
 
     def record(self, job: Job, answer: Answer) -> dict[str, Any]:
+        """The line of an answer in the output, as an object of JSON."""
         line, record = job.line, {"id": job.id}
         growing, pieces = self._growing(job)
         del self._texts[job.id]
@@ -411,8 +445,8 @@ class Batch:
     def _read(self, line: PromptLine) -> GenerationRequest:
         if line.model is not None and line.model not in self._names:
             raise ValueError(f"asks for model {line.model!r}, but this one is {self._name!r}")
-        (ids, pictures), sampling = self._encode(line), self._sampling
-        sampling = dataclasses.replace(sampling, **line.sampling)
+        ids, pictures = self._encode(line)
+        sampling = dataclasses.replace(self._defaults, **line.sampling)
         check_length(self._config, len(ids), line.max_new_tokens)
         size = self._config.get_text_config().vocab_size
         wrong = [token for token in (*ids, *line.stop_ids, *sampling.logit_bias) if token >= size]
@@ -487,21 +521,13 @@ class Batch:
         }
 
 
-def name_of(model: str) -> str:
-    """What answers call a model: the name of its folder, or its name on the hub."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
-
-
-ROOM_SHARE = 4
-"""Of what a budget leaves beside the dense weights, tokens get a fourth where experts lack room."""
-
-
 @dataclass(kw_only=True, slots=True)
 class BatchOutcome:
-    """What became of the requests of a file.
+    """Counts of a file's requests.
 
-    ``kept`` had an answer before. ``engine`` and ``stats`` are None where there was nothing to do.
+    Attributes:
+        kept: requests that had an answer before.
+        engine, stats: None where there was nothing to do.
     """
 
     requests: int
@@ -518,65 +544,29 @@ class BatchOutcome:
     stats: RuntimeStats | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSettings:
-    """Options of `run_batch`; sampling is for lines that say none, None the checkpoint's.
-
-    ``max_tokens`` is what the model is loaded for, None for what `room_for` finds.
-    """
-
-    model: str
-    file: str
-    output: Path
-    chat: bool
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    max_new_tokens: int
-    loading: Mapping[str, Any]
-    max_tokens: int | None
-    engine: EngineOptions
+Answered = tuple[int, dict[str, Any], Answer]
+"""The number of a job, its record for the output, and its answer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """An answer as the file gets it, and what `BatchOutcome` counts."""
-
-    number: int
-    record: dict[str, Any]
-    is_failed: bool
-    prompt_tokens: int
-    cached_tokens: int
-    new_tokens: int
-
-
+@dataclass(kw_only=True, eq=False)
 class BatchWork:
-    """Requests that have no answer yet, by number, for what answers them.
+    """Requests that have no answer yet, by number, and where their answers go.
 
-    `take` writes answers; ``on_loaded`` is to be called before the first. Answers are given within
-    `answering`, which an interrupt ends.
+    Call ``on_loaded`` before the first answer. Give answers within `answering`, which an interrupt
+    ends.
     """
 
-    def __init__(
-        self,
-        settings: BatchSettings,
-        jobs: Mapping[int, Job],
-        answers: AnswerFile,
-        outcome: BatchOutcome,
-        *,
-        progress: Progress | None,
-        on_loaded: Callable[[int], None],
-        on_done: Callable[[BatchOutcome], None],
-    ) -> None:
-        self.settings = settings
-        self.jobs = jobs
-        self.progress = progress
-        self.outcome = outcome
-        self._answers, self._on_loaded, self._on_done = answers, on_loaded, on_done
+    settings: BatchSettings
+    jobs: Mapping[int, Job]
+    outcome: BatchOutcome
+    answers: AnswerFile
+    progress: Progress | None
+    on_loaded: Callable[[int], None]
+    on_done: Callable[[BatchOutcome], None]
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        self._on_loaded(len(self.jobs))
+        self.on_loaded(len(self.jobs))
         started_s = time.perf_counter()
         self.outcome.is_interrupted = True
         with contextlib.suppress(KeyboardInterrupt):
@@ -584,17 +574,19 @@ class BatchWork:
             self.outcome.is_interrupted = False
         self.outcome.seconds = time.perf_counter() - started_s
 
-    def take(self, one: Answered) -> None:
-        self._answers.add(one.record)
+    def take(self, answered: Answered) -> None:
+        """Writes an answer and counts it."""
+        number, record, answer = answered
+        self.answers.add(record)
         outcome = self.outcome
-        if one.is_failed:
+        if answer.reason == "error":
             outcome.failed += 1
         else:
             outcome.answered += 1
-            outcome.prompt_tokens += one.prompt_tokens
-            outcome.cached_tokens += one.cached_tokens
-            outcome.new_tokens += one.new_tokens
-        self._on_done(outcome)
+            outcome.prompt_tokens += len(self.jobs[number].request.prompt_ids)
+            outcome.cached_tokens += answer.cached_tokens
+            outcome.new_tokens += len(answer.token_ids)
+        self.on_done(outcome)
 
 
 def run_batch(
@@ -607,11 +599,13 @@ def run_batch(
     answer: Callable[[BatchWork], None] | None = None,
     on_room: Callable[[int], object] = lambda room: None,
 ) -> BatchOutcome:
-    """Answers what has no answer yet.
+    """Answers the requests of a file that have no answer yet.
 
-    ``on_room`` gets the tokens that the model is loaded for, 0 where there is nothing to answer;
-    ``on_loaded`` the number of requests to answer; ``on_done`` is called after each. ``answer``
-    answers them elsewhere; by default an engine of this process does.
+    Args:
+        on_loaded: called with the number of requests to answer.
+        on_done: called after each answer.
+        answer: answers the requests elsewhere; by default an engine of this process does.
+        on_room: called with the tokens that the model is loaded for; 0 if nothing is to answer.
 
     Raises:
         ValueError: a line cannot be answered, with its number, or an option is out of range.
@@ -620,22 +614,31 @@ def run_batch(
     """
     if settings.engine.exact:
         LossyRules.refuse_exact(settings.loading)
-    batch, jobs, sampling = _read(text, settings, progress)
-    asked = {job.id: number for number, job in enumerate(jobs)}
-    with AnswerFile(settings.output, asked) as answers:
+    # lines are checked before the model is fetched, and all but its dtype before weights are
+    settings.check_sampling(
+        settings.temperature or 0.0, 1.0 if settings.top_p is None else settings.top_p
+    )
+    lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
+    batch = Batch(lines, settings, progress)
+    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
+    arithmetic = str(checkpoint.dtype)
+    if settings.loading.get("adapter") is not None:
+        arithmetic += AdapterFolder(settings.loading["adapter"]).digest()
+    jobs = batch.jobs(arithmetic)
+    with AnswerFile(settings.output, {job.id: n for n, job in enumerate(jobs)}) as answers:
         left = {n: job for n, job in enumerate(jobs) if n not in answers.answered}
-        kept = len(jobs) - len(left)
-        outcome = BatchOutcome(requests=len(jobs), sampling=sampling, kept=kept)
-        room = 0
-        if left and answer is None:
-            room = room_of(needs_of(left.values()), settings)
+        outcome = BatchOutcome(
+            requests=len(jobs), sampling=batch.sampling, kept=len(jobs) - len(left)
+        )
+        is_here = bool(left) and answer is None
+        room = room_of(needs_of(left.values()), settings) if is_here else 0
         on_room(room)
         if left:
             work = BatchWork(
-                settings,
-                left,
-                answers,
-                outcome,
+                settings=settings,
+                jobs=left,
+                outcome=outcome,
+                answers=answers,
                 progress=progress,
                 on_loaded=on_loaded,
                 on_done=on_done,
@@ -644,69 +647,6 @@ def run_batch(
         if not outcome.is_interrupted:
             answers.finish()
     return outcome
-
-
-def _read(
-    text: str, settings: BatchSettings, progress: Progress | None
-) -> tuple[Batch, list[Job], dict[str, Any]]:
-    """Checks lines before anything is fetched, and all but their dtype before weights are."""
-    top_p = 1.0 if settings.top_p is None else settings.top_p
-    check_options(settings.max_new_tokens, settings.temperature or 0.0, top_p, settings.seed)
-    lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
-    batch, own = make_batch(lines, settings, progress)
-    checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
-    arithmetic = str(checkpoint.dtype)
-    if settings.loading.get("adapter") is not None:
-        arithmetic += AdapterFolder(settings.loading["adapter"]).digest()
-    return batch, batch.jobs(arithmetic), own
-
-
-def make_batch(
-    lines: Sequence[PromptLine], settings: BatchSettings, progress: Progress | None = None
-) -> tuple[Batch, dict[str, Any]]:
-    """The requests of lines, and how tokens are chosen by default."""
-    folder = find_checkpoint(settings.model, weights=False, progress=progress)
-    config = read_generation_config(folder)
-    warn_of_unused(config, is_engine=True)
-    penalty = getattr(config, "repetition_penalty", None) or 1.0
-    own = sampling_for(config, temperature=settings.temperature, top_p=settings.top_p)
-    check_options(settings.max_new_tokens, own["temperature"], own["top_p"], settings.seed)
-    tokenizer, model_config = load_tokenizer(folder), read_config(folder)
-    beside = Path(settings.file).parent
-    reader = None
-    if settings.loading.get("group") is None:  # several processes take no pictures
-        reader = PictureReader.of(folder, model_config, tokenizer, beside=beside)
-    batch = Batch(
-        lines,
-        tokenizer,
-        model_config,
-        settings.model,
-        chat=settings.chat,
-        sampling=SamplingOptions(**own, seed=settings.seed, repetition_penalty=penalty),
-        stops=stop_strings_of(config),
-        reader=reader,
-    )
-    return batch, own
-
-
-def needs_of(jobs: Iterable[Job]) -> dict[str, int]:
-    """Tokens that each request may have, by its place."""
-    return {job.line.place: rounded_up(tokens_of(job.request)) for job in jobs}
-
-
-def room_of(needs: Mapping[str, int], settings: BatchSettings) -> int:
-    """Tokens to load the model for. Raises ValueError: ``max_tokens`` is too few for a request."""
-    room = settings.max_tokens
-    if room is None:
-        sizes, most = list(needs.values()), settings.engine.most_running
-        room = room_for(settings.model, sizes, most, settings.loading)
-    longest = max(needs, key=needs.__getitem__)
-    if room < needs[longest]:
-        raise ValueError(
-            f"--max-tokens {room} is too small: {longest}, with its answer, may need "
-            f"{needs[longest]}"
-        )
-    return room
 
 
 def _answer_here(batch: Batch, room: int, work: BatchWork) -> None:
@@ -731,50 +671,50 @@ def answer_jobs(
 ) -> EngineStatistics:
     """Answers jobs with a loaded model; ``take`` is called for each, in the caller's thread.
 
-    With ``news``, as of `answer_all`, these are what is answered; ``jobs`` has their jobs by then.
+    With ``news``, as of `answer_all`, only the requests in it are answered; ``jobs`` must have
+    their jobs by then.
     """
     batch.end_ids = frozenset(end_token_ids(loaded, batch.tokenizer))
-
-    def done(number: int, answer: Answer) -> None:
-        take(
-            Answered(
-                number=number,
-                record=batch.record(jobs[number], answer),
-                is_failed=answer.reason == "error",
-                prompt_tokens=len(jobs[number].request.prompt_ids),
-                cached_tokens=answer.cached_tokens,
-                new_tokens=len(answer.token_ids),
-            )
-        )
-
     return answer_all(
         loaded,
-        # with news, jobs that are there already come with them too
         {} if news else {number: batch.request_of(job) for number, job in jobs.items()},
         options,
-        on_token=lambda number, token: batch.is_over(jobs[number], token),
-        on_answer=done,
-        whole=lambda number: batch.whole_request_of(jobs[number]),
+        on_token=lambda number, token: batch.add_token(jobs[number], token),
+        on_answer=lambda number, answer: take((number, batch.record(jobs[number], answer), answer)),
+        whole=lambda number: batch.request_of(jobs[number], with_tensors=True),
         news=news,
     )
 
 
-def room_for(
-    model: str, needs: Sequence[int], most_running: int, loading: Mapping[str, Any]
-) -> int:
-    """Tokens to load a model for, so that many requests run at a time and experts keep their
-    room.
+def needs_of(jobs: Iterable[Job]) -> dict[str, int]:
+    """Tokens that each request may have, by its place."""
+    return {job.line.place: rounded_up(tokens_of(job.request)) for job in jobs}
 
-    Room for the longest requests that may run together, where the experts fit in addition or it
-    takes at most one part in `ROOM_SHARE` of the budget; at least room for the longest one.
+
+def room_of(needs: Mapping[str, int], settings: BatchSettings) -> int:
+    """Tokens to load the model for.
+
+    The longest requests that may run together get room if all experts fit in addition, or if it
+    takes at most one part in `ROOM_SHARE` of the budget. The longest request always gets room.
+
+    Raises:
+        ValueError: ``max_tokens`` is too few for a request.
     """
-    longest_first = sorted(needs, reverse=True)
-    wanted, longest = sum(longest_first[:most_running]), longest_first[0]
+    longest_first = sorted(needs.values(), reverse=True)
+    wanted, longest = sum(longest_first[: settings.engine.most_running]), longest_first[0]
+    if (room := settings.max_tokens) is not None:
+        if room < longest:
+            named = max(needs, key=needs.__getitem__)
+            raise ValueError(
+                f"--max-tokens {room} is too small: {named}, with its answer, may need {longest}"
+            )
+        return room
     if wanted == longest:
         return wanted
+    loading = settings.loading
     names = ("dtype", "cache_code", "kv_cache", "misses", "draft")
     same = {name: loading[name] for name in names}
-    summary = inspect_checkpoint(model, max_tokens=wanted, **same)
+    summary = inspect_checkpoint(settings.model, max_tokens=wanted, **same)
     device = loading["device"]
     if device != "cpu" and (device != "auto" or torch.cuda.is_available()):
         place = torch.device("cuda" if device == "auto" else device)
@@ -782,8 +722,7 @@ def room_for(
     else:
         budget, free = loading["host_memory"], available_host_bytes()
     budget_bytes = resolve_budget(parse_budget(budget, name="memory"), free, "this machine")
-    spare_bytes = budget_bytes - summary.dense_bytes - summary.reserve_bytes
-    if spare_bytes >= summary.total_experts * summary.slot_bytes:
+    for_experts = budget_bytes - summary.dense_bytes
+    if for_experts - summary.reserve_bytes >= summary.total_experts * summary.slot_bytes:
         return wanted
-    share = (budget_bytes - summary.dense_bytes) // (ROOM_SHARE * summary.token_bytes)
-    return max(longest, min(wanted, share))
+    return max(longest, min(wanted, for_experts // (ROOM_SHARE * summary.token_bytes)))

@@ -1,4 +1,4 @@
-"""Many requests answered together, none of which is urgent: the most tokens a second.
+"""Answers many requests that are not urgent with the most tokens per second.
 
 An `AnswerFile` has a line of JSON for each answer, grows while they come, and is taken up again.
 """
@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -43,8 +42,9 @@ from moe_runtime.serving.requests import (
 BEGINNING = '{"id": "batch_req_'
 
 
-class AnswerFile:
-    """Answers by request id, in the order in which they come until `finish` sorts them.
+class AnswerFile(contextlib.AbstractContextManager["AnswerFile"]):
+    """A file with a line of JSON for each answer, by request id, in the order in which they come
+    until `finish` sorts them.
 
     A context manager that leaves whole lines, however it ends.
 
@@ -57,8 +57,7 @@ class AnswerFile:
         self._path = path
         self._asked = asked
         self._end = 0
-        # where each answer lies: its first byte and the one after its last
-        self._places: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # of each answer: first byte and end
         self._failed: set[int] = set()
         self._place = place_of(path)
         self._is_new = not self._place.exists()
@@ -73,8 +72,7 @@ class AnswerFile:
         return frozenset(self._places.keys() - self._failed)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Writes a line, whole or not at all. One with an ``error`` is answered again in a later
-        run."""
+        """Writes a line, whole or not at all. A later run asks again if it has an ``error``."""
         line = f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode()
         assert line.startswith(BEGINNING.encode())
         with named_file(self._path):
@@ -97,15 +95,7 @@ class AnswerFile:
             for start, end in places:
                 file.write(os.pread(self._file.fileno(), end - start, start))
 
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._cut()
             if self._is_new and not self._end:
@@ -129,23 +119,27 @@ class AnswerFile:
             is_whole = line.endswith(b"\n")
             if not is_whole and line[: len(BEGINNING)] == BEGINNING.encode()[: len(line)]:
                 break  # the process that wrote it was killed
-            record = _record_of(line)
-            if record is None and line.startswith(BEGINNING.encode()):
-                raise CheckpointError(
-                    f"{self._path}, line {number}: is an answer that was cut short; remove this "
-                    "line, and the same command answers its request again"
+            record = None
+            if is_ours := line.startswith(BEGINNING.encode()):
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("id"), str):
+                problem = (
+                    "answers something else than these prompts with this model and these options; "
+                    "give another --output"
                 )
-            if record is None or not is_whole:
-                raise CheckpointError(
-                    f"{self._path}, line {number}: is no answer of this command, so nothing here "
-                    "is touched; give another --output"
+                if record["id"] in self._asked:
+                    self._note(record, len(line))
+                    continue
+            elif is_ours:
+                problem = (
+                    "is an answer that was cut short; remove this line, and the same command "
+                    "answers its request again"
                 )
-            if record["id"] not in self._asked:
-                raise CheckpointError(
-                    f"{self._path}, line {number}: answers something else than these prompts with "
-                    "this model and these options; give another --output"
-                )
-            self._note(record, len(line))
+            else:
+                problem = "is no answer of this command, so nothing here is touched; give another "
+                problem += "--output"
+            raise CheckpointError(f"{self._path}, line {number}: {problem}")
 
 
 def _open(place: Path) -> IO[bytes]:
@@ -164,24 +158,13 @@ def _open(place: Path) -> IO[bytes]:
     return file
 
 
-def _record_of(line: bytes) -> dict[str, Any] | None:
-    if not line.startswith(BEGINNING.encode()):
-        return None
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("id"), str) else None
-
-
-News = queue.SimpleQueue[int | Mapping[int, GenerationRequest] | None]
-"""What a batch waits for: a request's number as it has an event, more requests, None as their end.
-"""
+News = queue.SimpleQueue[tuple[int, Event] | Mapping[int, GenerationRequest] | None]
+"""Input of a batch: events of requests by number, more requests, and None as their end."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request; ``token_ids`` include the one that ended the answer."""
+    """An answer to a request; ``token_ids`` include the one that ended it."""
 
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -208,33 +191,28 @@ def answer_all(
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
-    An early end, Ctrl-C too, cancels unfinished requests; finished ones are reported first.
+    An error or Ctrl-C cancels unfinished requests.
 
     Args:
         requests: by number; each fits into the memory that the model was loaded for.
-        on_token: called with each new token, in the caller's thread; gives whether it ends its
+        on_token: called with each new token, in the caller's thread; returns whether it ends the
             answer.
         on_answer: called once for each request, in the caller's thread.
-        whole: gives a request as the engine gets it, with what only those under way have in memory.
-        news: further requests to answer, which other threads put there while this runs; it ends
-            after None.
+        whole: makes the request that the engine gets, such as one with its pictures' tensors.
+        news: other threads put further requests there while this runs, and None at the end.
 
     Raises:
         RankFailureError: another process of a divided model died or stalled; unfinished requests
             are not reported.
     """
     options = batch_options(options)
-    with contextlib.ExitStack() as stack:
-        flow = _Flow(requests, options, on_token, on_answer, whole, news)
-        # after the engine's end: its last events
-        stack.callback(flow.take_the_rest)
-        engine = stack.enter_context(Engine(model, options))
-        flow.run(engine)
+    with Engine(model, options) as engine:
+        _Flow(engine, requests, options, on_token, on_answer, whole, news).run()
         return engine.statistics()
 
 
 def batch_options(options: EngineOptions) -> EngineOptions:
-    """With all that may be open the engine's at once."""
+    """Options of an engine whose queue takes all requests that are open at a time."""
     most_open = max(options.most_waiting, options.most_running)
     return dataclasses.replace(options, most_waiting=most_open)
 
@@ -257,24 +235,12 @@ def tokens_of(request: GenerationRequest) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended.
-
-    The engine's thread appends events. The caller's takes them one by one; Ctrl-C may come between
-    any two instructions, so ``is_taking`` marks one that may be in the answer by half.
-    """
-
-    answer: Answer = field(default_factory=Answer)
-    events: list[Event] = field(default_factory=list)
-    num_taken: int = 0
-    is_taking: bool = False
-    handle: EngineHandle | None = None
-
-
 class _Flow:
+    """Submits requests as they have room, and takes their events."""
+
     def __init__(
         self,
+        engine: Engine,
         requests: Mapping[int, GenerationRequest],
         options: EngineOptions,
         on_token: Callable[[int, NewToken], bool],
@@ -282,92 +248,60 @@ class _Flow:
         whole: Callable[[int], GenerationRequest] | None,
         news: News | None,
     ) -> None:
+        self._engine, self._most_open = engine, options.most_waiting
         self._requests = dict(requests)
         self._whole = whole or self._requests.__getitem__
-        self._most_open = options.most_waiting
         self._on_token, self._on_answer = on_token, on_answer
         self._ready = deque(order_of_work(requests))
         self._news: News = queue.SimpleQueue() if news is None else news
         self._is_fed = news is not None
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, tuple[Answer, EngineHandle]] = {}
         self._open_tokens = 0
-        self._engine: Engine | None = None
 
-    def run(self, engine: Engine) -> None:
-        self._engine = engine
-        capacity = engine.statistics().kv_capacity
+    def run(self) -> None:
+        capacity = self._engine.statistics().kv_capacity
         while self._ready or self._open or self._is_fed:
             while self._ready and self._fits(self._ready[0], capacity):
-                self._submit(engine, self._ready.popleft())
+                self._submit(self._ready.popleft())
             news = self._news.get()
-            if isinstance(news, int):
-                self._take(news)
+            if isinstance(news, tuple):
+                if news[0] in self._open:  # the answer may be over before its last events
+                    self._take(*news)
             else:
                 self._is_fed = news is not None
                 self._requests.update(news or {})
                 self._ready.extend(order_of_work(news or {}))
 
-    def take_the_rest(self) -> None:
-        """Reports answers that ended before the engine did, but for one that an interrupt left by
-        half."""
-        for number, request in list(self._open.items()):
-            if request.is_taking or not request.events:
-                continue
-            last = request.events[-1]
-            if isinstance(last, Finished) and not self._is_cut_off(last):
-                self._take(number)
-
-    def _is_cut_off(self, last: Finished) -> bool:
-        """Whether the engine ended, and not the answer."""
-        has_failed = self._engine is not None and self._engine.failure is not None
-        return last.reason == "cancelled" or (has_failed and last.reason == "error")
-
     def _fits(self, number: int, capacity: int) -> bool:
-        """Whether it can go on to its end without taking room from others."""
+        """Whether a request can run to its end without taking room from others."""
         needed = rounded_up(tokens_of(self._requests[number]))
         is_room = len(self._open) < self._most_open and self._open_tokens + needed <= capacity
         return is_room or not self._open
 
-    def _submit(self, engine: Engine, number: int) -> None:
+    def _submit(self, number: int) -> None:
         request = self._whole(number)
-        self._open[number] = opened = _Open()
         self._open_tokens += rounded_up(tokens_of(request))
+        handle = self._engine.submit(request, lambda event: self._news.put((number, event)))
+        self._open[number] = Answer(), handle
 
-        def hear(event: Event) -> None:
-            opened.events.append(event)
-            self._news.put(number)
-
-        opened.handle = engine.submit(request, hear)
-
-    def _take(self, number: int) -> None:
-        """Takes all events of a request; none if its answer was over before the engine knew."""
-        while (request := self._open.get(number)) and request.num_taken < len(request.events):
-            request.is_taking = True
-            self._take_event(number, request, request.events[request.num_taken])
-            request.num_taken += 1
-            request.is_taking = False
-
-    def _take_event(self, number: int, request: _Open, event: Event) -> None:
-        answer = request.answer
+    def _take(self, number: int, event: Event) -> None:
+        answer, handle = self._open[number]
+        if isinstance(event, PromptRead | NewToken) and event.routing is not None:
+            answer.routing.append(event.routing)
         if isinstance(event, PromptRead):
             answer.cached_tokens = event.cached_tokens
-            answer.routing += [] if event.routing is None else [event.routing]
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
-            answer.routing += [] if event.routing is None else [event.routing]
             if self._on_token(number, event):
-                assert request.handle is not None
-                request.handle.cancel()
+                handle.cancel()
                 answer.reason = "stop"
         elif isinstance(event, Finished):
-            if self._is_cut_off(event):
-                assert self._engine is not None
-                closed = EngineClosedError(event.message or "the engine was closed")
-                raise self._engine.failure or closed
+            failure = self._engine.failure
+            if event.reason == "cancelled" or (failure is not None and event.reason == "error"):
+                raise failure or EngineClosedError(event.message or "the engine was closed")
             answer.reason = event.reason
             answer.message = event.problem if event.reason == "error" else None
         if answer.reason is not None:
             del self._open[number]
-            request.handle = None  # which leads here again
             self._open_tokens -= rounded_up(tokens_of(self._requests[number]))
             self._on_answer(number, answer)

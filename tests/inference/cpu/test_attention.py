@@ -62,7 +62,7 @@ def test_one_query_equals_fp64(mask, dtype, key_heads):
 
 
 @pytest.mark.parametrize("change", [{"mask": "bool"}, {"dtype": torch.float64}])
-def test_everything_else_is_transformers_own(change):
+def test_other_calls_use_transformers_attention(change):
     layer = Layer(3)
     query, key, value = inputs(change.get("dtype", torch.float32), queries=3)
     mask, _ = masks(change.get("mask", "none"))
@@ -94,7 +94,7 @@ def test_prompts_equal_fp64(dtype, kind):
 
 @pytest.mark.parametrize("mask", ["bool", "added"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_values_are_given_to_torch_as_wide_as_keys(mask, dtype, monkeypatch):
+def test_narrow_values_are_padded_to_the_width_of_keys(mask, dtype, monkeypatch):
     widths = set[tuple[int, int]]()
 
     def sdpa(module: object, query: Any, key: Any, value: Any, *rest: Any, **options: Any):
@@ -116,7 +116,7 @@ def test_narrow_values_are_given_to_torch_as_wide_as_keys(mask, dtype, monkeypat
     assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
 
 
-def test_options_that_ask_for_more_are_passed_on(monkeypatch):
+def test_other_options_reach_transformers(monkeypatch):
     passed: list[dict[str, object]] = []
 
     def sdpa(_: object, query: torch.Tensor, *__: object, **options: object):
@@ -171,7 +171,7 @@ def test_prompts_in_half_precision_have_few_lengths(dtype, queries, kind, bias, 
     assert (found - exact).abs().max() < (torch.finfo(dtype).eps + 1e-5) * value.abs().max()
 
 
-def test_a_query_that_sees_nothing_is_averaged_over_the_keys_that_there_are(lengths):
+def test_a_fully_masked_query_averages_all_real_keys(lengths):
     query, key, value = inputs(torch.bfloat16, queries=3)
     mask = torch.full((1, 1, 3, 37), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -189,7 +189,7 @@ def test_long_contexts_keep_their_lengths(queries, keys, lengths):
     assert lengths == {(queries, keys)}
 
 
-def test_families_that_decide_by_the_name_of_the_attention_are_known():
+def test_families_that_compare_the_attention_name_are_listed():
     """Every comparison of that name in transformers with more than eager attention."""
     compares = re.compile(r'_attn_implementation\s*(==|!=|in\b|not in\b)(?!\s*"eager")')
     models = Path(transformers.__file__).parent / "models"
@@ -204,7 +204,7 @@ def test_families_that_decide_by_the_name_of_the_attention_are_known():
 
 
 @pytest.mark.parametrize(("model_class", "is_ours"), [("Mixtral", True), ("DeepseekV32", False)])
-def test_a_family_that_decides_by_the_name_of_the_attention_keeps_its_own(model_class, is_ours):
+def test_a_family_that_compares_the_attention_name_keeps_its_attention(model_class, is_ours):
     family = next(f for f in TABLE if f.model_class == f"{model_class}ForCausalLM")
     model: Any = tiny_model(family)
     before = model.config._attn_implementation

@@ -1,4 +1,4 @@
-"""Depthwise convolutions in half precision are sums of shifted products, whoever calls them."""
+"""Depthwise convolutions in half precision are sums of shifted products."""
 
 import copy
 import pickle
@@ -112,18 +112,8 @@ def test_gradients(dtype):
         assert torch.allclose(gradient.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
-def test_forward_mode():
-    plain, layer = layers(torch.bfloat16)
-    x, tangent = torch.randn(1, 6, 31).bfloat16(), torch.randn(1, 6, 31).bfloat16()
-    found, moved, *_ = torch.func.jvp(layer, (x,), (tangent,))
-    assert torch.equal(found, layer(x))
-    plain.bias = None
-    exact, error = bounds(plain, tangent, 3)
-    assert ((moved.double() - exact).abs() <= error).all()
-
-
 @torch.no_grad()
-def test_what_is_no_such_convolution_has_torchs_bits():
+def test_other_convolutions_have_torchs_bits():
     """Another type, other layers, and calls that torch refuses."""
     x = torch.randn(2, 6, 31)
     for dtype, options in [
@@ -153,7 +143,7 @@ def test_what_is_no_such_convolution_has_torchs_bits():
 
 
 @torch.no_grad()
-def test_where_onednn_computes_half_precision_torch_does(monkeypatch):
+def test_half_precision_with_onednn_stays_with_torch(monkeypatch):
     _, layer = layers(torch.bfloat16)
     monkeypatch.setattr(depthwise, "_slow_types", lambda: frozenset((torch.float16,)))
     with Operations() as operations:

@@ -130,7 +130,7 @@ def test_the_usual_layers_are_fused_and_keep_their_bits(kind, dtype, fused_steps
 
 
 @pytest.mark.parametrize("kind", ["clipped", "own", "without angles"])
-def test_layers_that_compute_something_else_are_left_alone(kind, fused_steps, fused_prompts):
+def test_other_layers_are_not_fused(kind, fused_steps, fused_prompts):
     model = make(kind)
     for masked in (False, True):
         found, expected = (run(model, way, masked=masked) for way in (model.layer, own_way(model)))
@@ -157,7 +157,7 @@ def other_attention(model: Model) -> None:
 
 
 def watch(model: Model) -> None:
-    """Sees what a layer with sinks returns beside its result: its weights."""
+    """Sees the second result of a layer with sinks: its weights."""
     model.layer.register_forward_hook(lambda *_: None)
 
 
@@ -173,7 +173,7 @@ def new_weight(model: Model) -> None:
 @pytest.mark.parametrize(
     "change", [hook, replace_part, patch_part, other_attention, new_weight, watch]
 )
-def test_a_layer_that_somebody_changes_goes_its_own_way(change, fused_steps, fused_prompts):
+def test_a_changed_layer_uses_its_own_forward(change, fused_steps, fused_prompts):
     model = make("gpt_oss" if change is watch else "qwen3")
     run(model, model.layer)
     change(model)
@@ -224,7 +224,7 @@ def fewer_heads(model: Model) -> None:
         ("gpt_oss", other_scale),
     ],
 )
-def test_what_a_layer_says_now_counts(kind, change):
+def test_current_settings_of_a_layer_count(kind, change):
     """Nothing that the fused step was made of is remembered longer than it holds."""
     model = make(kind)
     before = run(model, model.layer)
@@ -260,7 +260,7 @@ def patched_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("patch", [patched_class, patched_by_an_object, patched_function])
-def test_a_family_whose_code_is_replaced_goes_its_own_way(patch, monkeypatch, fused_steps):
+def test_replaced_code_of_a_family_is_called(patch, monkeypatch, fused_steps):
     model = make("qwen3")
     before = run(model, model.layer)
     with monkeypatch.context() as patches:
@@ -275,7 +275,7 @@ def test_a_family_whose_code_is_replaced_goes_its_own_way(patch, monkeypatch, fu
         assert torch.equal(one, other)
 
 
-def test_training_gradients_and_options_go_the_layers_own_way(fused_steps):
+def test_training_gradients_and_options_use_the_own_forward(fused_steps):
     model = make("qwen3", torch.float32)
     run(model, model.layer, output_attentions=True)
     assert fused_steps.count(2) == 0
@@ -307,9 +307,7 @@ def test_weights_written_in_place_count_and_copies_stand_alone(fused_steps):
     assert set(model.state_dict()) == set(Model("olmoe").state_dict())
 
 
-def test_more_sequences_than_the_products_take_natively_go_the_layers_own_way(
-    fused_steps, monkeypatch
-):
+def test_too_many_sequences_use_the_own_forward(fused_steps, monkeypatch):
     library = native_library()
     assert library is not None
     most = min(16, native_row_limit(library, torch.bfloat16))  # 16 where the processor has AMX

@@ -1,4 +1,4 @@
-"""Caches that grow in place hold what transformers hold, and never write to what others hold."""
+"""Caches that grow in place equal transformers' caches, and never write into other tensors."""
 
 import copy
 
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from moe_runtime.inference.kv_cache import ROOM_TOKENS, grow_cache_in_place, room_for, take_place
+from moe_runtime.inference.budget import ROOM_TOKENS, room_for
+from moe_runtime.inference.kv_cache import grow_cache_in_place, take_place
 
 
 class Caller(torch.nn.Module):
@@ -54,7 +55,7 @@ STEPS = st.lists(
 
 @settings(max_examples=60)
 @given(steps=STEPS, config=st.sampled_from([None, WINDOWS]))
-def test_whatever_happens_it_equals_transformers_cache(steps, config):
+def test_random_operations_equal_transformers_cache(steps, config):
     ours, theirs = growing_cache(config), DynamicCache(config=config)
     for number, (step, value) in enumerate([("append", 3), *steps]):
         has_tokens = theirs.get_seq_length() > 0
@@ -132,7 +133,7 @@ def test_branches_of_one_cache_do_not_write_into_each_other():
     assert torch.equal(cache.layers[0].keys[:, :, :6], held)
 
 
-def test_a_prompt_computed_in_inference_mode_goes_on_outside_of_it():
+def test_a_cache_of_inference_mode_can_be_continued_outside():
     ours, theirs = growing_cache(), DynamicCache()
     for cache in (ours, theirs):
         with torch.inference_mode():
@@ -152,7 +153,7 @@ def test_a_gradient_flows_as_through_transformers_cache():
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_a_cache_made_elsewhere_is_taken_over_with_its_content(filled):
+def test_a_filled_cache_is_converted(filled):
     cache = DynamicCache()
     if filled:
         cache.update(*tokens(4), 0)

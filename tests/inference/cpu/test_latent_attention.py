@@ -77,7 +77,7 @@ def test_a_text_in_pieces_has_the_logits_of_transformers(models, absorbed, is_pa
     sizes = (14, 1, 1, 2, 1, 1, 12)
     expected = logits(own, ids, sizes, **options)
     found = logits(ours, ids, sizes, **options)
-    if is_padded:  # what comes of tokens that attend to nothing is nobody's
+    if is_padded:  # tokens without keys have no defined result
         seen = options["attention_mask"].bool()
         expected, found = expected[seen], found[seen]
     # fp32 on both sides, see test_families
@@ -112,15 +112,15 @@ def test_in_half_precision_sums_are_fp32(models, absorbed, dtype, num_new):
         bound = (torch.finfo(dtype).eps + 1e-5) * exact_values.abs().max()
         assert (found - exact).abs().max() < bound
         assert absorbed == [2 * num_new]
-        assert keys.shape == exact_keys.shape  # whoever looks at them gets them
+        assert keys.shape == exact_keys.shape  # a reader gets them
         halved, _ = attend(layer, query, keys, values.mul(0.5), mask, scaling=0.3)
         assert torch.allclose(2 * halved, found, atol=30 * bound)
         assert absorbed == [2 * num_new]
 
 
 @needs_native
-def test_what_somebody_sees_or_changes_is_expanded(models, absorbed):
-    """As adapters do, which are hooks; and gradients go through what was expanded."""
+def test_observed_or_changed_layers_are_expanded(models, absorbed):
+    """Adapters are hooks; gradients flow through expanded keys."""
     ids = torch.randint(3, 96, (1, 9), generator=torch.Generator().manual_seed(3))
 
     def hook(_: object, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_what_somebody_sees_or_changes_is_expanded(models, absorbed):
     assert absorbed == []
 
 
-def test_what_was_expanded_goes_with_its_pass(models, monkeypatch):
+def test_expanded_keys_are_freed_after_the_pass(models, monkeypatch):
     """Without Python looking for cycles: keys of a long prompt are many times its latents."""
     made = []
     real = latent_attention.ExpandLatents.expanded
@@ -166,7 +166,7 @@ def test_what_was_expanded_goes_with_its_pass(models, monkeypatch):
         gc.enable()
 
 
-def test_a_layer_that_expands_in_another_way_keeps_it(models, absorbed):
+def test_an_unknown_expansion_is_kept(models, absorbed):
     own, ours = (copy.deepcopy(model) for model in models)
 
     class Other(type(layer_of(own))):

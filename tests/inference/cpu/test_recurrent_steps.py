@@ -1,4 +1,4 @@
-"""Steps of layers with recurrent states, against fp64 and beside transformers' own functions."""
+"""Steps of layers with recurrent states, compared with fp64 and with transformers' functions."""
 
 import copy
 import functools
@@ -102,7 +102,7 @@ def test_models_step_as_transformers_does(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "NemotronH"])
-def test_what_ours_cannot_do_is_left_to_transformers(name, monkeypatch):
+def test_unsupported_calls_use_transformers(name, monkeypatch):
     """Gradients, and autocast."""
     family = family_of(name)
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def test_what_ours_cannot_do_is_left_to_transformers(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "width"), [(1, 128), (16, 128), (3, 20)])
-def test_a_sequence_has_the_same_bits_beside_others(heads, width):
+def test_a_sequence_has_the_same_bits_in_a_batch(heads, width):
     torch.manual_seed(0)
     batch = 8
     state = torch.randn(batch, heads, width, width)
@@ -180,7 +180,7 @@ def test_rows_between_multiples_of_16_bytes_have_the_same_bits_too():
         assert torch.equal(own[0], states[row])
 
 
-def test_whoever_changes_the_code_of_a_layer_is_heard(monkeypatch):
+def test_changed_code_of_a_layer_is_called(monkeypatch):
     """The functions of its module, and the `forward` of its class, once it has ours."""
     family = family_of("Qwen3Next")
     model = tiny_checkpoints.tiny_model(family)

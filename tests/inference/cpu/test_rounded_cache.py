@@ -1,5 +1,4 @@
-"""Keys and values in int8: what transformers computes with a cache that rounds, in half the
-memory, or one line that says why not."""
+"""Keys and values in int8: the logits of a rounding cache of transformers, in half the memory."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +33,7 @@ def checkpoint(name: str, folder: Path, **sizes: Any) -> tuple[Any, Path]:
 
 
 class RoundedByNumpy(DynamicCache):
-    """Attends to what rounding to int8 leaves, computed value by value."""
+    """Attention to values that NumPy rounds to int8 one by one."""
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         return super().update(nearest(keys), nearest(values), *args, **kwargs)
@@ -75,7 +74,7 @@ def test_a_cache_of_the_other_form_is_refused(tmp_path: Path):
 def test_logits_are_those_of_transformers_with_a_cache_that_rounds(
     name: str, tmp_path: Path
 ) -> None:
-    """Fused steps; windows and sinks; gated attention beside running states."""
+    """Fused steps; windows and sinks; gated attention with running states."""
     family, folder = checkpoint(name, tmp_path)
     theirs = model_class_of(family).from_pretrained(folder, dtype=torch.float32).eval()
     expected = logits_of(theirs, RoundedByNumpy(config=theirs.config))
@@ -150,7 +149,7 @@ def test_freed_memory_holds_experts_and_inspect_says_how_many(tmp_path: Path) ->
     assert int8.slots_for(tight) == exact.slots_for(tight) + more > exact.slots_for(tight)
 
 
-def test_requests_together_say_what_each_says_alone_after_preemption_and_drafts(
+def test_batched_requests_equal_single_ones_after_preemption_and_drafts(
     tmp_path: Path,
 ) -> None:
     _, folder = checkpoint("Qwen3MoeForCausalLM", tmp_path)
@@ -181,7 +180,7 @@ def test_requests_together_say_what_each_says_alone_after_preemption_and_drafts(
         ("ZayaForCausalLM", {"head_dim": 32}, "keys, values and states in one layer"),
     ],
 )
-def test_what_cannot_be_rounded_is_refused(
+def test_unsupported_caches_are_refused(
     name: str, sizes: dict[str, int], kept: str, tmp_path: Path
 ) -> None:
     _, folder = checkpoint(name, tmp_path, **sizes)

@@ -87,7 +87,7 @@ def test_other_masks_are_made_by_transformers(more):
     assert torch.equal(ours, theirs)
 
 
-def test_what_is_changed_is_a_mask_like_others():
+def test_a_changed_mask_is_materialised():
     theirs, ours = both("window", True, None, None, 9)
     assert repr(ours).startswith("SeenKeys([2, 1, 9, 9]")
     with torch.inference_mode():

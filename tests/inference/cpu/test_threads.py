@@ -36,7 +36,7 @@ def _two_threads():
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_one_thread_inside_and_as_before_outside():
+def test_a_pass_uses_one_thread_and_restores_the_number():
     library = native_library()
     if library is None:
         pytest.skip("the native library was not built")
@@ -51,7 +51,7 @@ def test_one_thread_inside_and_as_before_outside():
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch):
+def test_torch_keeps_its_threads_if_it_computes_many_rows(monkeypatch):
     for library, limit in ((None, UNLIMITED), (native_library(), 16)):
         monkeypatch.setattr(attention, "native_library", lambda library=library: library)
         monkeypatch.setattr(attention, "native_row_limit", lambda *_, limit=limit, **__: limit)
@@ -63,7 +63,7 @@ def test_torch_keeps_its_threads_where_many_rows_are_its_own(monkeypatch):
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(waits):
+def test_a_thread_begun_during_a_pass_gets_torchs_threads(waits):
     """Torch gives a thread the number that any thread set last, when it first computes."""
     steps, one_thread = Steps([make_store(FakeTier(), 1)]), OneThread()
     inside, go = threading.Event(), threading.Event()
@@ -91,7 +91,7 @@ def test_a_thread_that_begins_within_the_pass_of_another_keeps_torchs_threads(wa
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_one_thread_that_was_asked_for_stays():
+def test_a_setting_of_one_thread_stays():
     steps = Steps([make_store(FakeTier(), 1)])
     torch.set_num_threads(1)
     with ThreadPoolExecutor(1) as other:

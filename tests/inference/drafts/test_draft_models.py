@@ -1,4 +1,4 @@
-"""A model drafts for another one: what it drafts, what the text becomes, what is refused."""
+"""A draft model: its drafts, the resulting texts, and refusals."""
 
 import json
 import shutil
@@ -19,10 +19,10 @@ from moe_runtime.errors import (
     MoERuntimeWarning,
     UnsupportedModelError,
 )
+from moe_runtime.inference.budget import room_for
 from moe_runtime.inference.draft_models import DraftPlan, ModelDrafts
 from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.inference.inspection import inspect_checkpoint
-from moe_runtime.inference.kv_cache import room_for
 from moe_runtime.models.pocket import pocket_path
 
 NEW = 40
@@ -71,7 +71,7 @@ def expected(model: Any, tokens: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_drafts_are_what_the_model_itself_would_write(window, tmp_path):
+def test_drafts_equal_greedy_text_of_the_draft_model(window, tmp_path):
     """Texts of several lengths, drafted for together, go on as drafted, in part, or otherwise."""
     kind, config = LlamaForCausalLM, LlamaConfig(**SIZES)
     if window:
@@ -107,18 +107,7 @@ def test_a_text_too_long_for_the_model_begins_with_its_latest_tokens(folder):
         assert source.draft([text], [2]) == [expected(model, text.tokens[first:], 2)]
 
 
-def test_texts_share_the_memory_that_is_set_aside(folder):
-    source = plan_of(folder).load(None, 64)
-    texts = [source.new() for _ in range(3)]
-    for text in texts:
-        text.extend(range(40))
-        caught_up(source, [text])
-        held = [one.num_cached for one in texts if one.cache is not None]
-        assert sum(held) <= 64
-        assert len(source.draft([text], [3])[0]) == 3
-
-
-def test_texts_that_grow_while_they_are_drafted_for_stay_within_that_memory(folder):
+def test_growing_texts_stay_within_the_draft_memory(folder):
     source = plan_of(folder).load(None, 128)
     texts = [source.new() for _ in range(4)]
     for text in texts[:2]:
@@ -140,7 +129,7 @@ def test_texts_that_grow_while_they_are_drafted_for_stay_within_that_memory(fold
 
 
 @pytest.mark.parametrize("size", [5000, 4000])
-def test_a_draft_with_embeddings_of_another_size_drafts_what_both_know(size, tmp_path):
+def test_a_draft_with_other_embeddings_uses_common_tokens(size, tmp_path):
     model = dense(LlamaForCausalLM, LlamaConfig(**{**SIZES, "vocab_size": size}), tmp_path)
     model.lm_head.weight.data[4096:] *= 9
     model.save_pretrained(tmp_path)
@@ -156,7 +145,7 @@ def test_a_draft_with_embeddings_of_another_size_drafts_what_both_know(size, tmp
     assert other.offer(4).most == (4 if size > 4096 else 0)
 
 
-def test_what_is_set_aside_grows_with_the_cache_alone(folder):
+def test_the_draft_reserve_grows_with_the_cache_only(folder):
     """Passes of drafts have few tokens, however long the texts are."""
     plan = plan_of(folder)
     per_token = 2 * 2 * 8 * 4  # keys and values of a layer: two heads of eight fp32 values
@@ -186,7 +175,7 @@ def test_texts_are_those_without_drafts(drafter, folder, plain):
         torch.manual_seed(5)
         assert model.generate(PROMPT, do_sample=False, **options)[0].tolist() == plain[0]
         greedy = model._drafts.control.counts()
-        if drafter == "itself":  # it drafts what it verifies
+        if drafter == "itself":  # draft and target are the same model
             wrong = greedy["drafted_tokens"] - greedy["accepted_drafts"]
             assert wrong < MOST_DRAFTED  # of the last draft, beyond the end
             assert greedy["draft_steps"] <= 3 + NEW // MOST_DRAFTED
@@ -235,10 +224,10 @@ def test_samples_have_the_probabilities_of_the_model_alone(tmp_path):
     assert float(statistic.max()) < 18.5  # one in a thousand, with four degrees of freedom
 
 
-def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
+def test_a_closed_draft_gives_its_memory_to_experts(folder, plain):
     smallest = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
     settings = {**SETTINGS, "host_memory": smallest.smallest_budget_bytes + 2**23}
-    again = torch.cat([PROMPT, PROMPT, PROMPT[:, :8]], 1)  # what follows stood there before
+    again = torch.cat([PROMPT, PROMPT, PROMPT[:, :8]], 1)  # a lookup finds the continuation
     with (model := moe_runtime.load(pocket_path(), **settings)).moe:
         repeated = model.generate(again, do_sample=False, max_new_tokens=NEW)[0].tolist()
     with (model := moe_runtime.load(pocket_path(), draft=folder, **settings)).moe:
@@ -264,13 +253,6 @@ def test_experts_get_the_memory_of_a_draft_that_is_given_up(folder, plain):
         model.moe.check()
 
 
-def test_inspection_says_what_a_draft_model_takes(folder):
-    without = inspect_checkpoint(pocket_path(), max_tokens=256)
-    found = inspect_checkpoint(pocket_path(), max_tokens=256, draft=folder)
-    assert found.draft_bytes == plan_of(folder).bytes_for(256)
-    assert found.smallest_budget_bytes - without.smallest_budget_bytes == found.draft_bytes
-
-
 def _other_tokenizer(path: Path) -> None:
     file = path / "tokenizer.json"
     parsed = json.loads(file.read_text())
@@ -289,7 +271,7 @@ def _no_tokenizer(path: Path) -> None:
     ("change", "message"),
     [(_other_tokenizer, "is token 30"), (_no_tokenizer, "has no tokenizer")],
 )
-def test_a_model_of_other_tokens_is_refused(change, message, folder, tmp_path):
+def test_a_draft_with_another_tokenizer_is_refused(change, message, folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     change(other)

@@ -122,7 +122,7 @@ def drafted() -> Any:
         {"temperature": 1.0, "min_p": 0.1, "no_repeat_ngram_size": 3},
     ],
 )
-def test_a_seed_gives_the_text_that_it_gives_without_drafts(plain, drafted, options):
+def test_a_seed_gives_the_same_text_with_drafts(plain, drafted, options):
     texts = []
     for model in (plain, drafted):
         if texts:
@@ -173,7 +173,7 @@ def test_a_cache_that_the_model_makes_has_drafts_too(plain, drafted, mode):
 
 
 @torch.no_grad()
-def test_what_a_draft_cannot_go_with_is_computed_as_always(plain, drafted):
+def test_calls_without_drafts_are_computed_as_usual(plain, drafted):
     whole = generated(plain, do_sample=False).sequences[0].tolist()
     told(drafted, whole)
     for options in (
@@ -202,7 +202,7 @@ class Dictated(LogitsProcessor):
         return forced
 
 
-def test_a_text_that_begins_to_repeat_itself_late_is_drafted_then(plain, drafted, monkeypatch):
+def test_drafting_resumes_when_a_text_repeats_itself(plain, drafted, monkeypatch):
     """Up to there, most steps do not look for drafts."""
     prompt = PROMPT[0].tolist()
     new = [token for token in range(100, 160) if token not in prompt]
@@ -270,7 +270,7 @@ def test_a_failed_read_within_a_verification_fails_the_call_alone(plain, drafted
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}])
 def test_the_text_of_a_prompt_is_that_without_drafts(plain, drafted, settings):
-    """As `run` generates it, with what is passed on to the model by the way."""
+    """As in `run`, which passes further arguments to the model."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())
     drafted._drafts.source, drafted._drafts.control = Lookups(), EveryDraft(16)
     prompt = "def first(x):\n    return x\n\ndef second(x):\n"
@@ -292,14 +292,14 @@ def test_the_text_of_a_prompt_is_that_without_drafts(plain, drafted, settings):
         ({"draft": "lookup", "placement": "map.json"}, "is for one process"),
     ],
 )
-def test_drafts_that_nothing_could_verify_are_refused(options, message, tmp_path, monkeypatch):
+def test_drafts_that_cannot_be_verified_are_refused(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
         moe_runtime.load(pocket_path(), **options)
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_trial_calls_the_model_while_another_thread_waits_for_it(drafted):
+def test_a_trial_and_a_waiting_thread_do_not_deadlock(drafted):
     """The trials of an engine hold the passes of a model, and call it."""
     entered, found = threading.Event(), []
     single = drafted._drafts._single_token

@@ -1,4 +1,4 @@
-"""A checkpoint's own head for further tokens drafts what transformers' module of it would."""
+"""A checkpoint's multi-token head drafts like transformers' module."""
 
 import dataclasses
 import json
@@ -90,8 +90,8 @@ def with_head(name: str, folder: Path, **sizes: Any) -> tuple[Any, Any, Path]:
 
 @torch.no_grad()
 def expected(model: Any, head: Any, tokens: list[int], count: int) -> list[int]:
-    """What the head drafts, from the whole text anew for each token; after the first of them it
-    takes its own last state in the place of the model's."""
+    """The head's draft, computed from the whole text for each token. After the first token the head
+    continues from its own last state."""
     ids = torch.tensor([tokens])
     states, text = model.model(ids[:, :-1]).last_hidden_state, ids[:, 1:]
     drafted = []
@@ -105,7 +105,7 @@ def expected(model: Any, head: Any, tokens: list[int], count: int) -> list[int]:
 
 
 class Noted(EveryDraft):
-    """Notes what is drafted for the texts of a model."""
+    """Records the drafts for a model's texts."""
 
     def __init__(self, model: Any, most_rows: int) -> None:
         super().__init__(most_rows)
@@ -128,7 +128,7 @@ class Noted(EveryDraft):
         *(QWEN_WITH_PICTURES, MIMO),
     ],
 )
-def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
+def test_a_head_drafts_like_transformers_module(name, tmp_path):
     reference, head, folder = with_head(name, tmp_path)
     plain: Any = moe_runtime.load(folder, **SETTINGS)
     model: Any = moe_runtime.load(folder, draft="mtp", **SETTINGS)
@@ -162,7 +162,7 @@ def test_a_head_drafts_what_that_of_transformers_would(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", MIMO])
-def test_a_quantised_head_drafts_what_its_values_would(name, tmp_path):
+def test_a_quantised_head_drafts_like_its_dequantised_values(name, tmp_path):
     """In blocks of FP8, as it is published, and as plain weights of the same values."""
     _, _, folder = with_head(name, tmp_path / "packed", **WIDE)
     plain = shutil.copytree(folder, tmp_path / "plain")

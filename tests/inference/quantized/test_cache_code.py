@@ -62,7 +62,7 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def outcome(folder: Path, **options: Any) -> tuple[list[torch.Tensor], Any]:
-    """Logits of a prompt and of three tokens after it, and what the model counted."""
+    """Logits of a prompt and of three further tokens, and the counters."""
     model = load(folder, **options)
     with model.moe, torch.inference_mode():
         found = model(PROMPT, use_cache=True)
@@ -96,13 +96,13 @@ def test_a_trained_model_has_the_same_bits_in_smaller_slots() -> None:
     expected, plain = outcome(pocket_path(), host_memory="1GiB")
     found, coded = outcome(pocket_path(), host_memory="1GiB", cache_code="planes")
     assert all(map(torch.equal, found, expected))
-    # 11 bits a weight, room for one escape of a byte in 16, and what fills rows up to 64 weights
+    # 11 bits a weight, room for one escape byte in 16, and padding of rows to 64 weights
     assert coded.slot_bytes < 0.75 * plain.slot_bytes
     assert coded.bytes_read == plain.bytes_read
     assert coded.copied_bytes == 0  # to no device
 
 
-def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
+def test_inspection_predicts_the_slots_of_a_budget(source: Path) -> None:
     plain = inspect_checkpoint(source, max_tokens=MAX_TOKENS)
     coded = inspect_checkpoint(source, max_tokens=MAX_TOKENS, cache_code="planes")
     assert coded.expert_bytes == plain.expert_bytes
@@ -123,7 +123,7 @@ def test_what_a_budget_buys_is_what_it_holds(source: Path) -> None:
 
 
 def make_odd(weight: torch.Tensor) -> torch.Tensor:
-    """Weights of 27 exponents, of which a code book has seven."""
+    """Weights with 27 exponents; a code book has seven."""
     places = torch.arange(weight.numel()).view_as(weight)
     bits = (places % 2 << 15) | (97 + places % 27 << 7)
     return bits.to(torch.int16).view(torch.bfloat16)
@@ -191,7 +191,7 @@ def test_escapes_without_room_take_their_bytes_only_and_while_they_are_used_only
         monkeypatch.setattr(fetcher._copies, "submit", lambda *_: None)
 
         def move(number: int, *odd: str) -> list[int]:
-            """Bytes of what was allocated to encode an expert into the slot of its number."""
+            """Bytes that are allocated to encode an expert into the slot of its number."""
             key, landing = ExpertKey(0, number), torch.zeros(fetcher._experts.slot_bytes).byte()
             views = dict(zip(names, fetcher._experts.layouts[key].views(landing), strict=True))
             for name in odd:
@@ -210,9 +210,9 @@ def test_escapes_without_room_take_their_bytes_only_and_while_they_are_used_only
             assert max(move(number, *all_odd)) == escape_bytes
         with pytest.raises(CapacityError, match="down weights of expert 2"):
             move(2, *all_odd)
-        move(3, "gate")  # what was refused has nothing
+        move(3, "gate")  # a refused expert keeps no bytes
         fetcher.fetch(ExpertKey(0, 2), slots[0], Transfer(Priority.DEMAND, lambda _: None))
-        move(2, *all_odd)  # nor what is no more in its slot
+        move(2, *all_odd)  # nor does an evicted one
 
 
 @pytest.mark.parametrize("kind", ["transposed", "quantised", "packed"])
@@ -285,17 +285,6 @@ def test_dense_weights_take_the_bytes_that_inspect_says_at_most() -> None:
                 assert torch.equal(weight.detach() + 0, plain.get_parameter(name)), name
         with pytest.raises(UnsupportedUseError, match="cache_code none"), torch.no_grad():
             coded[largest].zero_()
-
-
-def test_what_is_written_out_of_linear_layers_is_planned_for(source: Path) -> None:
-    checkpoint = open_checkpoint(source, "auto")
-    experts = map_experts(build_on_meta(checkpoint), checkpoint, codes_dense=True)
-    coded, _ = coded_experts(experts, torch.device("cpu"))
-    experts.dense_entries["large"] = replace(
-        experts.dense_entries["lm_head.weight"], shape=(999, 999)
-    )
-    experts.packed_dense["large"] = "large"
-    assert coded.largest_quantised == 999 * 999
 
 
 def layer_of(matrix: Any) -> nn.Linear:

@@ -134,7 +134,7 @@ WITHOUT_EFFECT = (
     *("expert_shared_feed_forward_length", "full_attention_interval", "rope.scaling.finetuned"),
     *("rope.dimension_sections", "tensor_data_layout"),
 )
-"""Sizes that tensors have, and what llama.cpp prints or gives to images alone."""
+"""Sizes that tensors have, and keys that llama.cpp only prints or uses for images."""
 OF_YARN = tuple(
     f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow")
 )
@@ -205,7 +205,7 @@ SCALED = {
         | {"attention_factor": 1.5 * (1 + 0.1 * math.log(4.0))},
     ),
 }
-"""Metadata, and what llama.cpp makes of them in the words of transformers."""
+"""Metadata, and their meaning in llama.cpp in the words of transformers."""
 
 
 @pytest.mark.parametrize("scaled", SCALED)

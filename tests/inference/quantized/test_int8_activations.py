@@ -62,7 +62,7 @@ def test_blocks_of_a_gguf_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("written", ["deepseek_v3-fp8"], indirect=True)
-def test_what_has_no_such_weights_is_refused(written, tmp_path, capsys):
+def test_models_without_quantised_weights_are_refused(written, tmp_path, capsys):
     for folder in (written.folder, pocket_path()):
         with pytest.raises(UnsupportedModelError, match="needs weights in GGUF's blocks"):
             logits_of(folder, activations="int8")

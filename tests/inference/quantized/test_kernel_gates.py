@@ -1,4 +1,4 @@
-"""What products of quantised experts take with them: gates that are formulas, and memory."""
+"""Gates of quantised experts as formulas, and the memory of their products."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def test_a_formula_is_not_called_in_python(folder, monkeypatch):
 
 
 def test_a_gate_with_values_of_its_own_is_called(folder):
-    """What training changes is no constant of a formula."""
+    """A trainable value is not a constant of a formula."""
     model: Any = moe_runtime.load(folder, device="cpu")
     experts = model.model.layers[0].mlp.experts
     experts.replaced.register_parameter("slope", torch.nn.Parameter(torch.ones(())))

@@ -96,7 +96,7 @@ def test_dense_bytes_are_those_that_lie_in_memory(tmp_path, name):
         assert len(packed) >= 9
         assert in_codes < 0.6 * sum(parameter.nbytes for parameter in packed.values())
         in_bf16 = sum(2 * parameter.numel() for parameter in others)
-        # buffers are no weights but for what the gate adds to choose by
+        # buffers are not weights, except the gate's correction bias
         biases = [2 * b.numel() for n, b in model.named_buffers() if "correction_bias" in n]
         assert model.moe.stats().dense_bytes == in_codes + in_bf16 + sum(biases)
 
@@ -198,7 +198,7 @@ READING: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", READING)
-def test_whoever_reads_the_weight_has_its_values(layer, name, is_inference):
+def test_reading_a_packed_weight_gives_its_values(layer, name, is_inference):
     weight: Any = layer.weight
     plain = weight.matrix.dequantize(torch.bfloat16)
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ CHANGING: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_would_change_the_weight_is_refused_in_one_line(layer, name, is_inference):
+def test_changing_a_packed_weight_is_refused_in_one_line(layer, name, is_inference):
     refused = pytest.raises(UnsupportedUseError, match="and stays so")
     with torch.inference_mode(is_inference), refused as caught:
         CHANGING[name](layer.weight)
@@ -246,19 +246,12 @@ def test_a_state_can_be_put_back_and_no_other(model):
     assert torch.equal(model(PROMPT).logits, before)
 
 
-def test_a_layer_is_converted_to_what_it_is_and_to_nothing_else(model):
+def test_a_packed_layer_refuses_other_types(model):
     attention = model.model.layers[0].self_attn
     assert attention.to("cpu", torch.bfloat16) is attention
     with pytest.raises(UnsupportedUseError, match="and stays so"):
         attention.half()
     assert isinstance(attention.q_proj.weight, PackedTensor)
-
-
-def test_a_copy_of_a_layer_computes_the_same(layer):
-    x = torch.randn(2, 160).bfloat16()
-    other = copy.deepcopy(layer)
-    assert torch.equal(other(x), layer(x))
-    assert isinstance(other.weight, PackedTensor)
 
 
 def test_adapters_stand_beside_codes_and_are_not_merged(model):
@@ -288,9 +281,7 @@ def test_compiled_layers_have_the_same_bits(layer):
 @pytest.mark.parametrize(
     "sample", [SAMPLES["olmoe-mxfp8"], SAMPLES["qwen3_moe-int4-zeros"], BIASED], ids=str
 )
-def test_steps_of_attention_are_one_call_with_the_bits_of_its_own_way(
-    tmp_path, monkeypatch, sample
-):
+def test_packed_attention_steps_are_fused_with_the_same_bits(tmp_path, monkeypatch, sample):
     """Whose queries, keys and values have one format."""
     step, calls = step_layers.attention_step, []
 
@@ -318,7 +309,7 @@ def test_steps_of_attention_are_one_call_with_the_bits_of_its_own_way(
             assert torch.equal(own, logits)
 
 
-def test_layers_that_others_share_a_weight_with_have_values(tmp_path):
+def test_tied_weights_are_dequantised(tmp_path):
     """The head of a model is tied to its embedding, which looks rows up."""
     packers = {**MXFP8.packers, "embed_tokens": next(iter(MXFP8.packers.values()))}
     tied = Quantized("tied", MXFP8.family, MXFP8.config, packers)

@@ -27,7 +27,7 @@ READ = ("gpt_oss-mxfp4", "deepseek_v3-int4")
 READ_TOO = ("qwen3_moe-fp8-ragged", "mixtral-nvfp4", "olmoe-q4_k")
 """The same kernels with other codes, which the tests of kernels follow."""
 SUPERBLOCKS = {"num_hidden_layers": 1, "num_experts_per_tok": 1}
-"""Blocks of 256 columns make wide experts: one a token, in one layer, is what there is time for."""
+"""Blocks of 256 columns make wide experts, so there is one per token, in one layer."""
 FROM_VALUES = ("qwen3moe-mxfp4", "qwen2moe-mixed")
 
 
@@ -39,7 +39,7 @@ def _interpreter() -> None:
 def write(name: str, folder: Path, *, is_whole: bool) -> Path:
     if name in SAMPLES:
         sample = SAMPLES[name]
-        # of many tokens a layer is what there is time for
+        # many tokens in one layer only, to save time
         layers = {"num_hidden_layers": 1 if name == "gpt_oss-mxfp4" else 2}
         family = replace(sample.family, config=sample.family.config | layers)
         return quantized_checkpoints.write(replace(sample, family=family), folder).folder
@@ -70,7 +70,7 @@ def has_stacks(model: Any) -> list[bool]:
         pytest.param("olmoe-q4_k", True, marks=pytest.mark.long),
     ],
 )
-def test_they_are_computed_whichever_product_reads_them(name, is_whole, tmp_path):
+def test_quantised_slots_equal_the_plain_products(name, is_whole, tmp_path):
     """Of formats that no Triton product reads, experts are computed one by one from values."""
     checkpoint, found = write(name, tmp_path, is_whole=is_whole), []
     prompts = [MANY] if name == "gpt_oss-mxfp4" else [ONE]  # the interpreter takes its time

@@ -218,8 +218,8 @@ def test_nothing_but_the_speed_depends_on_policy_prefetch_or_threads(written):
 
 @some
 def test_gradients_equal_those_of_transformers(written):
-    """Of what the embedding gives, of PEFT's adapters and of every dense parameter that is not
-    quantised, through weights that are frozen."""
+    """Gradients of embeddings, of PEFT's adapters and of plain dense parameters, through frozen
+    weights."""
     family, reference = written.sample.family, reference_of(written)
     places = dense_linears(reference)
     expected = all_gradients_of(with_adapters(reference, places), family)
@@ -235,7 +235,7 @@ def test_gradients_equal_those_of_transformers(written):
 
 
 @every
-def test_what_is_said_of_bytes_is_what_is_in_the_files(written):
+def test_reported_bytes_equal_those_in_the_files(written):
     summary = inspect_checkpoint(written.folder)
     checkpoint = open_checkpoint(written.folder, "auto")
     parts = [
@@ -272,7 +272,7 @@ def test_what_is_said_of_bytes_is_what_is_in_the_files(written):
 
 
 def test_a_format_in_a_file_of_its_own(folders, tmp_path):
-    """ModelOpt says in `hf_quant_config.json` what others say in `config.json`."""
+    """ModelOpt writes its settings to `hf_quant_config.json` instead of `config.json`."""
     sample = SAMPLES["qwen3_moe-nvfp4-modelopt"]
     written = quantized_checkpoints.write(sample, tmp_path)
     config = json.loads((written.folder / "config.json").read_text())

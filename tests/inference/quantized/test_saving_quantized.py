@@ -118,7 +118,7 @@ def test_transformers_loads_what_is_saved_with_the_same_values(tmp_path):
     assert states[0]["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
 
 
-def test_a_quantisation_said_in_a_file_of_its_own_goes_with_it(tmp_path):
+def test_a_separate_quantisation_file_is_copied(tmp_path):
     written = quantized_checkpoints.write(SAMPLES["qwen3_moe-nvfp4-modelopt"], tmp_path)
     config = said(written.folder)
     del config["quantization_config"]
@@ -131,7 +131,7 @@ def test_a_quantisation_said_in_a_file_of_its_own_goes_with_it(tmp_path):
     load(tmp_path / "saved").moe.close()
 
 
-def test_plain_weights_may_change_beside_quantised_ones_and_those_may_not(tmp_path):
+def test_only_plain_weights_may_change(tmp_path):
     written = quantized_checkpoints.write(SAMPLES["deepseek_v3-fp8"], tmp_path)
     model = load(written.folder)
     with model.moe, torch.no_grad():
@@ -188,7 +188,7 @@ def test_a_packed_folder_is_not_made_a_plain_one_in_place(tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "packed").iterdir()} == before
 
 
-def test_names_that_were_lost_in_packing_are_not_made_up(tmp_path):
+def test_names_lost_in_packing_are_refused(tmp_path):
     """A family whose experts transformers does not have under an interface of its own."""
     family = next(family for family in ADAPTED if family.folder == "jetmoe")
     save(tiny_model(family).bfloat16(), tmp_path / "first", sharded=False)

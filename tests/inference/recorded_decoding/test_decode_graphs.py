@@ -75,7 +75,7 @@ def test_the_same_bits_as_without_graphs(checkpoint, num_sequences, slots, misse
 
 
 @emulated
-def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkpoint):
+def test_a_fully_resident_step_is_one_graph_until_an_eviction(checkpoint):
     found, counts = [], []
     for is_recorded in (True, False):
         with loaded(checkpoint, NUM_EXPERTS) as model:
@@ -96,18 +96,6 @@ def test_a_step_whose_experts_are_all_there_is_one_graph_until_one_leaves(checkp
             model.moe.check()
     assert all(map(torch.equal, *found))
     assert counts[0] == counts[1]
-
-
-@emulated
-def test_generation_is_that_of_a_cache_that_grows(checkpoint):
-    texts = []
-    for implementation in ("static", "dynamic"):
-        with loaded(checkpoint, 2) as model:
-            for _ in range(2):  # the second one in the same cache, where it is static
-                options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-                texts.append(model.generate(ONE, cache_implementation=implementation, **options))
-            assert (recorded(model) is not None) == (implementation == "static")
-    assert all(torch.equal(text, texts[0]) for text in texts)
 
 
 @emulated
@@ -153,7 +141,7 @@ def compare_windows(folder: Path, length: int, load: Any) -> None:
 
 
 @emulated
-def test_what_generate_is_asked_for_decides_on_the_kind_of_cache(checkpoint):
+def test_options_of_generate_decide_the_kind_of_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         settings = {"max_new_tokens": 2, "do_sample": False}
         found = model.generate(PROMPT, return_dict_in_generate=True, **settings)
@@ -194,7 +182,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint):
                 position_ids=torch.tensor([[position]]),
             )
 
-        for position in (where + 3, where):  # what a caller gave, and what transformers makes
+        for position in (where + 3, where):  # a caller's position, and that of transformers
             prepare(position)
             assert ("position_ids" in prepare(position + 1)) == (position > where)
         with patch.object(cache.layers[0], "device", torch.device("meta")):
@@ -206,7 +194,7 @@ def test_only_plain_positions_are_left_to_the_cache(checkpoint):
 
 
 @emulated
-def test_what_changes_in_the_model_is_seen(checkpoint):
+def test_changes_of_the_model_are_seen(checkpoint):
     called: list[Any] = []
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         ours = Request(model)
@@ -249,7 +237,7 @@ def test_what_changes_in_the_model_is_seen(checkpoint):
 
 
 @emulated
-def test_a_cache_that_moves_is_seen_and_one_that_is_let_go_is_freed(checkpoint):
+def test_a_moved_cache_is_seen_and_a_dropped_one_is_freed(checkpoint):
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         ours, theirs = Request(model, THREE), Request(without_graphs(other), THREE)
         for request in (ours, theirs):
@@ -283,7 +271,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint):
             request.steps(2)
             assert recorded(model) is not None
             faults.append(error)
-            # one that strikes while the copy runs is told of by the next step at the latest
+            # an error during the copy is raised by the next step at the latest
             with pytest.raises((KeyboardInterrupt, MoERuntimeError)):
                 request.steps(2)
             model.moe.check()
@@ -293,7 +281,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint):
 
 
 @emulated
-def test_what_cannot_be_recorded_is_computed(checkpoint):
+def test_unsupported_operations_are_computed_without_recording(checkpoint):
     with loaded(checkpoint, 2) as model, loaded(checkpoint, 2) as other:
         model.model.norm = Waiting(model.model.norm)
         with pytest.warns(UserWarning, match="not recorded as CUDA graphs: aten._local_scalar"):
@@ -343,7 +331,7 @@ def test_a_gpu_replays_the_bits_of_its_steps(checkpoint, misses, num_sequences):
                 found.append(Request(model, THREE[:num_sequences].to("cuda")).steps(NEW_TOKENS))
                 assert (recorded(model) is not None) == is_recorded
                 model.moe.check()
-        if misses == "auto":  # whoever computed what, by the clock; fp32 sums in another order
+        if misses == "auto":  # the clock decides the side; fp32 sums in another order
             for ours, theirs in zip(*found, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         else:
@@ -351,7 +339,7 @@ def test_a_gpu_replays_the_bits_of_its_steps(checkpoint, misses, num_sequences):
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_what_it_cannot_record(checkpoint):
+def test_a_gpu_computes_unsupported_operations(checkpoint):
     model: Any = moe_runtime.load(checkpoint, device="cuda", max_tokens=256)
     with model.moe:
         expected = Request(without_graphs(model), ONE.to("cuda")).steps(NEW_TOKENS)

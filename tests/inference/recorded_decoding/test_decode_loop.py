@@ -1,4 +1,4 @@
-"""Steps that are queued before the last token is known, beside the loop of transformers."""
+"""Steps queued before the last token is known, compared with the loop of transformers."""
 
 import functools
 import inspect
@@ -31,14 +31,15 @@ from moe_runtime.inference.kv_cache import cache_of
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 6
 FETCHED = 4
-"""Slots of a layer with which a step reads in the host's memory who is missing."""
+"""Slots of a layer with which a step reads missing experts in host memory."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+anywhere = pytest.mark.gpu if DEVICE == "cuda" else emulated
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :3].to(DEVICE)
 
 
 @contextmanager
 def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
-    """A model of which all experts are in their slots, if there are as many, or in the host's."""
+    """A model with all experts in slots if they fit, else in host memory."""
     if DEVICE == "cpu":
         model: Any = load_on_emulated_device(checkpoint, slots_a_layer=slots, host_slots=12)
     else:
@@ -50,7 +51,7 @@ def loaded(checkpoint: Path, slots: int = NUM_EXPERTS) -> Iterator[Any]:
 
 
 class Witness(LogitsProcessor, StoppingCriteria, BaseStreamer):
-    """Remembers what a loop calls it with."""
+    """Records the arguments of a loop's parts."""
 
     def __init__(self, ends_at: int | None = None) -> None:
         self.seen: list[Any] = []
@@ -71,12 +72,12 @@ class Witness(LogitsProcessor, StoppingCriteria, BaseStreamer):
 
 
 def compare(model: Any, **options: Any) -> Any:
-    """What `generate` gives here and by transformers' loop, and the calls of its parts."""
+    """The results of `generate` here and in transformers' loop, and the calls of its parts."""
     found, calls = [], []
     for is_ahead in (True, False):
         parts = [Witness(), Witness(options.get("ends_at")), Witness()]
         given = {name: value for name, value in options.items() if name != "ends_at"}
-        if "ends_at" in options:  # else transformers' own criteria, of which the host knows as much
+        if "ends_at" in options:  # else transformers' own criteria, which the host knows
             given["stopping_criteria"] = [parts[1]]
         if len(given.get("inputs", THREE)) == 1:  # as transformers has it
             given["streamer"] = parts[2]
@@ -130,7 +131,7 @@ CASES = {
     "sampled": {"inputs": THREE, "do_sample": True, "temperature": 1.5, "top_p": 0.9},
     "ended": {"inputs": THREE[:1], "do_sample": True, "ends_at": 6},
     "repeated": {"inputs": THREE, "do_sample": False, "repetition_penalty": 1.3},
-    # more than a recorded step is called with, and what no recorded one gives
+    # arguments that a recorded step does not have, and outputs that none has
     "told of routers": {"inputs": THREE, "do_sample": False, "output_router_logits": False},
     "asked for routers": {"inputs": THREE[:1], "do_sample": False, "output_router_logits": True},
     "padded": {
@@ -140,24 +141,18 @@ CASES = {
 }  # fmt: skip
 
 
-@emulated
+@anywhere
 @pytest.mark.parametrize(
     ("case", "slots"),
     [*((case, NUM_EXPERTS) for case in CASES), ("several", FETCHED), ("sampled", 3), ("padded", 3)],
 )
-def test_all_is_as_by_the_loop_of_transformers(checkpoint, case, slots):
+def test_generation_equals_the_loop_of_transformers(checkpoint, case, slots):
     with loaded(checkpoint, slots) as model:
         compare(model, **CASES[case])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-def test_a_gpu_gives_what_the_loop_of_transformers_gives(checkpoint, case):
-    with loaded(checkpoint) as model:
-        compare(model, **CASES[case])
-
-
-def check_ends(checkpoint: Path) -> None:
+@anywhere
+def test_sequences_that_have_ended_are_padded(checkpoint):
     with loaded(checkpoint) as model:
         free = compare(model, inputs=THREE, do_sample=False).sequences[:, 3:].tolist()
         ends = [free[0][2], free[1][4]]
@@ -165,16 +160,6 @@ def check_ends(checkpoint: Path) -> None:
         assert compare(model, inputs=THREE[:1], **settings).sequences.shape[1] < 3 + NEW_TOKENS
         found = compare(model, inputs=THREE, **settings).sequences[:, 3:]
         assert found[0, 3:].tolist() == [1] * (found.shape[1] - 3)
-
-
-@emulated
-def test_sequences_that_have_ended_are_padded(checkpoint):
-    check_ends(checkpoint)
-
-
-@pytest.mark.gpu
-def test_a_gpu_pads_sequences_that_have_ended(checkpoint):
-    check_ends(checkpoint)
 
 
 @emulated
@@ -209,7 +194,7 @@ def test_a_step_that_is_one_graph_is_queued_before_the_token_is_known(checkpoint
 
 @emulated
 @pytest.mark.parametrize("slots", [NUM_EXPERTS, FETCHED])
-def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint, slots):
+def test_one_graph_waits_only_for_its_token(checkpoint, slots):
     """From the third step on, which replays: the model, its cache and the choice included."""
     waits, counts = list[str](), list[tuple[int, int, int]]()
     synchronize, download = EmulatedEvent.synchronize, EmulatedDevice.download
@@ -234,7 +219,7 @@ def test_of_a_step_that_is_one_graph_its_token_alone_is_waited_for(checkpoint, s
         note = Calls(lambda _: counts.append((len(waits), device.num_drains, len(asked.calls))))
         given = {"max_new_tokens": 2 * NEW_TOKENS, "do_sample": False}
         model.generate(THREE[:1], streamer=note, **given)
-        assert len(asked.on_host) > len(counts)  # who was used is counted, too
+        assert len(asked.on_host) > len(counts)  # uses are counted too
     first, last = counts[4], counts[-1]
     found, num_tokens = waits[first[0] : last[0]], len(counts) - 5
     assert {*found} == {"wait"}
@@ -256,7 +241,9 @@ def test_a_gpu_is_not_waited_for_in_a_step_that_is_one_graph(checkpoint):
         assert model.forward.is_one_graph
 
 
-def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
+@anywhere
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logits_that_are_not_finite_are_refused(checkpoint, *, do_sample):
     with loaded(checkpoint) as model:
         settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample}
         before = model.generate(THREE, max_new_tokens=2, do_sample=False)
@@ -281,19 +268,7 @@ def check_refusal(checkpoint: Path, *, do_sample: bool) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_that_are_not_finite_are_refused(checkpoint, *, do_sample):
-    check_refusal(checkpoint, do_sample=do_sample)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_gpu_refuses_logits_that_are_not_finite(checkpoint, *, do_sample):
-    check_refusal(checkpoint, do_sample=do_sample)
-
-
-@emulated
-def test_a_forward_that_somebody_has_wrapped_is_called(checkpoint):
+def test_a_wrapped_forward_is_called(checkpoint):
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
         expected, forward, calls = model.generate(THREE, **settings), model.forward, [0]
@@ -322,7 +297,7 @@ def test_a_streamer_may_have_the_model_generate_something_else(checkpoint):
 
 
 @emulated
-def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint):
+def test_a_cache_without_room_for_a_step_ahead_works(checkpoint):
     """Behind it is no room for a step that is queued in vain."""
     settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with loaded(checkpoint) as model:
@@ -339,7 +314,7 @@ def test_a_cache_may_end_with_the_last_token_that_is_asked_for(checkpoint):
 
 
 @emulated
-def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint):
+def test_an_exception_removes_the_step_ahead_from_the_cache(checkpoint):
     def fail(number: int) -> None:
         if number == 6:
             raise KeyboardInterrupt
@@ -354,7 +329,7 @@ def test_a_cache_has_nothing_of_a_step_that_an_exception_made_vain(checkpoint):
 
 
 @emulated
-def test_ctrl_c_where_a_recording_is_ended_leaves_none_begun(checkpoint):
+def test_ctrl_c_at_the_end_of_a_recording_leaves_none_open(checkpoint):
     lines, first = inspect.getsourcelines(RecordedStep.__init__)
     number = first + next(n for n, line in enumerate(lines) if "recording = None" in line)
     with loaded(checkpoint) as model:

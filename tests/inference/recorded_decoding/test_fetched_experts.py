@@ -56,14 +56,14 @@ FAMILIES = [
 def test_one_graph_gives_the_bits_of_resident_experts(
     checkpoint, num_sequences, host_slots, margin, monkeypatch
 ):
-    """Also where everybody who was missing comes to stay."""
+    """Also if every missing expert becomes resident."""
     monkeypatch.setattr(host_tables, "MARGIN", margin)
     with warmed(checkpoint, host_slots=host_slots) as model:
         request = Request(model, THREE[:num_sequences]).until_fetched()
         model.moe.reset_stats()
         for _ in range(6):
             request.steps(1)
-            model.moe.stats()  # who was chosen is heard
+            model.moe.stats()  # counts the choices
         assert is_fetched(model)
         assert model.forward.is_one_graph
         above, below = in_both(model)
@@ -90,7 +90,7 @@ def test_other_families(family, tmp_path):
 
 
 @emulated
-def test_experts_of_which_some_lie_in_two_files(tmp_path):
+def test_experts_in_two_files_are_fetched(tmp_path):
     """As of published checkpoints: such an expert comes in more parts than the others."""
     save(tiny_model(Family("qwen3_moe", "Qwen3MoeForCausalLM", TWO)), tmp_path, sharded=False)
     whole = tmp_path / "model.safetensors"
@@ -115,7 +115,7 @@ def test_experts_of_which_some_lie_in_two_files(tmp_path):
 
 @emulated
 def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint):
-    """As those that warming up makes."""
+    """Warming up makes such tables."""
     with warmed(checkpoint) as model:
         with torch.inference_mode():
             Request(model).until_fetched()
@@ -137,8 +137,8 @@ def test_quantised_experts_are_fetched_packed(tmp_path):
 
 
 @emulated
-def test_who_is_wanted_comes_to_stay_and_who_leaves_is_given_back_first(checkpoint):
-    """With one prompt again and again, what it wants is on the device in the end."""
+def test_used_experts_become_resident(checkpoint):
+    """With one repeated prompt, its experts become resident."""
     misses, requests = [], []
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         Request(model).until_fetched()
@@ -155,7 +155,7 @@ def test_who_is_wanted_comes_to_stay_and_who_leaves_is_given_back_first(checkpoi
 
 
 @emulated
-def test_steps_are_in_parts_while_an_expert_is_nowhere(checkpoint):
+def test_steps_are_cut_while_an_expert_is_in_no_memory(checkpoint):
     with warmed(checkpoint) as model:
         request, refused = Request(model).until_fetched(), 0
         with patch.object(store_of(model).host_tables, "_list", return_value=False):
@@ -174,7 +174,7 @@ def test_steps_are_in_parts_while_an_expert_is_nowhere(checkpoint):
 
 @emulated
 @pytest.mark.parametrize("mode", [None, PrefetchMode.OBSERVE, PrefetchMode.AUTO])
-def test_who_left_both_memories_is_read_unless_nothing_is_prefetched(checkpoint, mode):
+def test_evicted_experts_are_read_ahead_if_prefetch_is_on(checkpoint, mode):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         model.moe.prefetcher = mode and Mock(mode=mode)
         store = store_of(model)
@@ -205,7 +205,7 @@ class Heard(Listener):
 
 
 @emulated
-def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint):
+def test_listeners_within_a_step_cut_it(checkpoint):
     with warmed(checkpoint) as model:
         request, heard = Request(model).until_fetched(), Heard()
         with experts_modules_of(model)[0].listeners.also(heard):
@@ -224,7 +224,7 @@ def test_what_has_to_be_heard_within_a_step_leaves_it_in_parts(checkpoint):
 
 @emulated
 @pytest.mark.parametrize("slots", [3, NUM_EXPERTS])
-def test_few_slots_and_enough_of_them_have_other_ways(checkpoint, slots):
+def test_too_few_slots_and_full_residency_fetch_nothing(checkpoint, slots):
     """A quarter of six slots is less than two; where all are resident there is nothing to fetch."""
     with warmed(checkpoint, slots=slots) as model:
         request = Request(model)
@@ -237,7 +237,7 @@ def test_few_slots_and_enough_of_them_have_other_ways(checkpoint, slots):
 
 
 @emulated
-def test_a_device_that_cannot_read_the_host(checkpoint):
+def test_a_device_without_host_access_fetches_nothing(checkpoint):
     with patch.object(EmulatedDevice, "reads_host", lambda *_: False), warmed(checkpoint) as model:
         request = Request(model)
         request.steps(2 * MOST_REFUSED)
@@ -268,7 +268,7 @@ def test_a_link_that_kernels_read_slowly_is_left_to_copies(checkpoint, slower, i
         with patch.object(EmulatedDevice, "time", time):
             request = Request(model)
             request.steps(3 * MOST_REFUSED)
-        taken = 0 if is_slow else 2  # slots for what is fetched
+        taken = 0 if is_slow else 2  # landing slots
         assert (store.num_slots, sum(shares())) == (before[0] - taken, before[1] - taken)
         assert is_fetched(model) == (not is_slow)
         assert store.host_tables.is_slow == is_slow
@@ -282,7 +282,7 @@ def test_a_link_that_kernels_read_slowly_is_left_to_copies(checkpoint, slower, i
 
 
 def decode_and_count(model: Any) -> None:
-    """With nobody on the device who is in the host's memory, too."""
+    """No expert is in both memories."""
     request = Request(model).until_fetched()
     store = store_of(model)
     with store._monitor:
@@ -312,7 +312,7 @@ def test_a_step_that_fails_leaves_the_next_request_right(checkpoint, kind, monke
             faults.append(error)
             with suppress(type(error), MoERuntimeError):
                 Request(model).steps(2 * MOST_REFUSED)
-            faults.clear()  # nobody may have come to stay
+            faults.clear()  # no expert may have become resident
             with suppress(MoERuntimeError):
                 Request(model)
             request = Request(model).until_fetched()

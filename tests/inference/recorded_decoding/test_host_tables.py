@@ -1,4 +1,4 @@
-"""Tables of experts that kernels read in host memory: who may write there, and when."""
+"""Tables of experts that kernels read in host memory: when these bytes may be overwritten."""
 
 import threading
 from collections import deque
@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from emulated_device import EmulatedEvent
 from emulated_models import emulated, map_of
 from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store_of, warmed
@@ -15,14 +14,13 @@ from fetched_models import ENOUGH, EVERY, LAYERS, SLOTS, Request, in_both, store
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.inference.device.device_experts import policy_of_device
 from moe_runtime.memory.device import host_tables
-from moe_runtime.policies.eviction.classic import RandomChoice
 
 pytest.importorskip("triton")
 pytestmark = emulated
 
 
 class LateEvent:
-    """The end of a kernel that reads host memory until somebody waits for it."""
+    """The end of a kernel that reads host memory; it comes when it is waited for."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -87,7 +85,7 @@ def test_the_disk_writes_behind_kernels(checkpoint):
         assert order == [True]
 
 
-def test_what_goes_back_to_the_host_is_queued_behind_kernels_of_all_streams(checkpoint):
+def test_returns_to_the_host_wait_for_kernels_of_all_streams(checkpoint):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         Request(model).until_fetched()
         store = store_of(model)
@@ -110,8 +108,8 @@ def test_closing_waits_for_kernels(checkpoint):
         assert late.is_over
 
 
-def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint):
-    """Tables and the slots for what is fetched are there once."""
+def test_another_stream_waits_for_the_last_one(checkpoint):
+    """There is one set of tables and landing slots."""
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         (first,) = launch(model)
@@ -123,7 +121,7 @@ def test_another_stream_waits_for_what_was_queued_on_the_last_one(checkpoint):
         assert last.is_over
 
 
-def test_who_is_nowhere_is_seen_at_once(checkpoint):
+def test_a_missing_expert_is_seen_at_once(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, queued = store_of(model), []
@@ -138,7 +136,7 @@ def test_who_is_nowhere_is_seen_at_once(checkpoint):
         assert_listed(model)
 
 
-def test_nobody_comes_or_goes_while_work_is_queued(checkpoint):
+def test_residency_is_fixed_while_work_is_queued(checkpoint):
     with warmed(checkpoint) as model:
         Request(model).until_fetched()
         store, seen = store_of(model), deque[str]()
@@ -162,7 +160,7 @@ def test_nobody_comes_or_goes_while_work_is_queued(checkpoint):
         assert seen[0] == "queued"
 
 
-def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(checkpoint):
+def test_landing_slots_survive_exceptions(checkpoint):
     waited: list[EmulatedEvent] = []
     synchronize = EmulatedEvent.synchronize
 
@@ -192,7 +190,7 @@ def test_slots_for_what_is_fetched_are_waited_for_and_lost_by_no_exception(check
         model.moe.check()
 
 
-def test_after_closing_uses_are_counted_and_nothing_else(checkpoint):
+def test_a_closed_model_only_counts_uses(checkpoint):
     with warmed(checkpoint) as model:
         request = Request(model).until_fetched()
         request.steps(3)
@@ -204,56 +202,12 @@ def test_after_closing_uses_are_counted_and_nothing_else(checkpoint):
             tables.launch(lambda: None)
 
 
-def test_who_leaves_is_who_was_compared(checkpoint, monkeypatch):
-    """A policy that names another victim at every call; and all are kept in memory."""
-    monkeypatch.setattr("emulated_models.LRU", RandomChoice)
-    monkeypatch.setattr(host_tables, "MARGIN", -1.0)
-    with warmed(checkpoint, host_slots=ENOUGH) as model:
-        Request(model).until_fetched()
-        store = store_of(model)
-        compared, left = list[Any](), list[tuple[Any, Any]]()
-        find, drop = store._victim, store._drop
-
-        def compare(key: Any) -> Any:
-            compared.append(find(key))
-            return compared[-1]
-
-        def leave(key: Any) -> None:
-            if key not in store._unadmitted:  # others have nobody to be compared with
-                left.append((key, compared[-1]))
-            drop(key)
-
-        with patch.object(store, "_victim", compare), patch.object(store, "_drop", leave):
-            tokens, number = torch.Generator().manual_seed(0), 0
-            # others do not leave while a copy is under way, so that the number is not certain
-            while len(left) < 4 and (number := number + 1) < 200:
-                request = Request(model, torch.randint(90, (1, 2), generator=tokens))
-                for _ in range(4):
-                    request.steps(1)
-                    model.moe.stats()
-        assert len(left) >= 4
-        assert all(key == victim for key, victim in left)
-
-
-def test_policies_that_decide_after_a_use_have_steps_in_parts(checkpoint):
+def test_policies_that_decline_cut_steps(checkpoint):
     with warmed(checkpoint) as model:
         store_of(model)._policy.may_decline = True
         Request(model).steps(20)
         assert store_of(model).host_tables is None
         assert not model.forward.is_one_graph
-
-
-def test_a_step_is_not_queued_ahead_while_experts_are_nowhere(checkpoint):
-    with warmed(checkpoint) as model:
-        request = Request(model).until_fetched()
-        store = store_of(model)
-        assert model.forward.is_one_graph
-        with patch.object(store.host_tables, "_list", return_value=False):
-            request.steps(1)
-            assert store.recorded is not None
-            assert not model.forward.is_one_graph
-        request.steps(1)
-        assert model.forward.is_one_graph
 
 
 @pytest.mark.parametrize(
@@ -266,7 +220,7 @@ def test_room(device, host, expected):
     assert host_tables.has_room(device, host, **given) == expected
 
 
-def test_the_policy_that_is_chosen_by_routes_hears_none_where_all_are_in_memory(checkpoint):
+def test_auto_policy_is_lru_if_all_experts_are_in_memory(checkpoint):
     experts = map_of(checkpoint)
 
     def policy(device: int, host: int) -> str:

@@ -1,5 +1,4 @@
-"""Static caches of `generate` and recorded steps that are used again, what a call leaves to the
-next one, and who may change a model in its midst."""
+"""Reused static caches and recorded steps: independent calls, and model changes in between."""
 
 import functools
 import gc
@@ -40,7 +39,7 @@ PROMPTS = [PROMPT.roll(shift, 1)[:, :length] for shift, length in ((0, 4), (1, 6
 def loaded(
     checkpoint: Path, slots: int = NUM_EXPERTS, *, is_recorded: bool = True
 ) -> Iterator[Any]:
-    """A model of which all experts are in their slots, if there are as many."""
+    """A model with all experts in slots if they fit."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
     model.generation_config.eos_token_id = None
     if not is_recorded:
@@ -85,7 +84,7 @@ class Failing(StoppingCriteria):
 
 @emulated
 @pytest.mark.parametrize("at", [1, 2, 4])
-def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint, at):
+def test_a_failed_call_does_not_affect_the_next_one(checkpoint, at):
     expected = alone(checkpoint, PROMPTS[1])
     with loaded(checkpoint) as model:
         for _ in range(2):
@@ -97,7 +96,7 @@ def test_a_call_that_fails_leaves_nothing_to_the_next_one(checkpoint, at):
 
 
 @emulated
-def test_what_a_call_returns_stays_as_it_was(checkpoint):
+def test_a_returned_cache_does_not_change(checkpoint):
     with loaded(checkpoint) as model:
         options = {"return_dict_in_generate": True, "max_new_tokens": NEW_TOKENS}
         found = model.generate(PROMPTS[0], do_sample=False, **options)
@@ -109,7 +108,7 @@ def test_what_a_call_returns_stays_as_it_was(checkpoint):
 
 
 @emulated
-def test_a_cache_goes_with_the_first_call_that_has_another_one(checkpoint):
+def test_a_call_with_another_cache_frees_the_kept_one(checkpoint):
     with loaded(checkpoint) as model:
         other = StaticCache(model.config, max_cache_len=20)
         calls = (
@@ -149,7 +148,7 @@ def test_threads_have_caches_of_their_own(checkpoint):
         assert all(torch.equal(each, expected[number]) for each in logits)
 
 
-def test_room_is_rounded_up_within_what_memory_was_set_aside_for():
+def test_cache_lengths_are_rounded_up_within_the_reserve():
     config, caches = tiny_model(FAMILY).config, StaticCaches()
     lengths = {1: 64, 64: 64, 65: 128, 500: 512, 600: 640, 1025: 1152, 4000: 4000, 4100: 4100}
     for asked, expected in lengths.items():
@@ -158,46 +157,55 @@ def test_room_is_rounded_up_within_what_memory_was_set_aside_for():
         caches.give_back(cache)
 
 
-class Steering(LogitsProcessor):
-    """Changes a weight of the model at a step."""
+def flip_logits(model: Any) -> None:
+    flipped = model.lm_head.weight.flip(0)
+    model.lm_head.weight = torch.nn.Parameter(flipped, requires_grad=False)
 
-    def __init__(self, model: Any, at: int) -> None:
-        self._weight, self._left = model.model.norm.weight, at
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self._left -= 1
-        if not self._left:
-            self._weight.data = -self._weight.data
-        return scores
+def change_at(model: Any, where: str, step: int) -> dict[str, Any]:
+    """Options of `generate` with which foreign code changes the model at a step."""
+    left = [step]
+
+    def act(*given: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            flip_logits(model)
+        return given[-1] if where == "processor" else None
+
+    if where == "hook":
+        model.register_forward_pre_hook(act)
+        return {}
+    if where == "processor":
+        kind = type("Steering", (LogitsProcessor,), {"__call__": lambda _, *given: act(*given)})
+        return {"logits_processor": [kind()]}
+    every = [*range(model.config.vocab_size)]
+    return {"prefix_allowed_tokens_fn": lambda *given: act(*given) or every}
 
 
 @emulated
-def test_who_runs_code_of_his_own_may_change_the_model_between_steps(checkpoint):
+@pytest.mark.parametrize(
+    ("where", "slots"),
+    [("hook", NUM_EXPERTS), ("processor", 2), ("function", NUM_EXPERTS), ("between calls", 2)],
+)
+def test_foreign_code_may_change_the_model_between_steps(checkpoint, where, slots):
     found = []
     for is_recorded in (True, False):
-        with loaded(checkpoint, is_recorded=is_recorded) as model:
-            steering = Steering(model, 4)
-            found.append(
-                generated(model, PROMPTS[0], max_new_tokens=8, logits_processor=[steering])
-            )
-    # whoever is not called step by step computes with a cache that grows: other sums
+        with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
+            before = generated(model, PROMPTS[0], max_new_tokens=8)
+            options: dict[str, Any] = {}
+            if where == "between calls":
+                flip_logits(model)
+            else:
+                options = change_at(model, where, 4)
+            found.append(generated(model, PROMPTS[0], max_new_tokens=8, **options))
+    # steps without a recording have a cache that grows: other sums
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert torch.equal(*(logits.argmax(-1) for logits in found))
+    assert not torch.equal(before, found[1])
 
 
 @emulated
-def test_a_hook_of_the_model_may_change_it_between_steps(checkpoint):
-    found = []
-    for is_recorded in (True, False):
-        with loaded(checkpoint, is_recorded=is_recorded) as model:
-            steering = Steering(model, 5)
-            model.register_forward_pre_hook(lambda *_, act=steering: act(None, None))
-            found.append(generated(model, PROMPTS[0], max_new_tokens=8))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-@emulated
-def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint):
+def test_a_call_without_foreign_code_compares_the_model_once(checkpoint):
     looks, holds = [], Structure.holds
 
     def look(self: Structure) -> bool:
@@ -212,7 +220,7 @@ def test_a_call_without_foreign_code_looks_at_the_model_once(checkpoint):
 
 @emulated
 @pytest.mark.parametrize("by", ["option", "configuration"])
-def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint, by):
+def test_a_requested_static_cache_is_kept(checkpoint, by):
     """Unless the model's own settings ask for it."""
     with loaded(checkpoint) as model:
         given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -232,7 +240,7 @@ def test_a_static_cache_that_is_asked_for_is_kept_too(checkpoint, by):
 
 
 @emulated
-def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(checkpoint):
+def test_recordings_live_as_long_as_their_caches(checkpoint):
     """As a server has them, one for each number of sequences; `generate` between their steps."""
     made: list[Any] = []
     replay = decode_graphs.RecordedStep.replay
@@ -271,7 +279,7 @@ def test_recordings_of_several_caches_stay_until_their_caches_or_an_expert_goes(
 
 
 @emulated
-def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint):
+def test_a_recording_without_its_cache_is_freed(checkpoint):
     with loaded(checkpoint) as model, torch.no_grad():
         (own,) = model.new_cache(1, 20, {}).values()
         caches = [own, *(StaticCache(model.config, max_cache_len=20) for _ in range(2))]
@@ -291,11 +299,6 @@ def test_a_recording_whose_cache_is_gone_is_let_go_beside_others(checkpoint):
         assert recorded(model).cache is caches[1]
 
 
-def flip_logits(model: Any) -> None:
-    flipped = model.lm_head.weight.flip(0)
-    model.lm_head.weight = torch.nn.Parameter(flipped, requires_grad=False)
-
-
 @emulated
 def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
     with loaded(checkpoint, 2) as model, counted_recordings() as made:
@@ -308,7 +311,7 @@ def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
 
 @emulated
 @SLOTS
-def test_hooks_hear_of_every_step(checkpoint, slots):
+def test_hooks_are_called_in_every_step(checkpoint, slots):
     """None is called by a replay: such a model is recorded at every call."""
     with loaded(checkpoint, slots) as model:
         model.generate(PROMPT, **SETTINGS)
@@ -326,37 +329,6 @@ def test_hooks_hear_of_every_step(checkpoint, slots):
 
 
 @emulated
-@SLOTS
-def test_what_changes_between_calls_is_seen(checkpoint, slots):
-    found = []
-    for is_recorded in (True, False):
-        with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
-            before = model.generate(PROMPT, **SETTINGS)
-            flip_logits(model)
-            found.append(model.generate(PROMPT, **SETTINGS))
-    assert torch.equal(*found)
-    assert not torch.equal(before, found[1])
-
-
-@emulated
-@SLOTS
-def test_what_a_function_changes_that_a_processor_calls_is_seen(checkpoint, slots):
-    found = []
-    for is_recorded in (True, False):
-        with loaded(checkpoint, slots, is_recorded=is_recorded) as model:
-            calls = list[int]()
-
-            def allowed(_: int, ids: torch.Tensor, model: Any = model, calls: Any = calls) -> Any:
-                calls.append(len(ids))
-                if len(calls) == 4:
-                    flip_logits(model)
-                return [*range(model.config.vocab_size)]
-
-            found.append(model.generate(PROMPT, prefix_allowed_tokens_fn=allowed, **SETTINGS))
-    assert torch.equal(*found)
-
-
-@emulated
 def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoint):
     found, options = [], {"guidance_scale": 1.5, **SETTINGS}
     with loaded(checkpoint, 2) as model, counted_recordings() as made:
@@ -368,7 +340,7 @@ def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoi
 
 
 @emulated
-def test_calls_of_other_kinds_leave_nothing_in_the_cache(checkpoint):
+def test_other_calls_do_not_affect_the_kept_cache(checkpoint):
     with loaded(checkpoint, 2) as model:
         prompt = PROMPT.to(model.device)
         expected = model.generate(prompt, **SETTINGS)

@@ -1,4 +1,4 @@
-"""What the host hears of a recorded step whose experts may be missing."""
+"""Host copies of the choices in a recorded step with missing experts."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Heard(Listener):
 
 
 def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> tuple[Any, ...]:
-    """Logits of steps of two sequences, what a listener heard of them, and counted uses."""
+    """Logits of steps of two sequences, the routing that a listener got, and counted uses."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=slots, misses=misses)
     if not is_recorded:
         model.forward = model.forward.__wrapped__
@@ -45,14 +45,14 @@ def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> t
                 found = model(ids, past_key_values=cache, use_cache=True).logits
                 ids = torch.full((2, 1), 40 + step)  # known without a look at the last step
                 logits.append(found[:, -1])
-        # nobody listens any more: uses are counted when there is time
+        # without listeners, uses are counted later
         for step in range(STEPS):
             ids = torch.full((2, 1), 50 + step)
             logits.append(model(ids, past_key_values=cache, use_cache=True).logits[:, -1])
         model.moe.check()
         stats = model.moe.stats()
         told = [(layer, ids_TK.tolist()) for layer, ids_TK in heard.told]
-        # when an expert arrives decides who may leave next, and so which of them are misses
+        # arrival times decide evictions, and so the number of misses
         return torch.stack(logits), told, stats.hits + stats.late_hits + stats.misses
 
 
@@ -60,9 +60,7 @@ def decode(checkpoint: Path, slots: int, misses: str, *, is_recorded: bool) -> t
 @pytest.mark.parametrize(
     ("slots", "misses"), [(3, "device"), (3, "all-on-cpu"), (NUM_EXPERTS, "device")]
 )
-def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
-    checkpoint, slots, misses
-):
+def test_listeners_and_counters_equal_those_without_a_recording(checkpoint, slots, misses):
     ways = [decode(checkpoint, slots, misses, is_recorded=one) for one in (True, False)]
     assert torch.equal(ways[0][0], ways[1][0])
     assert ways[0][1] == ways[1][1]
@@ -71,8 +69,8 @@ def test_listeners_and_counters_are_told_what_they_are_without_a_recording(
 
 
 @emulated
-def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(checkpoint):
-    """Two layers of six experts, four of which have slots, and five a place below."""
+def test_missing_experts_in_host_memory_need_no_lease(checkpoint):
+    """Two layers of six experts, with four slots each and five places below."""
     model = load_on_emulated_device(checkpoint, slots_a_layer=4)
     store: Any = experts_modules_of(model)[0].store
     outcomes = list[tuple[int, int]]()
@@ -96,8 +94,8 @@ def test_a_step_that_lacks_experts_leases_none_that_lie_in_the_host_s_memory(che
 
 
 @emulated
-def test_the_commands_defaults_leave_a_step_one_graph(checkpoint):
-    """Those are `--policy auto --prefetch auto`, which listen to what is not all resident."""
+def test_default_options_keep_a_step_one_graph(checkpoint):
+    """`--policy auto --prefetch auto` listen only to layers that are not fully resident."""
     found = []
     for options in ({"policy": "auto", "prefetch": "auto"}, {}):
         model = load_on_emulated_device(checkpoint, slots_a_layer=NUM_EXPERTS, **options)
@@ -111,7 +109,7 @@ def test_the_commands_defaults_leave_a_step_one_graph(checkpoint):
 
 
 class OfAnotherStream:
-    """A place that the device reaches when somebody waits for it."""
+    """An event that the device reaches when it is waited for."""
 
     is_reached = False
 
@@ -124,8 +122,8 @@ class OfAnotherStream:
 
 @emulated
 def test_uses_that_are_counted_late_are_those_of_their_step(checkpoint):
-    """What another stream has yet to tell is counted before: a step must not tell anew meanwhile,
-    nor must a lease wait for a layer that is yet to come."""
+    """Choices of another stream are counted first: a step must not overwrite them, and a lease must
+    not wait for a later layer."""
     found = list[tuple[Any, ...]]()
     for is_late in (False, True):
         model = load_on_emulated_device(checkpoint, slots_a_layer=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from rank_pool import start_server
 _TOKEN_S = 0.02
 
 
-class Launch:
+class Launch(contextlib.AbstractContextManager["Launch"]):
     """The command line `moe-runtime` in several processes of one group."""
 
     def __init__(
@@ -64,10 +65,6 @@ class Launch:
         path = self.folder / f"out-{rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    @property
-    def is_running(self) -> bool:
-        return all(process.is_alive() for process in self.processes)
-
     def ended(self) -> list[int | None]:
         """The exit codes of all processes, once they have ended."""
         for process in self.processes:
@@ -85,7 +82,7 @@ class Launch:
         while len(self.stdout()) < num_characters and self.processes[0].is_alive():
             time.sleep(0.01)
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
             process.join()
