@@ -1,4 +1,4 @@
-"""Kills and power cuts of offloaded training at random instants, and what was lost: nothing.
+"""Kill offloaded training and cut its power at random moments; check that nothing is lost.
 
 `python benchmarks/crashes.py --kills 50 --seeds 0 --save` trains with experts on the disk and a
 checkpoint after every step, in a process that is killed at a random instant, again and again. Every
@@ -41,7 +41,7 @@ HEADER = struct.Struct("<qq")
 
 
 class Model(nn.Module):
-    """Residual layers of experts; the same weights on every call."""
+    """Residual layers of experts, with the same weights on every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 class Journaled(RecordFile):
-    """A file that remembers, beside itself, what unflushed writes replaced."""
+    """A file that journals the content which unflushed writes replace."""
 
     def __init__(self, path: Path, *place: int, direct: bool = True) -> None:
         super().__init__(path, *place, direct=direct)
@@ -83,14 +83,14 @@ def _journal(path: Path) -> Path:
 
 
 def cut_power(folder: Path, dice: random.Random) -> int:
-    """Gives a random half of the unflushed blocks their old content back, the newest first."""
+    """Restore the old content of a random half of the unflushed blocks, the newest first."""
     lost = 0
     for journal in folder.glob("*.undo"):
         content, place, entries = journal.read_bytes(), 0, []
         while place + HEADER.size <= len(content):
             offset, size = HEADER.unpack_from(content, place)
             place += HEADER.size + size
-            # a kill while the last entry was written leaves a part of it, and no write
+            # a kill during the last entry leaves it incomplete, and its write never happened
             if place <= len(content):
                 entries.append((offset, content[place - size : place]))
         with journal.with_suffix(".records").open("r+b") as file:
@@ -105,7 +105,7 @@ def cut_power(folder: Path, dice: random.Random) -> int:
 
 
 def train(folder: Path, share: float) -> None:
-    """Goes on from the last checkpoint to the end, with a checkpoint after every step."""
+    """Continue from the last checkpoint to the end, with a checkpoint after every step."""
     disk.RecordFile = Journaled  # type: ignore[misc]
     torch.set_num_threads(1)
     file = folder / "checkpoint.pt"
@@ -150,7 +150,7 @@ def begin(folder: Path, share: float) -> ForkProcess:
 
 
 def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
-    """Kills so many processes."""
+    """Kill the training this many times."""
     dice, whole, folder = random.Random(seed), place / "run-0", place / "run-1"
     whole.mkdir()
     folder.mkdir()
@@ -160,7 +160,7 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
         is_last = counts["kills"] >= kills
         process = begin(folder, 0.3 if is_last else dice.choice(SHARES))
         process.join(None if is_last else dice.uniform(0, LONGEST_S))
-        process.kill()  # unless it has ended
+        process.kill()  # no effect if it has ended
         process.join()
         if process.exitcode == -signal.SIGKILL:
             counts["kills"] += 1

@@ -1,4 +1,4 @@
-"""Decoding on a GPU: everything resident, and slots for a part of the experts, beside transformers.
+"""Decode on a GPU with all or some of the experts resident, and compare with transformers.
 
 `python benchmarks/device_decode.py --shape qwen3-30b-a3b --layers 4 --save` makes a checkpoint of
 whole layers with random weights, measures the GPU, its link and the CPU, then greedy tokens a
@@ -32,10 +32,11 @@ from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
 
 PEER, PEER_EXPERTS = "transformers", ("grouped_mm", "moe_runtime")
-# Of a model that is all on the device experts only pass through the host's memory.
+# If all experts are on the device, they only pass through host memory.
 PASSING_EXPERTS = 32
 MOST_ERROR = 1.5
-"""Of the largest error of transformers in bf16, at most, where logits differ by rounding alone."""
+"""Largest error relative to that of transformers in bf16, for logits that differ by rounding alone.
+"""
 LATE = "no time was left"
 COSTS = ("miss_cpu_s", "miss_copy_s", "miss_return_s", "miss_launch_s")
 WAYS = ("resident_steps", "fetched_steps", "cut_steps")
@@ -53,7 +54,7 @@ METRICS = {
 
 
 class Answer(NamedTuple):
-    """Greedy tokens `[N]` and the logits `[N, V]` that they were taken from."""
+    """Greedy tokens `[N]` and the logits `[N, V]` behind them."""
 
     tokens_N: Tensor
     logits_NV: Tensor
@@ -84,14 +85,14 @@ def main() -> int:
 
 
 def active_bytes(shape: ModelShape) -> int:
-    """Bytes of the weights that a decoded token reads: of the embeddings its row alone."""
+    """Bytes of the weights that a decoded token reads; of the embeddings only its row."""
     experts = shape.num_layers * shape.top_k * shape.expert_bytes
     rows_not_read = (shape.vocab_size - 1) * shape.model_width * BF16_BYTES
     return experts + shape.dense_bytes - rows_not_read
 
 
 class Bench:
-    """What all rows have in common, and what earlier ones leave for later ones."""
+    """The state that all rows share."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Bench:
         self._began_s = psutil.Process().create_time()
         self.answers = dict[str, Answer]()
         self.exact: Answer | None = None
-        # random tokens, without those that models have for other purposes
+        # random tokens, without special ones
         generator = torch.Generator().manual_seed(1)
         self.short_NT, self.long_1T = (
             torch.randint(2, shape.vocab_size, size, generator=generator).to(options.device)
@@ -114,13 +115,13 @@ class Bench:
         )
 
     def is_late(self, name: str) -> bool:
-        """Whether this row would take longer than may be, which is noted then."""
+        """Whether this row would exceed the time limit, which is then recorded."""
         if late := time.time() - self._began_s > self.options.seconds:
             self.results.add(name, LATE)
         return late
 
     def ours(self, share: float, misses: str, host_share: float = 1.0) -> None:
-        """Rows with slots for a share of the experts, and others in the host's memory."""
+        """Rows with slots for a share of the experts, and the others in host memory."""
         ram = "" if host_share == 1.0 else f", RAM for {host_share:.0%}"
         name = f"moe_runtime, {share:.0%} resident, misses {misses}{ram}"
         caches = self.options.caches[: None if share == 1.0 else 1]
@@ -149,7 +150,7 @@ class Bench:
         elif device == "cuda":
             budgets = {"host_memory": PASSING_EXPERTS * 2 * self.shape.expert_bytes}
         asked = self.options
-        # else a budget decides how many tokens there is room for, and so how many slots
+        # otherwise a budget decides the tokens, and so the slots
         budgets["max_tokens"] = max(asked.long_prompt, asked.prompt_tokens + asked.new_tokens)
         model: Any = moe_runtime.load(self.folder, device=device, warm_up=True, **budgets)
         facts = model.moe.facts
@@ -161,7 +162,7 @@ class Bench:
         return model
 
     def row(self, name: str, model: Any, cache: str, load_s: float, misses: str | None) -> None:
-        """Measures a model with a kind of cache; `misses` where experts may be missing."""
+        """Measure a model with one kind of cache; `misses` if experts may be missing."""
         options, generation = self.options, {"cache_implementation": cache}
         generation |= {"max_new_tokens": options.new_tokens, "do_sample": False}
         first = {"load_s": load_s}
@@ -174,7 +175,7 @@ class Bench:
             prompt_s = gpu.median_s(read, options.device, options.repeats)
             answer = answer_of(model, self.short_NT[0], **generation)
             found = decode(model, self.short_NT[1:], options.new_tokens, **generation)
-        except RuntimeError as error:  # memory, what compiles, a cache that does not work here
+        except RuntimeError as error:  # memory, compilation, or an unsupported cache
             self.results.add(name, f"{type(error).__name__}: {error}".splitlines()[0][:300])
             return
         first["prefill_tokens_per_s"] = options.long_prompt / prompt_s
@@ -194,7 +195,7 @@ class Bench:
         self.judge(name)
 
     def _bound(self, one: dict[str, Any], misses: str) -> dict[str, float]:
-        """The least that a token could take where these misses are treated so, and its share."""
+        """The least time of a token with these misses, and the measured share of it."""
         missed, rates = one["missed_a_token"], self._rates
         cpu_s, link_s = missed * rates.cpu_expert_s, 0.0
         if rates.link_bytes_s is not None:
@@ -207,8 +208,8 @@ class Bench:
         return {"misses_bound_s": least_s, "of_bound": share}
 
     def judge(self, *names: str) -> None:
-        """Notes how far logits of rows are from those in fp32, where these are there: ours must be
-        as near as transformers'."""
+        """Record how far logits are from fp32 logits, if present. Ours must be as close as
+        transformers'."""
         if self.exact is None:
             return
         for name in names:
@@ -224,7 +225,7 @@ class Bench:
 
 
 def measure(bench: Bench) -> None:
-    """All rows, those that are wanted most first."""
+    """All rows, the most important first."""
     options, on_gpu = bench.options, bench.options.device == "cuda"
     bench.ours(1.0, "device")
     ways = ("device", "auto") if on_gpu else ("device",)
@@ -239,7 +240,7 @@ def measure(bench: Bench) -> None:
 
 
 def peers(bench: Bench) -> None:
-    """Rows of transformers, everything resident, and how far all are from logits in fp32."""
+    """Rows of transformers with everything resident, and the distance of all logits from fp32."""
     from transformers import AutoModelForCausalLM
 
     if bench.is_late(PEER):
@@ -265,7 +266,7 @@ def peers(bench: Bench) -> None:
 
 
 class TokenClock(BaseStreamer):
-    """Knows when `generate` had its first and its last new token, on the host."""
+    """Host times of the first and the last new token of `generate`."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
@@ -280,24 +281,24 @@ class TokenClock(BaseStreamer):
         self._times_s.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def tokens_per_s(self, num_tokens: int) -> float:
-        """Of the tokens after the first."""
+        """Speed after the first token."""
         times_s = self._times_s or []
         assert len(times_s) == num_tokens, "an end was asked for"
         return (num_tokens - 1) / (times_s[-1] - times_s[0])
 
 
 def answer_of(model: Any, prompt_T: Tensor, **options: Any) -> Answer:
-    """What a model says, and why; also a warm-up."""
+    """A model's tokens and logits; also a warm-up."""
     told = {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(prompt_T[None], **told, **options)
     return Answer(found.sequences[0, len(prompt_T) :], torch.cat(found.logits))
 
 
 def decode(model: Any, prompts_NT: Tensor, num_tokens: int, **options: Any) -> gpu.Repetitions:
-    """Tokens a second after the first token, for each prompt."""
+    """Tokens per second after the first token, for each prompt."""
     runtime, found = getattr(model, "moe", None), gpu.Repetitions()
     for prompt_T in prompts_NT:
         clock = TokenClock(runtime.reset_stats if runtime else lambda: None)
@@ -308,7 +309,7 @@ def decode(model: Any, prompts_NT: Tensor, num_tokens: int, **options: Any) -> g
 
 
 def _experts(stats: Any, tokens: int) -> dict[str, float]:
-    """What became of the experts that layers asked for, in the mean of a token."""
+    """The mean outcome of the experts that a token's layers asked for."""
     return {
         "hit_rate": stats.hits / (stats.hits + stats.late_hits + stats.misses),
         "missed_a_token": stats.misses / tokens,
@@ -321,7 +322,7 @@ def _experts(stats: Any, tokens: int) -> dict[str, float]:
 
 
 def compare(answer: Answer, wanted: Answer) -> tuple[dict[str, float], dict[str, int]]:
-    """How much the logits of two systems differ until they say other tokens, and where that is."""
+    """How much the logits of two systems differ before their tokens do, and where that is."""
     equal, difference_NV = _differences(answer, wanted)
     largest = float(difference_NV.abs().max() / wanted.logits_NV.std())
     same = int(torch.equal(answer.logits_NV, wanted.logits_NV))
@@ -330,13 +331,13 @@ def compare(answer: Answer, wanted: Answer) -> tuple[dict[str, float], dict[str,
 
 
 def error_of(answer: Answer, exact: Answer) -> float:
-    """Root of the mean square of the logits' errors, in standard deviations of the logits."""
+    """Root mean square of the logits' errors, in standard deviations of the logits."""
     _, difference_NV = _differences(answer, exact)
     return float(difference_NV.square().mean().sqrt() / exact.logits_NV.std())
 
 
 def _differences(answer: Answer, wanted: Answer) -> tuple[int, Tensor]:
-    """Tokens until the first other one, and logits where both had the same tokens before."""
+    """Tokens before the first difference, and logits with equal context."""
     is_other_N = (answer.tokens_N != wanted.tokens_N).cpu()
     num_equal = int(is_other_N.int().argmax()) if is_other_N.any() else len(is_other_N)
     return num_equal, (answer.logits_NV - wanted.logits_NV)[: num_equal + 1]
@@ -344,7 +345,7 @@ def _differences(answer: Answer, wanted: Answer) -> tuple[int, Tensor]:
 
 @torch.inference_mode()
 def exact_answer(model: Any, prompt_T: Tensor, answer: Answer) -> Answer:
-    """The tokens of an answer with the logits of a model, all at once."""
+    """An answer's tokens with the logits of a model, in one pass."""
     ids_T = torch.cat((prompt_T, answer.tokens_N[:-1]))
     found = model(ids_T[None], logits_to_keep=len(answer.tokens_N))
     return Answer(answer.tokens_N, found.logits[0].float())

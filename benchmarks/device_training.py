@@ -1,4 +1,4 @@
-"""LoRA fine-tuning on a GPU with slots for a part of the experts, beside all of them resident.
+"""LoRA fine-tuning on a GPU with slots for some of the experts, compared with all resident.
 
 `python benchmarks/device_training.py --layers 4 --save` takes the same steps of `moe-runtime
 finetune --lora` on layers of Qwen3-30B-A3B twice: with all experts on the GPU, and with as large a
@@ -22,11 +22,11 @@ from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 
 SHARE = 0.4
-"""Of the experts that have slots: 24 GB of 60 GB."""
+"""Share of the experts with slots: 24 GB of 60 GB."""
 AIM = 0.5
-"""Of the speed with everything resident, at least."""
+"""Minimum speed relative to all experts resident."""
 TOLERANCE = 1e-3
-"""Between losses; sums of gradients have no fixed order on a GPU."""
+"""Between losses; gradients on a GPU are summed in no fixed order."""
 METRICS = {
     "tokens_per_s": Metric("tokens/s", "more"),
     "step_s": Metric("s"),
@@ -66,7 +66,7 @@ def main() -> int:
 def measure(
     folder: Path, share: float, options: argparse.Namespace, rates: gpu.Rates
 ) -> gpu.Repetitions:
-    """Steps of a run with slots for a share of the experts; the first one is not timed."""
+    """Time the steps of a run with slots for a share of the experts, without the first."""
     config = _config(folder, share, options)
     preparation = prepare(config if share == 1 else _with_share(config, share))
     memory: Any = preparation.memory
@@ -115,7 +115,7 @@ def _config(folder: Path, share: float, options: argparse.Namespace) -> Finetune
         "model": str(folder),
         "run": {
             "output": str(folder.parent / f"run-{share}"),
-            "steps": options.steps + 1,  # one is not counted, and the clock begins with its end
+            "steps": options.steps + 1,  # one step is not counted; the clock starts at its end
             "precision": "bfloat16",
             "device": options.device,
             "host_memory": "auto",
@@ -134,7 +134,7 @@ def _config(folder: Path, share: float, options: argparse.Namespace) -> Finetune
 
 
 def _with_share(config: FinetuneConfig, share: float) -> FinetuneConfig:
-    """The same run with a budget for a share of the experts, where they are computed."""
+    """The same run with a budget for a share of the experts."""
     preparation = prepare(config)
     memory: Any = preparation.memory
     plan = memory.device or memory.host

@@ -1,4 +1,4 @@
-"""A generation service while its ranks come and go: `python benchmarks/elastic.py [--save]`.
+"""A generation service whose ranks come and go: `python benchmarks/elastic.py [--save]`.
 
 Six requests run while the service changes its ranks and rebalances. Measured of each change:
 experts that travelled, seconds of preparation, and the longest wait of any request for a token. All
@@ -56,7 +56,7 @@ class TokenTimes:
         self._times[request].append(time.perf_counter())
 
     def longest_wait_s(self, begin_s: float, end_s: float) -> float:
-        """The longest time between two tokens of a request that overlaps a stretch of time."""
+        """The longest time between two tokens of a request that overlaps an interval."""
         waits = [
             after - before
             for times in self._times
@@ -93,7 +93,7 @@ def measure(change: Change, times: TokenTimes) -> dict[str, float]:
 
 
 def run(rounds: int, num_tokens: int, results: ScriptResults) -> None:
-    """Adds numbers of each change, in every round."""
+    """Add the numbers of each change, in every round."""
     tokenizer: Any = AutoTokenizer.from_pretrained(pocket_path())
     prompts: list[Prompt] = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     service = ElasticService(pocket_path(), timeout_s=100)

@@ -1,4 +1,4 @@
-"""`[parallel] ... = "auto"` beside fixed choices: `python benchmarks/exchange_choices.py [--save]`.
+"""`[parallel] ... = "auto"` and fixed choices: `python benchmarks/exchange_choices.py [--save]`.
 
 Layers of several shapes run in virtual time on clusters of several kinds, under loads that drift.
 No clock and no device is used: the seconds follow from links, products and rows. Fixed are every
@@ -40,7 +40,7 @@ from moe_runtime.training.exchange_choice import (
 
 METRICS = facts("s", "auto_s", "best_s", "worst_s", "with_copies_s") | facts("share", "of_the_best")
 EVERY, COPIES, PASSES = 10, 2, 2
-"""Steps between looks; copies of Hecate's on a rank; passes of a step."""
+"""Steps between looks; Hecate's copies per rank; passes per step."""
 PLACES = ("static", "rebalanced", "switching")
 
 
@@ -58,7 +58,7 @@ class Layer:
 
     @property
     def attention_s(self) -> float:
-        """Of a pass, behind which copies travel; four projections."""
+        """Seconds of a pass's attention (four projections), which hides the transfer of copies."""
         tokens = self.shape.rows / TOP_K[self.shape.num_experts]
         return tokens * 8 * self.dim**2 / self.cluster.flops_per_s
 
@@ -69,7 +69,7 @@ SHAPES = {
     "many experts": (4096, 128, 2048, 768),
     "small experts": (16384, 64, 512, 256),
 }
-"""Tokens of a rank in a pass, experts, width of the model and of an expert; bf16."""
+"""Tokens per rank and pass, experts, model width, expert width; bf16."""
 
 
 def clusters() -> dict[str, Cluster]:
@@ -87,11 +87,11 @@ def clusters() -> dict[str, Cluster]:
 
 
 BLOCK = {"equal": 8, "still": 8, "slow": 8, "sudden": 8, "fast": 4}
-"""Steps with the same loads, by how these drift."""
+"""Steps with equal loads, by kind of drift."""
 
 
 def loads_of(kind: str, num_experts: int, num_steps: int) -> np.ndarray:
-    """`[N, E]`: loads by Zipf's law, whose order drifts."""
+    """`[N, E]`: Zipf-distributed loads whose order drifts."""
     random = np.random.default_rng(0)
     zipf_E = np.arange(1, num_experts + 1) ** -0.8
     order_E = random.permutation(num_experts)
@@ -111,7 +111,7 @@ def loads_of(kind: str, num_experts: int, num_steps: int) -> np.ndarray:
 
 
 class Run:
-    """Steps of a layer; seconds of all of them in `seconds`.
+    """Simulates the steps of a layer and sums their `seconds`.
 
     Args:
         schedules: fixed where there is one.
@@ -136,7 +136,7 @@ class Run:
         self.seconds, self._known = 0.0, dict[bytes, float]()
 
     def _cheapest(self) -> int:
-        """As experts that are switching choose, by the link between the slowest ranks."""
+        """The choice of switching experts, by the link between the slowest ranks."""
         cluster, shape = self._layer.cluster, self._layer.shape
         link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
         return cheapest_degree(
@@ -166,7 +166,7 @@ class Run:
         self._counted_E = np.zeros_like(self._counted_E)
 
     def _once(self, loads: np.ndarray, last_E: np.ndarray | None = None) -> float:
-        """Seconds of a pass with loads of ranks; or of experts, now and before."""
+        """Seconds of a pass with loads of ranks, or with present and previous loads of experts."""
         key = loads.tobytes() + repr(self._schedule).encode()
         if last_E is not None:
             key += last_E.tobytes()
@@ -179,7 +179,7 @@ class Run:
         return self._known[key]
 
     def _sparse_s(self, loads_E: np.ndarray, last_E: np.ndarray) -> float:
-        """With copies by the loads of the step before, which travel behind attention."""
+        """Seconds with copies by the loads of the previous step; attention hides their transfer."""
         layer, shape, slots = self._layer, self._layer.shape, self._slots
         size, each = layer.cluster.num_ranks, layer.cluster.local_ranks
         owners = [held[0][0] // slots.slots_per_rank for held in slots.holders]
@@ -217,7 +217,7 @@ def schedules_on(cluster: Cluster) -> list[LayerSchedule]:
 
 
 def seconds_of(layer: Layer, loads_NE: np.ndarray) -> Iterator[tuple[str, float]]:
-    """Auto and sparse experts with chosen exchanges, then every fixed choice."""
+    """Seconds with auto, with sparse experts, and with every fixed choice."""
     schedules = schedules_on(layer.cluster)
     runs = {name: Run(layer, schedules, name) for name in ("auto", "sparse")}
     for schedule, places in itertools.product(schedules, PLACES):
@@ -231,7 +231,7 @@ def seconds_of(layer: Layer, loads_NE: np.ndarray) -> Iterator[tuple[str, float]
 
 def main() -> int:
     parser = scripting.results_parser(__doc__)
-    parser.add_argument("--steps", type=scripting.positive, default=160)
+    parser.add_argument("--steps", type=scripting.positive, default=320)
     options = parser.parse_args()
     settings = {"steps": options.steps, "every": EVERY, "copies": COPIES, "zipf": 0.8}
     results = scripting.ScriptResults(

@@ -140,13 +140,13 @@ def packed(options: argparse.Namespace) -> int:
 
 
 def any_codes(plan: TensorPlan, seed: int) -> list[Any]:
-    """Codes drawn at random with one scale: as fast to write as the disk is."""
+    """Random codes with one scale, written as fast as the disk permits."""
     del seed
     random = np.random.default_rng(len(plan.name))
     if plan.stored == "mxfp4":
         codes, scales = plan.parts
         bits = random.bytes(codes.num_bytes)
-        # values up to 6 of about 0.02: 2 to the power of -8
+        # values up to 6 times 2^-8, about 0.02
         return [np.frombuffer(bits, np.uint8), np.full(scales.shape, 127 - 8, np.uint8)]
     values = torch.ones(plan.shape)
     if plan.std is not None:
@@ -155,7 +155,7 @@ def any_codes(plan: TensorPlan, seed: int) -> list[Any]:
 
 
 class Process(BenchSystem):
-    """Steps of `moe-runtime finetune --lora`, whose first one is not timed."""
+    """The steps of `moe-runtime finetune --lora`; the first is not timed."""
 
     def __init__(
         self, name: str, folder: Path, options: argparse.Namespace, budget: str, cap: int | None
@@ -198,7 +198,7 @@ class Process(BenchSystem):
 
 
 def write_documents(path: Path, options: argparse.Namespace) -> None:
-    """Token ids, log-normal in length as chats are, up to a row."""
+    """Token ids with the log-normal lengths of chats, up to a row."""
     random = np.random.default_rng(0)
     lengths = np.exp(random.normal(np.log(options.context / 5), 0.8, DOCUMENTS)).astype(int)
     with path.open("w") as file:
@@ -208,7 +208,7 @@ def write_documents(path: Path, options: argparse.Namespace) -> None:
 
 
 class Ours(BenchSystem):
-    """A run of `finetune --lora`; `share` of the experts have slots."""
+    """A run of `finetune --lora` with slots for a `share` of the experts."""
 
     def __init__(self, name: str, config: FinetuneConfig, share: float) -> None:
         super().__init__(name)
@@ -242,7 +242,7 @@ class Ours(BenchSystem):
 
 
 def config_tokens(run: Any, before: tuple[int, ...]) -> int:
-    """Tokens of the last step that are no padding."""
+    """Tokens of the last step, without padding."""
     rows = run.config.data.sequences_per_step
     stream = run.batches._windows[0]
     windows = [stream.window(before[0] + number) for number in range(rows)]
@@ -252,7 +252,7 @@ def config_tokens(run: Any, before: tuple[int, ...]) -> int:
 
 
 class Peft(BenchSystem):
-    """Everything in memory, adapters by PEFT; one forward and backward pass of all rows."""
+    """PEFT adapters with everything in memory; one forward and backward pass of all rows."""
 
     def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
         super().__init__(name)
@@ -285,8 +285,7 @@ class Peft(BenchSystem):
 
 
 class Trl(BenchSystem):
-    """TRL's SFTTrainer with padded batches; each repetition is a run whose first step is not
-    timed."""
+    """TRL's SFTTrainer with padded batches; the first step of each run is not timed."""
 
     def __init__(self, name: str, folder: Path, options: argparse.Namespace) -> None:
         super().__init__(name)
@@ -296,7 +295,7 @@ class Trl(BenchSystem):
         from peft import LoraConfig
         from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-        trl: Any = importlib.import_module("trl")  # not among what this project needs
+        trl: Any = importlib.import_module("trl")  # not a dependency of this project
         datasets: Any = importlib.import_module("datasets")
         lines = (self._folder.parent / "chats.jsonl").read_text().splitlines()
         examples = datasets.Dataset.from_list([json.loads(line) for line in lines])

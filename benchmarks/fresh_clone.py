@@ -1,4 +1,4 @@
-"""From clone to first text, as a new user waits: `python benchmarks/fresh_clone.py --save`.
+"""Time a new user's way from clone to first text: `python benchmarks/fresh_clone.py --save`.
 
 The commit that is checked out is cloned into a temporary folder. There `make install` makes the
 environment, `make demo` writes text, and with `--tests` `make test` runs. The results say how pip's
@@ -37,18 +37,18 @@ METRICS = {
     **facts("count", "skipped"),
 }
 WARM_BYTES = 100 * 10**6
-"""Of pip's cache; the smallest wheels of torch take more."""
+"""Of pip's cache; the smallest torch wheels are larger."""
 SHOWN_LINES = 20
-"""Of the output of a step that failed."""
+"""Output lines shown of a failed step."""
 
 
 class StepFailure(Exception):
-    """A step of a new user failed; the message has the end of its output."""
+    """A step failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took and said."""
+    """The time and the output of a step."""
 
     seconds: float
     first_s: float
@@ -56,7 +56,7 @@ class Step:
 
 
 def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
-    """Runs a command to its end; what it began ends with it, whatever happens."""
+    """Run a command to its end; its children end with it in any case."""
     with tempfile.TemporaryFile("w+") as complaints:
         began = time.perf_counter()
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": complaints, "text": True}
@@ -77,7 +77,7 @@ def run_step(words: list[str], place: Path, more: Mapping[str, str]) -> Step:
 def measure(
     source: Path, folder: Path, say: Callable[[str], None], *, tests: bool
 ) -> dict[str, float]:
-    """Clones a checkout and takes the steps of a new user in the clone."""
+    """Clone a checkout and take a new user's steps in the clone."""
     clone = folder / "clone"
     found: dict[str, float] = {}
 
@@ -89,7 +89,7 @@ def measure(
 
     take("clone_s", "git", "clone", "--quiet", "--no-local", str(source), str(clone))
     take("install_s", "make", "--silent", "install")
-    # what earlier runs of this user have learned is no part of it
+    # without anything that earlier runs of this user learned
     text = take("text_s", "make", "--silent", "demo", XDG_CACHE_HOME=str(folder / "cache"))
     if not text.output.strip():
         raise StepFailure("make demo: wrote no text")
@@ -103,7 +103,7 @@ def measure(
 
 
 def pip_facts() -> dict[str, Any]:
-    """Where pip finds packages, as far as it says: its cache, and folders of this machine."""
+    """pip's cache, and local folders that pip searches."""
     cache, settings = _pip("cache", "dir"), _pip("config", "list")
     num_bytes, state = None, "unknown"
     if cache:
@@ -115,7 +115,7 @@ def pip_facts() -> dict[str, Any]:
 
 
 def _pip(*words: str) -> str | None:
-    """What pip of this user's Python says; None where it says nothing."""
+    """The output of this user's pip; None if it has none."""
     command = ["python3", "-m", "pip", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else None

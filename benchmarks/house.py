@@ -21,7 +21,7 @@ from moe_runtime.lab.this_machine import commit
 TOPS = ("moe_runtime", "kernels", "policies", "models", "benchmarks")
 SUFFIXES = (".py", ".c", ".h", ".cpp")
 LONG = 30
-"""Words of a sentence that is too long."""
+"""Sentences with more words are too long."""
 COUNTS = (
     *("lines", "files", "words", "sentences", "words_a_sentence", "files_of_load"),
     *("files_resident", "files_of_a_miss", "calls_resident", "calls_with_misses"),
@@ -95,7 +95,7 @@ print(json.dumps(found))
 
 
 def sources(root: Path, tops: tuple[str, ...]) -> Iterator[Path]:
-    """Source files that git tracks, each by its own place, relative to the root."""
+    """Source files tracked by git, relative to the root; links are left out."""
     command = ["git", "ls-files", "-z", "--", *tops]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -105,7 +105,7 @@ def sources(root: Path, tops: tuple[str, ...]) -> Iterator[Path]:
 
 
 def sizes(root: Path) -> dict[str, dict[str, float]]:
-    """Lines and files of each room of the product, of all of it, and of the tests."""
+    """Lines and files of each room, of the whole product, and of the tests."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: {"lines": 0, "files": 0})
     for path in sources(root, (*TOPS, "tests")):
         is_room = path.parts[0] == "moe_runtime" and len(path.parts) > 2
@@ -117,7 +117,7 @@ def sizes(root: Path) -> dict[str, dict[str, float]]:
 
 
 def sentences(text: str) -> Iterator[int]:
-    """Words of each sentence outside of code, tables, headings and quotations."""
+    """The number of words of each sentence outside code, tables, headings and quotations."""
     for block in re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text):
         if block.strip()[:1] not in ("", "|", "#", ">"):
             for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(block.split())):
@@ -126,7 +126,7 @@ def sentences(text: str) -> Iterator[int]:
 
 
 def prose(root: Path) -> dict[str, float]:
-    """Words of README and docs without code, and how long their sentences are."""
+    """Words of README and docs without code, and the lengths of their sentences."""
     words, lengths = 0, list[int]()
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = re.sub(r"^```.*?^```|<!--.*?-->", " ", path.read_text(), flags=re.M | re.S)
@@ -142,8 +142,7 @@ def prose(root: Path) -> dict[str, float]:
 
 
 def walk(root: Path, budget: str) -> dict[str, float]:
-    """What a checkout's `load` and its decode steps pass through, counted in a process of its
-    own."""
+    """Count the files and calls of a checkout's `load` and decode steps, in a new process."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _WALK, budget]
     done = subprocess.run(

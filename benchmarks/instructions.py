@@ -1,4 +1,4 @@
-"""The pocket model tuned on instructions: `python benchmarks/instructions.py --picture P [--save]`.
+"""Tune the pocket model on instructions: `python benchmarks/instructions.py --picture P [--save]`.
 
 Writes questions on Python's functions from templates, one wording of each function held out, and
 trains every parameter of the pocket model by `moe-runtime finetune`. Counts the held-out questions
@@ -80,7 +80,7 @@ def write_records(path: Path) -> None:
 
 
 def measure(model: Path) -> tuple[Mapping[str, float], list[str]]:
-    """Shares of the held-out questions, and the text of each answer."""
+    """Shares of the held-out questions, and each answer."""
     tokenizer, texts = load_tokenizer(pocket_path()), list[str]()
     loaded: Any = moe_runtime.load(model, device="cpu", host_memory="512MiB", max_tokens=128)
     with loaded.moe:

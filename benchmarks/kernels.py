@@ -1,4 +1,4 @@
-"""The expert kernels on a GPU beside transformers' own, whole layer, forward and backward.
+"""The expert kernels on a GPU, compared with transformers': whole layers, forward and backward.
 
 `python benchmarks/kernels.py --save`: first a dense bf16 product and a copy; then every shape and
 backend: TFLOP/s (6 T K D F forward, 12 T K D F backward), shares of the dense product and of the
@@ -32,13 +32,13 @@ from moe_runtime.kernels.token_sort import token_sort
 
 BYTES = 2  # of a bf16 number
 OURS, PEER, EAGER = "moe_runtime", "grouped_mm", "eager"
-EAGER_TOKENS = 128  # a loop over experts takes long with more
-FEW_TOKENS, FEW_TOKENS_BACKEND = 16, "batched_mm"  # which copies the weights of every choice
+EAGER_TOKENS = 128  # a loop over more experts is slow
+FEW_TOKENS, FEW_TOKENS_BACKEND = 16, "batched_mm"  # copies the weights of every choice
 PARTS = ("products", "packed", "shapes")
 
 
 class Shape(NamedTuple):
-    """A layer and its batch: tokens, model width, expert width, experts, choices of a token."""
+    """A layer and its batch: tokens, model width, expert width, experts, top-k."""
 
     T: int
     D: int
@@ -48,16 +48,16 @@ class Shape(NamedTuple):
 
     @property
     def forward_flops(self) -> int:
-        """Of the three products; the backward pass has twice as many."""
+        """Of the three products; the backward pass takes twice as many."""
         return 6 * self.T * self.K * self.D * self.F
 
     @property
     def kept_bytes(self) -> int:
-        """The least to keep for the backward pass: the input, and gate and up of every row."""
+        """The least to keep for backward: the input, and gate and up of every row."""
         return BYTES * self.T * self.D + 2 * BYTES * self.T * self.K * self.F
 
 
-# What is aimed at on an H100: at least, or for seconds at most. `of_peer`: times as fast as PEER.
+# Targets on an H100: minima, or maxima for seconds. `of_peer`: speed relative to PEER.
 MANY = {"forward_tflops": 480, "both_tflops": 430, "forward_of_peer": 1.2, "both_of_peer": 1.2}
 DECODING = {"graph_read_of_copy": 0.7, "forward_of_peer": 1.0}
 SHAPES: dict[str, tuple[Shape, Mapping[str, float]]] = {
@@ -84,8 +84,8 @@ PRODUCT_AIMS = {
     "combine, beside a copy": 0.7,
     PROJECTIONS: 1.5,
 }
-# Beside the same layer in bf16, which reads 3.6 to 3.9 times as many bytes as 4-bit codes and twice
-# as many as fp8. With many tokens bytes do not count, and decoding costs.
+# Compared with the same layer in bf16, which reads 3.6 to 3.9 times as many bytes as 4-bit codes
+# and twice as many as fp8. With many tokens decoding costs more than bytes.
 PACKED_FEW_TOKENS = ("T=1", "T=4", "T=8")
 PACKED_AIMS = {True: 1.6, False: 0.7}
 METRICS = {
@@ -101,7 +101,7 @@ METRICS = {
 
 
 class Peak(NamedTuple):
-    """What the device can do: a dense bf16 product, and a copy in bytes a second."""
+    """The device's limits: a dense bf16 product, and a copy in bytes per second."""
 
     dense_tflops: float
     copy_bytes_s: float
@@ -123,7 +123,7 @@ def main() -> int:
         shape, aims = shapes[name]
         experts, of_shape = layer(shape, device), results.settings["shapes"]
         of_shape[name] = shape._asdict() | {"closed_form_bytes": shape.kept_bytes}
-        # those that are worth measuring
+        # backends worth measuring
         backends = [EAGER] * (shape.T <= EAGER_TOKENS) + [PEER, OURS]
         for backend in backends + [FEW_TOKENS_BACKEND] * (shape.T <= FEW_TOKENS):
             results.add(f"{name}, {backend}", [measure(experts, shape, backend, device, peak)])
@@ -140,7 +140,7 @@ def main() -> int:
 
 
 def note_aims(results: GpuResults, name: str, shape: Shape, aims: Mapping[str, float]) -> None:
-    """Writes every figure that is aimed at beside the measured one, of what was measured."""
+    """Record every target together with the measured figure."""
 
     def value(field: str) -> float | None:
         if not field.endswith("_of_peer"):
@@ -153,7 +153,7 @@ def note_aims(results: GpuResults, name: str, shape: Shape, aims: Mapping[str, f
         if (measured := value(field)) is not None:
             results.aim(name, field, asked, measured, at_most=field.endswith("_s"))
     if (kept := value("kept_bytes")) is not None:
-        # Beside the closed form: gate weights, the order of the rows and their offsets.
+        # Beyond the closed form: gate weights, the order of the rows and their offsets.
         asked = shape.kept_bytes + (2 + 8) * shape.T * shape.K + 8 * (shape.E + 1) + 4096
         results.aim(name, "kept_bytes", asked, kept, at_most=True)
     results.write()
@@ -179,7 +179,7 @@ def layer(shape: Shape, device: str) -> Any:
 
 
 def measure_peak(device: str, size: int) -> Peak:
-    """A square product of that side length, and a copy of eight times as many numbers."""
+    """Time a square product of this side length and a copy of eight times as many numbers."""
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     product_s = median_s(lambda: left @ right, device)
     source = torch.empty(4 * size, 2 * size, device=device, dtype=torch.bfloat16).zero_()
@@ -199,7 +199,7 @@ def measure(
     scores = torch.randn(shape.T, shape.E, device=device, generator=generator).softmax(-1)
     weights, ids = scores.topk(shape.K)
     weights, inputs = weights.to(x.dtype), [x, *experts.parameters()]
-    # Other experts every time, as in layer after layer of a decoding loop: none is in the cache.
+    # Other experts every time, as in decoding layer after layer, so none is cached.
     turns = [(ids + turn * shape.K) % shape.E for turn in range(max(1, shape.E // ids.numel()))]
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ def measure(
 
     forward_s = median_s(partial(forward, ids), device)
     peak_bytes = kept_bytes = before = None
-    if device == "cuda":  # most bytes that both passes held beside parameters and input
+    if device == "cuda":  # peak of both passes, without parameters and input
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         out = experts(x, ids, weights)
@@ -218,17 +218,17 @@ def measure(
         del out
         before = torch.cuda.memory_allocated()
     out = experts(x, ids, weights)
-    if before is not None:  # what it left allocated without its output, and its input
+    if before is not None:  # allocated by the call, without its output and input
         kept_bytes = torch.cuda.memory_allocated() - before - out.nbytes + x.nbytes
     grad = torch.randn_like(out)
     backward = partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)
     backward_s = median_s(backward, device)
     del out, backward
     both_s = median_s(lambda: torch.autograd.grad(experts(x, ids, weights), inputs, grad), device)
-    # Captured, an eager loop leaves the generator of random numbers in a state of no use.
+    # A captured eager loop leaves the random generator unusable.
     turns_s = None if backend == EAGER else graph_s(partial(forward, *turns), device)
     graph_forward_s = None if turns_s is None else turns_s / len(turns)
-    # Weights of the experts that some token chose, each read once.
+    # The weights of the chosen experts, each read once.
     read_s = len(ids.unique()) * 3 * shape.D * shape.F * BYTES / peak.copy_bytes_s
     forward_tflops = shape.forward_flops / forward_s / 1e12
     return {
@@ -249,7 +249,7 @@ def measure(
 
 @torch.no_grad()
 def measure_products(device: str, *, tiny: bool) -> dict[str, dict[str, float]]:
-    """Seconds of each product and of what it is held to; `ratio` is theirs over ours."""
+    """Seconds of each product and of its reference; `ratio` is theirs over ours."""
     E, rows, D, F = (4, 16, 32, 16) if tiny else (64, 512, 2048, 1024)
     num_rows, block = E * rows, 16 if tiny else 128
     x = torch.randn(num_rows, D, device=device).bfloat16()
@@ -259,19 +259,19 @@ def measure_products(device: str, *, tiny: bool) -> dict[str, dict[str, float]]:
     columns = ExpertColumns.of([F] * E, block_columns=block, device=device)
     topology = expert_topology(offsets, columns, num_rows=num_rows, block_rows=block).trimmed()
     values, hidden = sdd(x, flat.T, topology), torch.bmm(equal, weight.mT)
-    # Rows of each expert as Zipf's law has them; the first one gets what rounding left.
+    # Zipf-distributed rows; the first expert takes the rest.
     shares = [1 / rank for rank in range(1, E + 1)]
     counts = [int(num_rows * share / sum(shares)) for share in shares]
     counts[0] += num_rows - sum(counts)
     skewed = torch.tensor([0, *counts], device=device).cumsum(0)
     padded = torch.zeros(E, max(counts), D, device=device, dtype=x.dtype)
-    # Four rows to a token; the copy moves as many bytes, read and written together.
+    # Four rows per token; the copy moves as many bytes, read and written.
     num_tokens = num_rows // 4
     ids = torch.arange(4, device=device).expand(num_tokens, 4).contiguous()
     order, gates = token_sort(ids, 4), torch.rand(num_tokens, 4, device=device)
     source = torch.zeros((num_rows + num_tokens) * D // 2, device=device, dtype=x.dtype)
     target = torch.empty_like(source)
-    # Queries, keys and values of one token in layer after layer, whose weights are no cache's.
+    # Queries, keys and values of one token in layer after layer, with uncached weights.
     layers = [torch.randn(3, D, D, device=device).bfloat16() for _ in range(_LAYERS)]
 
     def each(*weights: Tensor) -> None:
@@ -318,7 +318,7 @@ FORMATS = {
 
 @torch.no_grad()
 def measure_packed(device: str, copy_bytes_s: float, *, tiny: bool) -> dict[str, dict[str, float]]:
-    """Seconds of each format and number of tokens, beside those of the values."""
+    """Seconds of each format and number of tokens, and those of bf16."""
     # D, F, E, K of Qwen3-30B-A3B
     D, F, E, K = (128, 128, 4, 2) if tiny else (2048, 768, 128, 8)
     activation, found = ActivationSpec("silu"), {}
@@ -356,7 +356,7 @@ def measure_packed(device: str, copy_bytes_s: float, *, tiny: bool) -> dict[str,
 
 
 def _stack(kind: WeightFormat, E: int, N: int, K: int, device: str) -> QuantizedStack:
-    """Codes of any value under scales that keep activations of their size."""
+    """Random codes, scaled to preserve the size of activations."""
     codes = torch.randint(0, 256, (E, N, kind.row_bytes(K)), dtype=torch.uint8, device=device)
     if kind.codes == "e4m3":
         codes.bitwise_and_(0xF7)  # no NaN
@@ -374,27 +374,27 @@ def _beside(ours: float, theirs: float) -> dict[str, float]:
 
 
 def _seconds(call: Callable[[], Any], in_graph: bool, device: str) -> float:
-    """Of a call, as a replayed graph if wanted, where it can be captured."""
-    call()  # kernels are compiled
+    """Seconds of a call, optionally as a captured graph."""
+    call()  # compiles the kernels
     found = graph_s(call, device) if in_graph else None
     return median_s(call, device) if found is None else found
 
 
 def median_s(call: Callable[[], Any], device: str) -> float:
-    """Median seconds of a call; by the GPU's own clock, with a cold cache, where there is one."""
+    """Median seconds of a call; on a GPU by its clock, with a cold cache."""
     call()
     return wall_median_s(call, device) if device != "cuda" else median_seconds(call)
 
 
 def graph_s(call: Callable[[], Any], device: str) -> float | None:
-    """Seconds of a call as a replayed CUDA graph; None where it cannot be captured."""
+    """Seconds of a call as a replayed CUDA graph; None if it cannot be captured."""
     if device != "cuda":
         return None
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             call()
-    except RuntimeError:  # a backend that asks the device for a number
+    except RuntimeError:  # the backend synchronises with the device
         torch.cuda.synchronize()
         return None
     return median_s(graph.replay, device)

@@ -1,4 +1,4 @@
-"""Steps after long texts, by the form of the KV cache: `python benchmarks/long_decode.py --save`.
+"""Decode steps after long contexts, by KV cache format: `python benchmarks/long_decode.py --save`.
 
 A shape with random weights reads a short prompt, whose keys and values are then repeated up to the
 length: what a step reads is as much as after a prompt of that length, which takes no time. Forms
@@ -30,7 +30,7 @@ METRICS = {
 
 
 def stretch(cache: Any, num_tokens: int) -> int:
-    """Repeats what layers keep up to a length; gives the bytes that they keep then."""
+    """Repeat the cache up to a length; return its bytes."""
     num_bytes = 0
     for layer in cache.layers:
         if layer.is_sliding:
@@ -47,7 +47,7 @@ def stretch(cache: Any, num_tokens: int) -> int:
 
 @torch.inference_mode()
 def steps_of(checkpoint: Path, form: str, num_tokens: int) -> dict[str, float]:
-    """The median step after so many tokens, with every expert in memory."""
+    """The median step after this many tokens, with every expert in memory."""
     room = num_tokens + UNTIMED_STEPS + STEPS + 1
     model: Any = moe_runtime.load(
         checkpoint, device="cpu", max_tokens=room, kv_cache=form, warm_up=True

@@ -1,4 +1,4 @@
-"""Evictions that know drafted tokens: `python benchmarks/looking_ahead.py TRACE --train TRACE`.
+"""Eviction with drafted tokens: `python benchmarks/looking_ahead.py TRACE --train TRACE`.
 
 The policy `reuse`, taught by other requests, is replayed; it is also told the ids of the next
 tokens, each right with some probability if the ones before are. What the trained predictor expects
@@ -37,14 +37,14 @@ from moe_runtime.policies.prediction.trained import TokenTable
 from moe_runtime.types import ExpertKey
 
 STEPS = (1, 4), (1, 16), (4, 16), (4, 64)
-"""Requests that decode in a step, and tokens of prompts."""
+"""Requests that decode in a step, and prompt tokens of the step."""
 CERTAIN = 0.99
 METRICS = facts("share", "of_lru_to_optimum", "hits", better="more")
 QUEUE_METRICS = facts("count", "reads") | facts("share", "of_lru")
 
 
 class Ahead:
-    """What `reuse` estimates of a token, moved towards what the next tokens are to visit.
+    """The estimate of `reuse`, corrected by the likely experts of the next tokens.
 
     Args:
         chances_NTLE: of the experts of the N next tokens; the nearest first.
@@ -76,7 +76,7 @@ class Ahead:
 
 
 def draft(routes: Routes, acceptance: float) -> np.ndarray:
-    """Ids of the next tokens, ``[N, T]``; behind a wrong one all are wrong."""
+    """Drafted ids of the next tokens, ``[N, T]``; after a wrong one all are wrong."""
     rng, num_tokens = np.random.default_rng(0), routes.num_tokens
     ends = np.repeat(routes.offsets[1:], np.diff(routes.offsets))
     drafted = routes.token_ids[rng.integers(num_tokens, size=(MOST_DRAFTED, num_tokens))]
@@ -89,7 +89,7 @@ def draft(routes: Routes, acceptance: float) -> np.ndarray:
 
 
 def recalled(routes: Routes, drafted_NT: np.ndarray) -> np.ndarray:
-    """Where the last token of each drafted id went in its request: ``[N, T, L, K]``."""
+    """The experts of each drafted id's last token in the request: ``[N, T, L, K]``."""
     sizes = *drafted_NT.shape, *routes.expert_ids.shape[1:]
     found = np.full(sizes, routes.shape.num_experts)
     for sequence in range(routes.num_sequences):
@@ -103,7 +103,7 @@ def recalled(routes: Routes, drafted_NT: np.ndarray) -> np.ndarray:
 
 
 def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np.ndarray:
-    """Chances ``[N, T, L, E]`` of the drafted tokens' experts, as known once a token is routed."""
+    """Probabilities ``[N, T, L, E]`` of the drafted tokens' experts, once a token is routed."""
     (now,) = contexts_of(routes, max_rows=routes.num_tokens)
     following = now.rows(np.minimum(np.arange(routes.num_tokens) + 1, routes.num_tokens - 1))
     unknown = np.full_like(now.path, routes.shape.num_experts)
@@ -123,7 +123,7 @@ def expected(routes: Routes, drafted_NT: np.ndarray, predictor: Estimator) -> np
 
 
 class Queue:
-    """Which experts the next step needs, whatever it decodes: known when a step begins."""
+    """The experts that the next step certainly needs, known when a step begins."""
 
     def __init__(self, needed: Sequence[frozenset[ExpertKey]]) -> None:
         self._needed, self.keys = iter(needed), frozenset[ExpertKey]()
@@ -133,11 +133,11 @@ class Queue:
             self.keys = next(self._needed)
 
     def finish(self, sequence: int) -> None:
-        """Needs are those of steps."""
+        """Needs belong to steps, not to sequences."""
 
 
 class Told(LRU[ExpertKey]):
-    """LRU, but what the queue needs is not evicted for what it does not need."""
+    """LRU that evicts no expert the queue needs for one it does not need."""
 
     may_decline = True
     rule = None
@@ -155,8 +155,8 @@ class Told(LRU[ExpertKey]):
 
 
 def side_by_side(routes: Routes, num_decoding: int, num_prompt: int) -> tuple[np.ndarray, int]:
-    """Rows ``[S, N]`` of each step: those of the first requests, behind their middle, and then so
-    many of the prompts, which are the others; and how many are decoded."""
+    """The rows ``[S, N]`` of each step (the second half of the first requests, then prompt tokens
+    of the others), and the number of decoding rows."""
     lengths = np.diff(routes.offsets)
     first = (routes.offsets[:-1] + lengths // 2)[:num_decoding]
     behind = routes.offsets[num_decoding]
@@ -167,7 +167,7 @@ def side_by_side(routes: Routes, num_decoding: int, num_prompt: int) -> tuple[np
 
 
 def needs(chances_SLE: np.ndarray) -> list[frozenset[ExpertKey]]:
-    """What is certain of the step after each."""
+    """The certain experts of the step after each."""
     found = [
         frozenset(ExpertKey(*key) for key in np.argwhere(chance_LE >= CERTAIN).tolist())
         for chance_LE in chances_SLE
@@ -182,7 +182,7 @@ def reads_of(served: Workload, make: Maker, num_slots: int) -> float:
 
 
 def measure_queue(served: Trace, learned: Routes, results: ScriptResults) -> None:
-    """Reads of steps, by what is known of the next prompt's tokens."""
+    """Reads of steps, by what is known of the next prompt tokens."""
     routes, shape = routes_of(served), learned.shape
     tables = TokenTable.count(learned, learned.token_ids)
     visited, usual = visits(routes.expert_ids, shape.num_experts), popularity_of(learned)

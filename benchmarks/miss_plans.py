@@ -1,4 +1,4 @@
-"""Who computes experts that a device lacks: `python benchmarks/miss_plans.py TRACE [--save]`.
+"""Plan where missing experts are computed: `python benchmarks/miss_plans.py TRACE [--save]`.
 
 The routing of a trace is replayed in virtual time, with links, processors and shares of resident
 experts of many kinds. No clock and no device is used: the seconds follow from the speeds. Compared
@@ -35,7 +35,7 @@ Way = Literal["copied", "on the CPU", "planned"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of what happens to one expert.
+    """The times of one expert, in seconds.
 
     Attributes:
         cpu_s: on the CPU, by number of rows: the mean of calls that differ by up to `spread`.
@@ -64,12 +64,12 @@ class Replayed(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Median over the steps of how far the prediction was off, as a share of what was spent."""
+        """Median relative error of the prediction over the steps."""
         return float(np.median(np.abs(self.predicted_S - self.spent_S) / self.spent_S))
 
 
 class MissReplay:
-    """The layers of a model, each with slots on the device for some of its experts."""
+    """The layers of a model, each with device slots for some of its experts."""
 
     def __init__(
         self,
@@ -80,15 +80,16 @@ class MissReplay:
         *,
         num_slow: int = 0,
     ) -> None:
-        """The CPU takes ten times as long for the first ``num_slow`` experts."""
+        """The CPU is ten times slower for the first ``num_slow`` experts."""
         self._machine, self._way, self._num_slots = machine, way, num_slots
         self._new_policy, self._speeds, self._drawn = new_policy, MissSpeeds(), random.Random(0)
         self._uses, self._num_slow = RecentUses(), num_slow
         self._policies: list[EvictionPolicy[int]] = []
-        self._behind_s = 0.0  # of the link, for what nobody waits for
+        self._behind_s = 0.0  # of the link, for copies that nothing waits for
 
     def run(self, paths_NSLK: np.ndarray, num_warm: int) -> Replayed:
-        """Steps of all sequences together, one token of each.
+        """Run the steps of all sequences together, one token each. Every layer starts with its most
+        used experts of the first steps, which are not counted.
 
         Every layer begins with the experts that it used most in the first steps, which go before.
         """
@@ -103,7 +104,7 @@ class MissReplay:
         return Replayed(*np.array(found).T)
 
     def _warm(self, layer: int, ids_NSK: np.ndarray) -> EvictionPolicy[int]:
-        """A policy that holds the experts that were used most, and knows when."""
+        """A policy that holds the most used experts and their last uses."""
         most = Counter(ids_NSK.ravel().tolist()).most_common(self._num_slots)
         policy = self._new_policy()
         for expert, _ in reversed(most):
@@ -136,7 +137,7 @@ class MissReplay:
         return plan.seconds or spent_s, spent_s
 
     def _is_worth(self, layer: int, expert: int) -> bool:
-        """As `DeviceStore.bring` decides."""
+        """The same decision as in `DeviceStore.bring`."""
         policy = self._policies[layer]
         if len(policy) < self._num_slots:
             return True
@@ -146,7 +147,7 @@ class MissReplay:
         return uses[0] > uses[1] + BROUGHT_MARGIN
 
     def _insert(self, policy: EvictionPolicy[int], expert: int, rows: Mapping[int, int]) -> None:
-        """What the layer has just used stays, as in a store; if that is all, one of it goes."""
+        """Insert an expert. Experts in use stay, as in a store, unless there are no others."""
         if len(policy) == self._num_slots:
             victim = policy.victim(lambda key: key not in rows, expert)
             victim = policy.victim(lambda _: True, expert) if victim is None else victim
@@ -169,7 +170,7 @@ class MissReplay:
         self, plan: MissPlan, num_kept: int, rows: Mapping[int, int], residents_s: float
     ) -> float:
         machine = self._machine
-        link_s = self._behind_s if plan.copied else 0.0  # a copy that began is not stopped
+        link_s = self._behind_s if plan.copied else 0.0  # a started copy is not stopped
         device_s, cpu_s = residents_s, 0.0
         for _ in plan.copied:
             link_s += machine.copy_s
@@ -190,11 +191,11 @@ WEIGHT_BYTES = {"bf16": 2.0, "MXFP4": 17 / 32}
 LINKS_GB_S, CPUS_GB_S, SHARES, SEQUENCES = (12, 25, 50), (36, 60), (0.25, 0.5, 0.75), (1, 4)
 DEVICE_BYTES_S, LATENCY_S = 1e12, 1e-5
 ROW = 0.1
-"""Share of the time of one row that each further one adds on the CPU."""
+"""Cost of each further row on the CPU, relative to the first."""
 WARM_STEPS, COLD_STEPS = 32, 16
-"""Steps that fill the slots, and those that are not counted: speeds are measured in them."""
+"""Steps that fill the slots, and uncounted steps that measure speeds."""
 NUM_SLOW = 3
-"""First experts on the CPU that take ten times as long, in the last column."""
+"""In the last column, this many first experts are ten times slower on the CPU."""
 METRICS = facts("s", "copied_s", "cpu_s", "planned_s") | facts(
     "share", "of_the_better", "of_the_better_after_slow_samples"
 )

@@ -1,4 +1,4 @@
-"""Tests and measures on a GPU in nine minutes: `python benchmarks/on_a_gpu.py --results FOLDER`.
+"""Run GPU tests and benchmarks in nine minutes: `python benchmarks/on_a_gpu.py --results FOLDER`.
 
 Each part is ended when its time is over; the next one gets what it leaves. `--times` gives more,
 `--only` runs some parts. Logs and results are in the folder as soon as a part is over. A part that
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class PartOutcome(NamedTuple):
-    """What became of a part: how it ended, and the seconds it took."""
+    """How a part ended, and its seconds."""
 
     name: str
     end: str
@@ -43,7 +43,7 @@ class PartOutcome(NamedTuple):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended by itself, and not well."""
+        """Whether it ended on its own with an error."""
         return self.end not in ("done", LATE)
 
 
@@ -55,7 +55,7 @@ def run_parts(
     root: Path,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[PartOutcome]:
-    """Runs all of them, and says how each ended."""
+    """Run all parts and report how each ended."""
 
     def stamps() -> set[tuple[Path, int]]:
         found = (path for one in written for path in one.glob("*.json"))
@@ -81,7 +81,7 @@ def run_parts(
 
 
 def _run(command: Sequence[str], output: int, seconds: float, root: Path) -> str:
-    """Runs a program; interrupts it when it is late, then kills it and all that it has started."""
+    """Run a program; interrupt it when it is late, then kill it and its children."""
     pipes = {"stdout": output, "stderr": subprocess.STDOUT}
     with running(command, asked=signal.SIGINT, grace_s=GRACE_S, cwd=root, **pipes) as program:
         try:
@@ -94,8 +94,7 @@ def _run(command: Sequence[str], output: int, seconds: float, root: Path) -> str
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(@|marks=)pytest\.mark\.gpu\b|import .*\bPLACES\b")
 COMPUTING = re.compile(r'"cuda" if torch\.cuda\.is_available|\b(HAS|IS)_GPU\b')
-"""In a test's file: tests marked `gpu`, by themselves or by a place; and those that run on a GPU
-wherever one is."""
+"""Matches test files with tests marked `gpu`, or that use a GPU if there is one."""
 
 
 def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
@@ -106,13 +105,13 @@ def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def script(words: str) -> list[str]:
-    """The command of a benchmark, whose results are kept."""
+    """The command of a benchmark that saves its results."""
     name, *others = words.split()
     return [sys.executable, f"benchmarks/{name}.py", *others, "--save"]
 
 
 def decoding(shape: str, layers: int, seconds: float) -> list[str]:
-    """The command that measures decoding; no row begins in the last tenth of the seconds."""
+    """The command that measures decoding; no row starts in the last tenth of the time."""
     words = f"device_decode --shape {shape} --layers {layers} --caches static"
     return script(f"{words} --seconds {0.9 * seconds:.0f}")
 
@@ -121,7 +120,7 @@ def bench(words: str) -> list[str]:
     return [str(Path(sys.executable).with_name("moe-runtime")), "bench", *words.split()]
 
 
-# first tokens and steps beside transformers, on a card of 12 GB
+# first tokens and steps compared with transformers, on a card of 12 GB
 LATENCY = (
     "latency --shape olmoe-1b-7b --layers 4 --device cuda --quick --device-memory 12GiB --peer "
     "transformers:grouped_mm --time 20 -o benchmarks/results/latency-olmoe-1b-7b-4-layers-cuda.json"
@@ -141,7 +140,7 @@ PARTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts; 1 if one failed, 2 without a GPU."""
+    """Run the parts; return 1 if one failed, 2 without a GPU."""
     parser, names = parser_of(__doc__), [part.name for part in PARTS]
     add = parser.add_argument
     add("--results", type=Path, default=ROOT / "build" / "gpu", help="(default: build/gpu)")
@@ -151,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU here; the parts of this can be rehearsed without one", file=sys.stderr)
         return 2
-    # a part is in a session of its own, and would go on
+    # a part has its own session and would continue
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parts = [p._replace(seconds=p.seconds * options.times) for p in PARTS if p.name in options.only]
     written = ROOT / "benchmarks" / "results", cache_folder()

@@ -1,4 +1,4 @@
-"""Prefetching off, on and `auto`, by every policy: `python benchmarks/prefetch_matrix.py TRACE`.
+"""Prefetch off, enforce and auto, by policy: `python benchmarks/prefetch_matrix.py TRACE`.
 
 The routing of a trace is replayed in virtual time: predictors and policies that other requests of
 the model taught, shares of its experts in memory, and disks and links of many speeds. No clock is
@@ -37,7 +37,7 @@ LAYER_S, EXPERT_S = {"CPU": 1.5e-3, "device": 1e-4}, {"CPU": 6.5e-4, "device": 3
 serve the CPU, links the device."""
 BF16_BYTES = 49_766_400
 CODES = {"bf16": (1.0, 1.0), "lossless code": (0.698, 0.72)}
-"""Bytes that are read, and those of a slot, of bf16."""
+"""Bytes read and bytes of a slot, relative to bf16."""
 METRICS = facts("s", "off_s", "enforce_s", "auto_s", "bound_s", "optimum_bound_s") | facts(
     "share", "auto_of_best", "hits", "useful", better="more"
 )
@@ -56,7 +56,7 @@ def machine_of(expert_bytes: int, link_gb_s: float) -> Machine:
 
 
 def taught(learned: Routes) -> Callable[[], reuse.ReuseEstimator | reuse.CompiledReuse]:
-    """Makes estimators of `reuse` that begin with what was taught, and nothing of the last one."""
+    """Makes estimators of `reuse` that start from the training requests alone."""
     first = reuse.new_estimator(learned.shape)
     if not reuse.teach(first, learned):
         raise UnsupportedUseError("the trace of --train has too few tokens; record more prompts")
@@ -71,7 +71,7 @@ def taught(learned: Routes) -> Callable[[], reuse.ReuseEstimator | reuse.Compile
 
 
 def served_and_learned(options: argparse.Namespace) -> tuple[Workload, Routes]:
-    """The first tokens of some requests, and all others to learn from."""
+    """The first tokens of some requests, and all requests to learn from."""
     learned = read_any_trace(options.train)
     signature = learned.signature
     asked = TracedModel(options.train.name, signature, signature.num_layers)
@@ -83,7 +83,7 @@ def served_and_learned(options: argparse.Namespace) -> tuple[Workload, Routes]:
 
 
 def optimum(served: Workload, num_slots: int) -> DemandReplay:
-    """What Belady's order reads, with experts that are not kept."""
+    """Reads of Belady's optimum with bypassing."""
     setting = Setting(shape=shape_of(served.trace.signature))
     return replay_demand(
         served,
@@ -153,7 +153,7 @@ def compare_codes(
     milliseconds: Sequence[float],
     results: scripting.ScriptResults,
 ) -> None:
-    """Experts in bf16 and in the lossless code, in the memory that a quarter of the former need."""
+    """Experts in bf16 and in the lossless code, in memory for a quarter of the bf16 experts."""
     signature = served.trace.signature
     disk = machine_of(BF16_BYTES, LINKS_GB_S[0])
     for name, (share, of_slot), ms in zip(CODES, CODES.values(), milliseconds, strict=True):
@@ -165,7 +165,7 @@ def compare_codes(
 
 
 def draw(results: scripting.ScriptResults, path: Path) -> None:
-    """Milliseconds of a step by share and link, with the bound of each predictor as a mark."""
+    """Plot milliseconds of a step by share and link, with each predictor's bound as a mark."""
     from moe_runtime.lab.report.page import INK, SERIES, drawing
 
     cases = dict.fromkeys(tuple(name.split("; ")[:2]) for name in results.systems)

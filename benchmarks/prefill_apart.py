@@ -1,4 +1,4 @@
-"""Prefill and decode on ranks of their own, simulated: `python benchmarks/prefill_apart.py F...`.
+"""Simulate prefill and decode on separate ranks: `python benchmarks/prefill_apart.py F...`.
 
 The highest rate of recorded requests (CSV files as Azure published them) at which nine of ten have
 their first token and the others in time: all ranks for both, and every division of the ranks that
@@ -35,7 +35,7 @@ GOOD_SHARE = 0.9
 
 
 def best_rate(arrivals: Arrivals, least: float, serve: Any, limits: tuple[float, float]) -> float:
-    """Requests a second, to 2 %, at which enough are in time; 0 if fewer are at the least rate."""
+    """The highest rate, to 2 %, at which enough requests are in time; 0 if none is."""
 
     def is_good(factor: float) -> bool:
         return serve(arrivals.faster(factor)).met(*limits) >= GOOD_SHARE
@@ -72,7 +72,7 @@ def main() -> int:
         arrivals = read_arrivals(path)
         for ranks in options.ranks:
             cluster = replace(read_machine(options.machine), num_ranks=ranks)
-            cluster = replace(cluster, disk_bytes_per_s=float("inf"))  # or a group holds too little
+            cluster = replace(cluster, disk_bytes_per_s=float("inf"))  # for small groups
             times: Any = functools.cache(SimulatedSteps)
             rates: dict[tuple[int, int], float] = {}
             for apart in (0, *range(8, ranks, 8)):

@@ -40,7 +40,7 @@ def write_prompts(path: Path, count: int, seed: int = 0) -> None:
 
 
 def answer(prompts: Path, output: Path, *words: str) -> dict[str, Any]:
-    """What `generate --json` says of a file without answers."""
+    """The summary of `generate --json` for a new file of answers."""
     output.unlink(missing_ok=True)
     program = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "generate"]
     named = [str(pocket_path()), "--prompts", str(prompts), "-o", str(output), "--json"]

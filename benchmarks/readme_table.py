@@ -24,7 +24,7 @@ BEGIN, END = "<!-- benchmarks/readme_table.py: begin -->", "<!-- end -->"
 OURS = "moe_runtime"
 SHAPE = "olmoe-1b-7b"
 CAPS = {None: ("transformers:grouped_mm", "llama_cpp"), "7GiB": ("llama_cpp",)}
-"""What is measured beside this project under each cap."""
+"""The peers measured under each cap."""
 OPTIONS = (
     *("--device", "cpu", "--prompt-tokens", "256", "-n", "9", "--time", "1500", "--keep-shape"),
 )
@@ -32,7 +32,7 @@ Results = dict[str, Any]
 
 
 def measure(caps: list[str | None]) -> int:
-    """Runs `moe-runtime bench latency` for each cap; the worst of its exit codes."""
+    """Run `moe-runtime bench latency` for each cap; return the worst exit code."""
     worst = 0
     for cap in caps:
         words = [one for peer in CAPS[cap] for one in ("--peer", peer)]
@@ -47,7 +47,7 @@ def measure(caps: list[str | None]) -> int:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], aligned: str = "") -> list[str]:
-    """Lines of a table in Markdown; numbers in all columns but the first, if nothing else."""
+    """The lines of a Markdown table; by default all columns but the first are numbers."""
     aligned = aligned or "|".join(["---", *["--:"] * (len(heads) - 1)])
     cells = [f"| {' | '.join(one)} |" for one in (heads, *rows)]
     return [cells[0], f"|{aligned}|", *cells[1:]]
@@ -68,7 +68,7 @@ def table_of(found: list[Results]) -> str:
     lines = []
     for each, systems in zip(found, of_caps, strict=True):
         medians = medians_of(each)
-        rates = [  # tokens a second between the first and the last one
+        rates = [  # tokens per second between the first and the last
             f"{1 / medians[name]['between_tokens_s']:.3g}"
             if name in systems and systems[name]["repetitions"]
             else "–"
@@ -102,7 +102,7 @@ def table_of(found: list[Results]) -> str:
 
 
 def _counts(found: list[Results]) -> str:
-    """How many repetitions the systems have that have numbers."""
+    """The number of repetitions of the systems that have any."""
     counts = {len(one["repetitions"]) for each in found for one in each["measurements"]} - {0}
     shown = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return f"{shown} repetitions"
@@ -114,14 +114,14 @@ def _memory(results: Results) -> str:
 
 
 def newest_results() -> list[Results]:
-    """The files of the machine that was measured last."""
+    """The files of the machine measured last."""
     found = [json.loads(file.read_text()) for file in RESULTS.glob(f"latency-{SHAPE}-*.json")]
     newest = max(found, key=lambda one: one["date"], default=None)
     return [one for one in found if newest and one["machine"]["cpu"] == newest["machine"]["cpu"]]
 
 
 def update(page: Path, body: str, *, is_check: bool) -> int:
-    """Replaces what is between the marks of a page; or says, by 1, that it is stale."""
+    """Replace the marked part of a page, or only return 1 if it is stale."""
     text = page.read_text()
     wanted = replaced(text, body)
     if is_check:
@@ -131,14 +131,14 @@ def update(page: Path, body: str, *, is_check: bool) -> int:
 
 
 def replaced(text: str, body: str) -> str:
-    """A text with what is between the marks replaced."""
+    """A text with its marked part replaced."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END, maxsplit=1)
     return f"{before}{BEGIN}\n{body}\n{END}{after}"
 
 
 def ops_table(results: Results) -> list[str]:
-    """Milliseconds of each op, forward and with its backward pass: `bench ops`."""
+    """Milliseconds of each op, forward and with backward: `bench ops`."""
     settings = results["settings"]
     letters = zip("EKDF", ("num_experts", "top_k", "dim_model", "dim_hidden"), strict=True)
     shape = ", ".join(f"{letter}={settings[name]}" for letter, name in letters)
@@ -162,8 +162,8 @@ def ops_table(results: Results) -> list[str]:
 
 
 def gpu_table(results: Results) -> list[str]:
-    """What is aimed at on a GPU beside what was measured, and a layer of experts, ours and how many
-    times as long transformers' `grouped_mm` takes: `kernels.py`."""
+    """GPU targets and measurements, and a layer of experts with the speedup over transformers'
+    `grouped_mm`: `kernels.py`."""
     settings, versions, medians = results["settings"], results["versions"], medians_of(results)
     rows = [
         [
@@ -200,7 +200,7 @@ def gpu_table(results: Results) -> list[str]:
 
 
 def layers_table(files: list[Results]) -> list[str]:
-    """Milliseconds of a layer's calls, and how many times as long the best peer takes."""
+    """Milliseconds of a layer's calls, and the speedup over the best peer."""
     tokens, lines = sorted({n for results in files for n in results["settings"]["tokens"]}), []
     for results in files:
         settings, medians = results["settings"], medians_of(results)
@@ -220,7 +220,7 @@ def layers_table(files: list[Results]) -> list[str]:
 
 
 def training_table(files: list[Results]) -> list[str]:
-    """Tokens a second of all systems: files of `bench training`."""
+    """Tokens per second of all systems: `bench training`."""
     rows = []
     for results in files:
         of, found = results["settings"], medians_of(results)
@@ -246,7 +246,7 @@ def _origin(results: Results) -> str:
 
 
 def _processor(results: Results) -> str:
-    """Its name and the widest instructions that it has."""
+    """Its name and the widest instruction sets."""
     machine, gpu = results["machine"], results["settings"].get("gpu")
     wide = [name for name in machine["cpu_features"] if name.startswith(("avx512", "amx"))]
     features = wide or [name for name in machine["cpu_features"] if name == "avx2"]

@@ -1,4 +1,4 @@
-"""What a killed process costs, and what checkpoints cost a step: `python benchmarks/recovery.py`.
+"""The cost of a killed process and of checkpoints: `python benchmarks/recovery.py`.
 
 Two processes train a small model under `torchrun --max-restarts`. One is killed with SIGKILL some
 steps after a checkpoint, and the clock runs until the step that was under way is done: once from
@@ -91,7 +91,7 @@ def taken(folder: Path) -> list[dict[str, float]]:
 
 
 def wait_for(folder: Path, step: int, process: subprocess.Popen[bytes]) -> int:
-    """Returns once a step is recorded; the fewest records that were there meanwhile."""
+    """Wait until a step is recorded; return the smallest number of records seen."""
     deadline = time.monotonic() + _PATIENCE_S
     fewest = step
     while len(steps := taken(folder)) < step:
@@ -103,7 +103,7 @@ def wait_for(folder: Path, step: int, process: subprocess.Popen[bytes]) -> int:
 
 
 def recovery(every: int, snapshot: int) -> dict[str, float]:
-    """Seconds from the death of a process to the step after the last one that was recorded."""
+    """Seconds from the death of a process to the first step that was not yet recorded."""
     words = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
     words += ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     with tempfile.TemporaryDirectory() as name:
@@ -115,11 +115,11 @@ def recovery(every: int, snapshot: int) -> dict[str, float]:
         try:
             wait_for(folder, every, process)
             last = len(taken(folder))
-            # the one with the higher rank
+            # the process with the higher rank
             workers = sorted(psutil.Process(process.pid).children(), key=lambda one: one.pid)
             workers[-1].send_signal(signal.SIGKILL)
             died = time.monotonic()
-            # what is done again is cut off first
+            # repeated steps are cut off first
             fewest = wait_for(folder, last + 1, process)
             found = time.monotonic() - died
         finally:
@@ -131,7 +131,7 @@ def recovery(every: int, snapshot: int) -> dict[str, float]:
 
 
 def step_seconds(every: int, steps: int) -> float:
-    """Mean seconds of a step with what is between steps, the first ones left out."""
+    """Mean seconds of a step, including the time between steps, without the first ones."""
     with tempfile.TemporaryDirectory() as name:
         path = write_config(Path(name), steps=steps, every=every, snapshot=0)
         process = started([], path)
@@ -173,7 +173,7 @@ def measure_recovery(every: int, repeats: int, results: ScriptResults) -> None:
     memory: list[dict[str, float]] = []
     for _ in range(repeats):
         disk.append(recovery(every, 0))
-        memory.append(recovery(_SOON, 1))  # what came before the last step is not done again
+        memory.append(recovery(_SOON, 1))  # with snapshots, earlier steps are not repeated
         results.add("from the disk", disk)
         results.add("from a snapshot in memory", memory)
 

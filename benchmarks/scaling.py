@@ -1,4 +1,5 @@
-"""The simulator beside measured layers and steps: `python benchmarks/scaling.py --ranks 1 2 4`.
+"""Compare the simulator with measured layers and steps: `python benchmarks/scaling.py --ranks 1 2
+4`.
 
 Measures links, experts and copies in gloo processes, times whole expert-parallel layers and steps
 of a model, and sets the simulator's prediction beside each. Runs under `torchrun` as well, with one
@@ -48,7 +49,7 @@ FLOPS_PER_ROW = 6 * DIM * HIDDEN
 
 @dataclass(frozen=True)
 class Case:
-    """One layer that is timed and predicted."""
+    """A layer that is timed and predicted."""
 
     zipf: float = 0.0
     degree: int = 1
@@ -80,7 +81,7 @@ def make_experts(num_slots: int) -> StackedExperts:
 
 
 def time_in_turn(probes: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of the slowest rank of each probe; all ranks run it at once."""
+    """Median seconds of the slowest rank, for each probe; all ranks run it at once."""
     times: dict[str, list[float]] = {name: [] for name in probes}
     for _ in range(rounds + 1):
         for name, probe in probes.items():
@@ -101,7 +102,7 @@ SMALL_TOKENS = 16
 
 
 def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
-    """What the simulator is given: experts, exchanges and copies."""
+    """The measurements that the simulator needs: experts, exchanges and copies."""
     here = NUM_EXPERTS // transport.size
     experts = make_experts(here)
 
@@ -128,24 +129,24 @@ def machine_probes(transport: Transport) -> dict[str, Callable[[], Any]]:
 def as_machine(seconds: dict[str, float], num_ranks: int) -> tuple[Cluster, float]:
     """The machine, and the fixed cost of a layer: planning, in Python."""
     cores = len(os.sched_getaffinity(0))
-    # Ranks that share a core were timed together: alone, each would have taken its share only.
+    # Ranks that share a core were timed together; alone, each would take only its share.
     share = max(1.0, num_ranks / cores)
 
     def line(name: str, sizes: Sequence[int], amounts: Sequence[float]) -> Link:
         return fit_link(amounts, [seconds[f"{name} {n}"] / share for n in sizes])
 
-    # The same line as a link's for all three: a fixed cost of each call, and a rate.
+    # Like a link, each has a fixed cost per call and a rate.
     experts = line("experts", EXPERT_ROWS, [n * FLOPS_PER_ROW for n in EXPERT_ROWS])
     exchanges = Link(alpha_s=0.0, bytes_per_s=float("inf"))
     if num_ranks > 1:
         exchanges = line("exchange", EXCHANGED_BYTES, EXCHANGED_BYTES)
-    # Rows that stay go through all of dispatch and combine but the exchange: read and written once
-    # before they leave, and once when they have come back.
+    # Local rows pass through dispatch and combine without the exchange: they are read and written
+    # before it, and written once more after it.
     copies = line("stay", STAYING_TOKENS, [4 * n * TOP_K * DIM * 4 for n in STAYING_TOKENS])
     link = Link(
         alpha_s=exchanges.alpha_s / max(1, num_ranks - 1),
         bytes_per_s=exchanges.bytes_per_s,
-        # Gloo copies, and no core is free for it: a rank that sends does not compute.
+        # gloo copies on the CPU without a spare core: a rank that sends does not compute.
         occupies_compute=True,
     )
     cluster = Cluster(
@@ -159,12 +160,12 @@ def as_machine(seconds: dict[str, float], num_ranks: int) -> tuple[Cluster, floa
         copy_bytes_per_s=copies.bytes_per_s,
         memory_bytes_per_s=READ_BYTES / (seconds["read"] / share),
     )
-    # Three exchanges are in it: of counts, and of no rows there and back.
+    # It includes three exchanges: of counts, and of no rows in both directions.
     return cluster, max(0.0, copies.alpha_s - 3 * exchanges.alpha_s)
 
 
 def stay_here(num_tokens: int, transport: Transport | None) -> None:
-    """Dispatch and combine of tokens whose experts are all on their own rank."""
+    """Dispatch and combine of tokens whose experts are all local."""
     size, rank = (1, 0) if transport is None else (transport.size, transport.rank)
     here = NUM_EXPERTS // size
     ids_TK = torch.arange(num_tokens * TOP_K).view(-1, TOP_K) % here + rank * here
@@ -175,7 +176,7 @@ def stay_here(num_tokens: int, transport: Transport | None) -> None:
 
 
 class Layer:
-    """One case on this rank: a layer to be timed, and the rows that the simulator is given."""
+    """A case on this rank: a layer to time, and the rows for the simulator."""
 
     def __init__(
         self, case: Case, transport: Transport, seed: int = 1, num_tokens: int = NUM_TOKENS
@@ -257,11 +258,11 @@ STACK = SimulatedModel(
     bytes_per_activation=4,
 )
 STEPS = {"step of 64": (64, False), "step of 1024": (1024, False), "training, 512": (512, True)}
-"""Tokens of each rank, and whether it is a step of training: backward, all-reduce, AdamW."""
+"""Tokens of each rank, and whether the step trains (backward, all-reduce, AdamW)."""
 
 
 class Stack:
-    """A model of this rank: dense matrices and experts of several layers, and its own tokens."""
+    """This rank's model (dense matrices and experts of several layers) and its tokens."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport, size = transport, transport.size
@@ -303,7 +304,7 @@ class Stack:
 
     @staticmethod
     def predict_s(cluster: Cluster, fixed_s: float) -> dict[str, float]:
-        """The simulator's seconds of each step; what is fixed is a cost of each layer's call."""
+        """The simulator's seconds of each step, with a fixed cost per layer call."""
         cluster = replace(cluster, launch_s=cluster.launch_s + fixed_s)
         times, found = SimulatedSteps(cluster, STACK), {}
         for name, (tokens, is_training) in STEPS.items():
@@ -314,7 +315,7 @@ class Stack:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The machine, and all cases that the default group has ranks for; on every rank."""
+    """Measure the machine and all cases for this group size; on every rank."""
     group, size = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     flat: Transport = FlatTransport(group)
@@ -335,7 +336,7 @@ def measure(rounds: int) -> dict[str, Any]:
     probes |= {name: partial(stack.run, *step) for name, step in STEPS.items()}
     seconds = time_in_turn(probes, rounds)
     cluster, fixed_s = as_machine(seconds, size)
-    # Waking each other costs ranks more than exchanges alone show: what a layer of few rows does.
+    # Waking other ranks costs more than exchanges alone show; a layer of few rows measures it.
     rest_s = max(0.0, seconds["small layer"] - small.predict_s(cluster, fixed_s))
     fixed_s += rest_s / max(1.0, size / len(os.sched_getaffinity(0)))
     rows = []
@@ -364,10 +365,10 @@ def _words(row: dict[str, Any]) -> str:
 
 
 def follow(number: int, rounds: int, num_ranks: int, store: str) -> None:
-    """What the ranks after the first one do, where this script starts them."""
+    """The program of all ranks but the first, where this script starts them."""
     meet(number + 1, num_ranks, store, lambda: None)
     measure(rounds)
-    os._exit(0)  # threads of gloo abort an ordinary exit now and then
+    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ choose, which repeat themselves."""
 
 
 class Counted(CountingTransport):
-    """Counts plans apart from rows, from the engine's start: its trials come before."""
+    """Counts the bytes of plans and of rows, starting with the engine."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -71,7 +71,7 @@ class Counted(CountingTransport):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What processes answer, one request after another; each has ``host_memory``."""
+    """Requests that processes answer one after another, each process with ``host_memory``."""
 
     checkpoint: Path
     prompts: Sequence[tuple[int, ...]]
@@ -81,7 +81,7 @@ class Work:
 
 
 def answer(work: Work, rank: int, store: str) -> dict[str, Any]:
-    """A process's counts; of the first one also the tokens, and the seconds of plans and steps."""
+    """A process's counts; on rank 0 also the tokens, and the seconds of plans and steps."""
     group, transport = None, None
     torch.set_num_threads(1)
     if work.size > 1:
@@ -150,7 +150,7 @@ def _texts(engine: Engine, work: Work) -> list[list[int]]:
 
 
 def answers_of(work: Work) -> list[dict[str, Any]]:
-    """Of all processes, by rank."""
+    """The results of all processes, by rank."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         store, found = str(Path(folder, "store")), []
@@ -161,7 +161,7 @@ def answers_of(work: Work) -> list[dict[str, Any]]:
 
 
 def counted(work: Work, *, timed: bool) -> dict[str, Any]:
-    """Of a work in all its processes together, and its texts."""
+    """Totals over the processes, and the texts."""
     ranks = answers_of(work)
     names = ("read_bytes", "expert_slots", "row_bytes", "plan_bytes")
     found = {name: sum(one[name] for one in ranks) for name in names}
@@ -182,7 +182,7 @@ def counted(work: Work, *, timed: bool) -> dict[str, Any]:
 def measure(
     results: scripting.ScriptResults, works: dict[str, Work], rounds: int, *, timed: bool = False
 ) -> None:
-    """Adds rows of works that answer alike; the first is that of one process."""
+    """Add rows of works with equal answers; the first work has one process."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     for _ in range(rounds):
         texts, of_one = None, None

@@ -1,4 +1,4 @@
-"""A model of 1 T parameters served and trained, simulated: `python benchmarks/trillion.py`.
+"""Simulate serving and training a model of 1 T parameters: `python benchmarks/trillion.py`.
 
 No measurement: links and rates are those of `benchmarks/machines`.
 """
@@ -29,7 +29,7 @@ from moe_runtime.lab.simulate.system import (
 
 MACHINES = ROOT / "benchmarks" / "machines"
 SERVED = {"cards-h800": (64, (1.0, 125.0)), "server": (16, (0.01, 0.25))}
-"""Ranks of a machine, and requests a second."""
+"""Ranks of a machine, and requests per second."""
 REQUESTS, PROMPT, NEW = 1000, 1024, 256
 TRAINED = (384, 4096)
 TOKENS = 8192

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     import ctypes
 
 LARGE_BLOCK_BYTES = 2**19
-"""Blocks from which on memory is given back when it is freed."""
+"""Blocks of at least this size are returned to the system when freed."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-"""Settings of `mallopt`, by their numbers in `malloc.h`."""
+"""Numbers of `mallopt` settings in `malloc.h`."""
 
 
 def return_freed_blocks() -> None:
@@ -25,7 +25,7 @@ def return_freed_blocks() -> None:
 
 
 def use_one_heap() -> None:
-    """Makes all threads allocate in one heap, before they start.
+    """Makes all threads allocate in one heap; call it before they start.
 
     Otherwise each thread gets a heap of its own, and what it frees no other can use: a server's
     threads, which pass blocks to each other, keep several times what is in use.

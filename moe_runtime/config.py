@@ -1,4 +1,4 @@
-"""Sizes and modes as people write them, and names with a suggestion when one is not known."""
+"""Sizes and modes in configuration, and suggestions for unknown names."""
 
 import contextlib
 import difflib
@@ -43,7 +43,7 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
 
 
 CHOSE = "chose"
-"""A stage of progress that begins so is a line to be shown, and no work."""
+"""A progress stage with this prefix is a message to show, without bytes."""
 
 
 def format_bytes(num_bytes: float, *, up: bool = False) -> str:
@@ -63,8 +63,8 @@ def format_bytes(num_bytes: float, *, up: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much memory a tier may use: bytes, a share of what is free in (0, 1], or neither for
-    `auto`. Bytes with a share are at most that share of what is free when they are taken."""
+    """The memory of a tier: bytes, a share of the free memory in (0, 1], or neither for `auto`.
+    Bytes with a share are limited to that share of the free memory."""
 
     num_bytes: int | None = None
     share: float | None = None
@@ -77,7 +77,7 @@ class Budget:
         return most if self.num_bytes is None else min(self.num_bytes, most)
 
     def part(self, num_bytes: int, *, auto_share: float) -> "Budget":
-        """A part of it, which shrinks as the whole would if less is free by then."""
+        """A part of the budget, which shrinks as the whole would if less memory is free."""
         if self.num_bytes is not None and self.share is None:
             return Budget(num_bytes)
         return Budget(num_bytes, auto_share if self.share is None else self.share)
@@ -105,7 +105,7 @@ def parse_budget(value: MemorySize | Budget, *, name: str) -> Budget:
 
 
 def _number(text: str, name: str) -> int | float:
-    """A share, where there is a decimal point and no unit, or a number of bytes."""
+    """A share (a decimal point and no unit), or a number of bytes."""
     with contextlib.suppress(ValueError):
         if "." in text and not 1 < (value := float(text)) < 2**20:
             return value
@@ -130,20 +130,20 @@ _WORDS = {
 
 
 def type_in_words(kind: type) -> str:
-    """What a value of a type is called in messages."""
+    """A type's name in messages."""
     package = kind.__module__.partition(".")[0]
     return _WORDS.get(kind, f"{package}.{kind.__name__}")
 
 
 def is_number(value: Any, kind: type = Real) -> bool:
-    """Whether a value is a finite `numbers.Real` (or `Integral`); True and False are none."""
+    """Whether a value is a finite `numbers.Real` (or `Integral`), and no bool."""
     if isinstance(value, bool) or not isinstance(value, kind):
         return False
     return isinstance(value, Integral) or math.isfinite(value)
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
-    """Refuses options of types that they cannot have; True and False are no numbers."""
+    """Refuses options with wrong types; bools are no numbers."""
     for name, expected in kinds.items():
         value = given[name]
         if isinstance(value, expected) and (bool in expected or not isinstance(value, bool)):
@@ -156,18 +156,18 @@ def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, obj
 
 SHARES = ("auto", "even", "adaptive")
 ACTIVATIONS = ("exact", "int8")
-"""What is multiplied by quantised weights: values as they are, or rounded to int8."""
+"""Activations for products with quantised weights: exact, or rounded to int8."""
 CACHE_CODES = ("none", "planes")
 KV_CACHES = ("exact", "int8")
-"""How keys and values are kept: as computed, or rounded to int8, 32 values to a scale."""
+"""Keys and values: as computed, or rounded to int8 with a scale for 32 values."""
 STAND_IN = "stand-in"
 MISSES = ("device", "auto", STAND_IN)
 DRAFTS = ("none", "lookup", "mtp")
-"""What drafts beside models, which are named by their folder, file, or place on the hub."""
+"""Drafts other than models; a model is named by its folder, file, or name on the hub."""
 
 
 def check_draft(name: str | os.PathLike[str]) -> None:
-    """Refuses what can be no model, as a mistyped word."""
+    """Refuses a name that is neither a draft nor a model, such as a mistyped word."""
     text = os.fspath(name)
     if os.sep not in text and text not in DRAFTS and not os.path.exists(name):
         raise ValueError(
@@ -180,7 +180,7 @@ _CACHE_AWARE = "cache-aware:"
 
 
 def parse_routing(text: str) -> float:
-    """The margin of `cache-aware:MARGIN`, a share in (0, 1]; 0 for `exact`, the router's choice."""
+    """The margin of `cache-aware:MARGIN`, in (0, 1]; 0 for `exact`."""
     if text == "exact":
         return 0.0
     with contextlib.suppress(ValueError):
@@ -193,7 +193,7 @@ def parse_routing(text: str) -> float:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names, first one that begins so or is similar; for typos."""
+    """A suggestion for a mistyped name, and all known names."""
     names = sorted(known)
     close = [one for one in names if name and one.startswith(name.lower())]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -202,13 +202,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def require_known(what: str, name: str, known: Iterable[str]) -> None:
-    """Refuses a name that nothing has."""
+    """Refuses an unknown name, with a suggestion."""
     if name not in (names := tuple(known)):
         raise ValueError(f"unknown {what} {name!r}: {nearest(name, names)}")
 
 
 class PrefetchMode(StrEnum):
-    """How far prefetching goes."""
+    """The mode of prefetching."""
 
     OFF = "off"
     OBSERVE = "observe"

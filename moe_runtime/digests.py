@@ -1,4 +1,4 @@
-"""Digests (CRC-32) of stored state: a file that is not what was written is named and refused.
+"""CRC-32 digests of stored state: a file that differs from what was written is refused by name.
 
 They find faults and mistakes and do not protect from forgery. Zip archives (`.pt`, `.npz`) have one
 of each member; a folder has `digests.json`, one file for each process that wrote.
@@ -26,7 +26,7 @@ ZIP_DAMAGE = (
     SyntaxError,
     ValueError,
 )
-"""What zipfile, zlib and numpy raise for bytes that are not what they claim to be.
+"""Exceptions of zipfile, zlib and numpy for damaged content.
 
 RuntimeError stands for members that are encrypted or packed in a way that zipfile does not know.
 """
@@ -36,14 +36,14 @@ _READ_BYTES = 1 << 20
 
 
 def digest(content: bytes | memoryview, before: str = "") -> str:
-    """Eight hexadecimal digits; `before` is the digest of the bytes that come before, if any."""
+    """Eight hexadecimal digits; `before` is the digest of the preceding bytes."""
     return f"{zlib.crc32(content, int(before or '0', 16)):08x}"
 
 
 def check_zip(file: BinaryIO) -> None:
     """Compares every member of a zip archive with its digest, and rewinds the file."""
     with zipfile.ZipFile(file) as archive:
-        # torch passes over the bytes of a member that is marked as a folder
+        # torch skips the bytes of a member that is marked as a folder
         folders = (member.filename for member in archive.infolist() if member.external_attr & 0x10)
         damaged = next(folders, None) or archive.testzip()
     if damaged is not None:
@@ -52,7 +52,7 @@ def check_zip(file: BinaryIO) -> None:
 
 
 def write_digests(folder: Path, names: Iterable[str], *, writer: int = 0) -> str:
-    """Writes the digests of files of a folder into it; `writer` numbers processes that do so.
+    """Writes a file with the digests of a folder's files; `writer` is the number of the process.
 
     Returns:
         The name of the file of digests.
@@ -92,7 +92,7 @@ def check_digests(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
 
 
 def digest_of_file(path: Path) -> str:
-    """As `digest`, of all that a file holds."""
+    """The `digest` of a file's content."""
     found = ""
     with open_regular(path) as file:
         while block := file.read(_READ_BYTES):

@@ -1,4 +1,4 @@
-"""The errors of the runtime: one class for each way the world can fail to be as expected.
+"""The errors of the runtime, one class for each kind of failure outside the caller's control.
 
 Mistakes of the caller are `ValueError` or `TypeError`. What lies outside a caller's hands (files,
 memory, unsupported models, other processes) raises one of these.
@@ -17,7 +17,7 @@ FORKED = (
 
 
 class MoERuntimeError(Exception):
-    """Base of all errors that the runtime raises about the state of the world."""
+    """Base class of the runtime's errors."""
 
 
 class CheckpointError(MoERuntimeError):
@@ -29,7 +29,7 @@ class UnsupportedModelError(MoERuntimeError):
 
 
 class UnsupportedUseError(MoERuntimeError):
-    """A loaded model was asked for something that it cannot do; says what to do instead."""
+    """A loaded model cannot do what it was asked to; the message says what to do instead."""
 
 
 class CapacityError(MoERuntimeError):
@@ -41,7 +41,7 @@ class CapacityError(MoERuntimeError):
 
 
 class RankFailureError(MoERuntimeError):
-    """Another process of the group (`ranks`, if known) died, stalled, or runs something else."""
+    """Another process of the group (`ranks`, if known) died, stalled, or runs another program."""
 
     def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -49,12 +49,12 @@ class RankFailureError(MoERuntimeError):
 
 
 class MoERuntimeWarning(UserWarning):
-    """What a caller should know although nothing failed."""
+    """A caller should know this, although nothing failed."""
 
 
 @contextlib.contextmanager
 def blamed_on(what: str, kind: type[Exception] = CheckpointError) -> Iterator[None]:
-    """Turns what a library raises over the contents of a file into an error that names the file.
+    """Turns a library's exceptions about a file's content into an error that names the file.
 
     Libraries raise anything over a damaged file, a plain `Exception` included. The block must hold
     calls of the library alone.
@@ -77,7 +77,7 @@ def blamed_on(what: str, kind: type[Exception] = CheckpointError) -> Iterator[No
 
 @contextlib.contextmanager
 def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Gives an `OSError` of the block, such as of a full disk, the name of the file."""
+    """Adds the file's name to an `OSError` of the block, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -88,7 +88,8 @@ def named_file(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_failure(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Turns an `OSError` of the block into a `CheckpointError` with file and kind of output."""
+    """Turns an `OSError` of the block into a `CheckpointError` with the file and the kind of
+    output."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Files and folders that people name: read within bounds, written whole or not at all.
+"""Reads files within bounds, and writes files and folders completely or not at all.
 
 A new version lies beside the old one, as `NAME.<8 hex digits>.partial`, until it is whole; it is
 flushed to the disk and renamed. An output that grows over minutes lies at `NAME.part`, where it can
@@ -40,12 +40,12 @@ _PROBE_BYTES = 1 << 12
 _LOOKING_S = 1e-3
 _NO_LOCKS = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
-"""What filesystems say that lack the call."""
+"""Errors of filesystems without the call."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file for reading; `OSError` for a folder, pipe, socket or device."""
-    # Without O_NONBLOCK the open call would wait for a pipe's writer.
+    # without O_NONBLOCK the call would wait for a pipe's writer
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -64,7 +64,7 @@ def read_bounded(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
 
 
 def read_stream(file: BinaryIO, name: str, *, max_bytes: int) -> bytes:
-    """Reads a stream to its end; an `OSError`, also for more than `max_bytes`, has the name."""
+    """Reads a stream to its end; `OSError` with the name, also for more than `max_bytes`."""
     with named_file(name):
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -74,12 +74,11 @@ def read_stream(file: BinaryIO, name: str, *, max_bytes: int) -> bytes:
 
 
 def decode_text(raw: bytes, encoding: str = "utf-8") -> str:
-    """The text of a file's bytes with line feeds as line ends, as `Path.read_text` gives it."""
+    """Decodes text with line feeds as line ends, as `Path.read_text` does."""
     return raw.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a TOML file."""
     content = read_bounded(path, max_bytes=_MAX_TOML_BYTES)
     try:
         return tomllib.loads(content.decode("utf-8"))
@@ -90,7 +89,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def at_home(name: str) -> str:
-    """A name with `~` or `~user` at its beginning replaced by that home folder.
+    """Replaces `~` or `~user` at the beginning of a name by that home folder.
 
     Shells do so with words, but not with `--output=~/x` nor in files. `./~` stays.
     """
@@ -102,17 +101,17 @@ def at_home(name: str) -> str:
 
 
 def draft_of(path: str | os.PathLike[str]) -> Path:
-    """Where an output lies while it grows: beside the file that its name leads to."""
+    """The place of an output while it grows, beside the final file."""
     return beside(Path(os.path.realpath(path)), DRAFT_SUFFIX)
 
 
 def partial_name(place: Path, token: str | None = None) -> Path:
-    """A name beside a file or folder for a new version of it; the token is random when omitted."""
+    """The name of a new version beside a file or folder; the token is random if omitted."""
     return beside(place, f".{token or secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """The regular file that a name leads to, there or not."""
+    """The regular file that a name leads to, whether it exists or not."""
     place = Path(os.path.realpath(path))
     if _is_folder_name(path) or place.is_dir():
         raise _is_folder(path)
@@ -128,7 +127,7 @@ def place_of(path: str | os.PathLike[str]) -> Path:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether a name still stands for an open file, which may have been removed or replaced."""
+    """Whether a name still refers to an open file, which may have been removed or replaced."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -136,7 +135,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def beside(place: Path, suffix: str) -> Path:
-    """A name beside a file or folder; a hash replaces its end where the suffix has no room."""
+    """A name with a suffix; if it would be too long, a hash replaces its end."""
     raw = os.fsencode(place.name)
     if len(raw) + _SUFFIX_BYTES <= _MOST_NAME_BYTES:
         return place.with_name(place.name + suffix)
@@ -146,7 +145,7 @@ def beside(place: Path, suffix: str) -> Path:
 
 
 def versions_of(place: Path, suffix: str = PARTIAL_SUFFIX) -> list[Path]:
-    """The versions that lie beside a file or folder; none where the folder cannot be listed."""
+    """The versions beside a file or folder; none if the folder cannot be listed."""
     ours = re.compile(rf"{re.escape(beside(place, '').name)}\.[0-9a-f]{{8}}{re.escape(suffix)}")
     try:
         names = os.listdir(place.parent)
@@ -165,7 +164,7 @@ def _is_folder(path: str | os.PathLike[str]) -> IsADirectoryError:
 
 
 def require_file_name(name: str | os.PathLike[str], what: str) -> None:
-    """Refuses an empty text, a folder's name or `-` as the name of an output file."""
+    """Refuses an empty text, a folder's name, and `-` as the name of an output file."""
     if not os.fspath(name):
         raise ValueError(f"{what}: is empty, expected the name of a file")
     if os.fspath(name) == "-":
@@ -182,7 +181,7 @@ def require_not_read(
     what: str,
     inputs: Iterable[str | os.PathLike[str] | None],
 ) -> None:
-    """Refuses an output that would replace one of the files that the same work reads.
+    """Refuses an output that would replace an input of the same work.
 
     None, an absent file or a device passes, and so do absent inputs.
     """
@@ -198,7 +197,7 @@ def require_not_read(
 def require_apart(
     first: str | os.PathLike[str], second: str | os.PathLike[str], names: tuple[str, str]
 ) -> None:
-    """Refuses two outputs of the same work that share a file or a draft (`ValueError`)."""
+    """Refuses two outputs that share a file or a draft (`ValueError`)."""
     places = [{draft_of(path), Path(os.path.realpath(path))} for path in (first, second)]
     if places[0] & places[1]:
         raise ValueError(
@@ -208,7 +207,7 @@ def require_apart(
 
 
 def require_replaceable(place: Path) -> None:
-    """Refuses a mount point, or what only its owner may replace (`OSError`)."""
+    """Refuses a mount point, and files of others in a sticky folder (`OSError`)."""
     if not os.path.lexists(place):
         return
     if place in mount_points():
@@ -221,7 +220,7 @@ def require_replaceable(place: Path) -> None:
 
 
 def mount_points() -> set[Path]:
-    """Files and folders on which something is mounted; none where the system does not tell."""
+    """Mounted files and folders; none if the system does not list them."""
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
@@ -231,7 +230,7 @@ def mount_points() -> set[Path]:
 
 
 def check_output_path(path: str | os.PathLike[str], what: str) -> None:
-    """Refuses a place where no file could be written; an existing file stays as it is."""
+    """Refuses a path where no file can be written; does not change an existing file."""
     if _is_folder_name(path) or os.path.isdir(path):
         raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
     with named_failure(path, what):
@@ -248,7 +247,7 @@ def check_output_path(path: str | os.PathLike[str], what: str) -> None:
 
 
 def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
-    """Refuses a folder, there or not, in which nothing could be written; makes nothing."""
+    """Refuses a folder, existing or not, in which nothing can be written; makes nothing."""
     there = Path(os.path.realpath(folder))
     with named_failure(folder, what):
         while not os.path.lexists(there):
@@ -260,7 +259,7 @@ def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
 
 
 def check_draft_path(path: str | os.PathLike[str], what: str) -> None:
-    """As `check_output_path`; renames what a killed process left, with a warning."""
+    """As `check_output_path`; also renames a killed process's draft, with a warning."""
     check_output_path(path, what)
     with named_failure(path, what):
         keep_interrupted(path)
@@ -278,7 +277,7 @@ def check_not_in_progress(path: str | os.PathLike[str], what: str) -> None:
 
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file for writing that takes its name only once all of it is on the disk.
+    """Opens a file that gets its name only when it is completely on the disk.
 
     When the `with` block fails, the partial file is removed and an older file of the name stays. A
     new file gets the older one's permissions, and its owner where that is allowed. Its folder must
@@ -294,13 +293,13 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text as UTF-8, atomically."""
+    """Writes UTF-8 text atomically."""
     with write_atomically(path) as file:
         file.write(text.encode())
 
 
 class OutputFile:
-    """A new version of a file, which takes its place when it is whole.
+    """A new version of a file, which replaces the old one when it is complete.
 
     With `is_draft` it lies at `NAME.part`: it grows while it can be read, and is kept if the
     process is killed.
@@ -324,7 +323,7 @@ class OutputFile:
         self.file = new_held(self._beside)
 
     def finish(self) -> None:
-        """Flushes the content to the disk and puts the file in its place."""
+        """Flushes the content to the disk and replaces the old file."""
         self.file.flush()
         if self._beside is not None:
             copy_rights(self._place, self.file.fileno())
@@ -335,7 +334,8 @@ class OutputFile:
         self.file.close()
 
     def write_at(self, offset: int, data: bytes) -> int:
-        """Writes data where the good content ends, over what a failed call left; the new end."""
+        """Writes at the end of the good content, over the rest of a failed write; returns the new
+        end."""
         descriptor = self.file.fileno()
         if os.fstat(descriptor).st_size != offset:
             os.ftruncate(descriptor, offset)
@@ -346,18 +346,18 @@ class OutputFile:
         return offset + len(data)
 
     def discard(self) -> None:
-        """Removes the file, unless it is finished, and closes it. May be called again."""
+        """Removes the file unless it is finished, and closes it; may be repeated."""
         beside, self._beside = self._beside, None
         if beside is not None:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
-        # The content of the buffer is not wanted, so an error in writing it is no failure.
+        # The buffered content is not wanted, so an error in writing it does not matter.
         with contextlib.suppress(OSError):
             self.file.close()
 
 
 def keep_interrupted(path: str | os.PathLike[str]) -> None:
-    """Renames what a killed process left of an output, with a warning: nothing replaces it."""
+    """Renames the draft of a killed process, with a warning, so that nothing replaces it."""
     draft = draft_of(path)
     with contextlib.suppress(FileNotFoundError), held(draft):
         if draft.stat().st_size == 0:
@@ -377,7 +377,7 @@ def keep_interrupted(path: str | os.PathLike[str]) -> None:
 
 
 def new_held(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Makes a file that this process holds."""
+    """Creates a file and locks it."""
     while True:
         with contextlib.ExitStack() as stack:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -385,7 +385,7 @@ def new_held(path: Path, mode: int = 0o666) -> BinaryIO:
             stack.callback(os.close, descriptor)
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Until now another writer could take the file for abandoned and remove it.
+            # before the lock, another writer may have removed it as abandoned
             if is_at(path, descriptor):
                 file = os.fdopen(descriptor, "wb")
                 stack.pop_all()
@@ -393,7 +393,7 @@ def new_held(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def copy_rights(place: Path, descriptor: int) -> None:
-    """Gives an open file or folder the permissions, and if allowed the owner, of an older one."""
+    """Copies the permissions, and if allowed the owner, of an older file or folder."""
     with contextlib.suppress(FileNotFoundError):
         old, new = os.stat(place), os.fstat(descriptor)
         if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
@@ -407,7 +407,7 @@ def copy_rights(place: Path, descriptor: int) -> None:
 def held(
     path: Path, kind: int = fcntl.LOCK_EX, advice: str = "remove it", *, without_locks: bool = False
 ) -> Iterator[None]:
-    """Locks a file or folder that a process left; within the block no other one takes it.
+    """Locks an abandoned file or folder for the time of the block.
 
     Args:
         kind: with `LOCK_SH` several processes may hold it at the same time.
@@ -417,10 +417,10 @@ def held(
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
     try:
         while not _lock(descriptor, kind, without_locks=without_locks):
-            # A shared lock is held for a moment only.
+            # shared locks are short
             if not _lock(descriptor, fcntl.LOCK_SH):
                 reason = f"another process is writing {path} (if none is, {advice})"
-                raise BlockingIOError(errno.EAGAIN, reason)  # which has the name
+                raise BlockingIOError(errno.EAGAIN, reason)  # the reason has the name
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             time.sleep(_LOOKING_S)
         if not is_at(path, descriptor):
@@ -432,21 +432,21 @@ def held(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, which is removed at the end; a process that dies releases it."""
+    """Holds a lock file, which is removed at the end; the lock of a dead process is free."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, descriptor)
             if not _lock(descriptor, fcntl.LOCK_EX, without_locks=True):
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-            if is_at(path, descriptor):  # else the process before has just removed it
+            if is_at(path, descriptor):  # else the previous process has just removed it
                 stack.callback(path.unlink, missing_ok=True)
                 yield
                 return
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Removes partial files and folders of this package that no living process holds.
+    """Removes partial files and folders that no living process holds.
 
     Those of earlier versions have a process number before `.partial`, or are `model.partial`.
     """
@@ -456,7 +456,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove_unless_held(path: Path) -> None:
-    """Removes a file or folder that no living process holds; leaves what it cannot remove."""
+    """Removes a file or folder that no living process holds, if possible."""
     with contextlib.suppress(OSError), held(path):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -465,7 +465,7 @@ def remove_unless_held(path: Path) -> None:
 
 
 def _lock(descriptor: int, kind: int, *, without_locks: bool = False) -> bool:
-    """Takes a lock unless another process holds it; `without_locks` if the filesystem has none."""
+    """Takes a lock if it is free; returns `without_locks` if the filesystem has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -474,7 +474,7 @@ def _lock(descriptor: int, kind: int, *, without_locks: bool = False) -> bool:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it, links followed, and flushes their names to the disk."""
+    """Makes a folder and its parents, follows links, and flushes their names to the disk."""
     if folder.is_dir():
         return
     place = Path(os.path.realpath(folder))
@@ -484,14 +484,14 @@ def make_folders(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's entries to the disk, so that a rename survives a power cut, or warns."""
+    """Flushes a folder's entries to the disk, so that a rename survives a power cut; else warns."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except PermissionError:  # we may write to it but not list it
+    except PermissionError:  # it may be writable, but not readable
         os.sync()
     except OSError as error:
         if error.errno not in _NO_SYNC:
@@ -517,7 +517,7 @@ def replace_folder(
     keeps: Callable[[Path], bool] | None = None,
     token: str | None = None,
 ) -> Iterator[Path]:
-    """Gives an empty folder, which replaces another one once it is whole.
+    """Yields a new empty folder, which replaces the old one when it is complete.
 
     When the `with` block fails, the new folder is removed and the old one stays. What cannot be
     removed of the old one stays beside it, with a warning.
@@ -601,7 +601,6 @@ def new_held_folder(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _carry_over(old: Path, new: Path, keeps: Callable[[Path], bool] | None) -> None:
-    """Links the entries to keep of the old folder into the new one."""
     if keeps is None:
         return
     for entry in sorted(old.iterdir()):
@@ -681,7 +680,6 @@ def _clean_up(place: Path, new: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Flushes every file of a folder, and the folders themselves, to the disk."""
     for where, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(where, name)

@@ -1,4 +1,4 @@
-"""Names whose modules are imported when they are first used."""
+"""Names that are imported when first used."""
 
 import functools
 import sys
@@ -45,7 +45,7 @@ class LazyTable(Mapping[str, T]):
 
 
 def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` that imports where a name is defined on first use (PEP 562).
+    """A module's `__getattr__` that imports names on first use (PEP 562).
 
     `places` are modules, a leading dot for one of the package, and their names, separated by
     spaces. No name may be that of a module in the package.
@@ -67,14 +67,14 @@ def is_code_file(name: object) -> bool:
 
 @functools.cache
 def class_in_file(path: str, base: type, arguments: tuple[str, ...] = ()) -> Any:
-    """The class that a file of Python code defines; the file is executed once in a process."""
+    """The class in a file of Python code; a process executes the file once."""
     import inspect
     from importlib.util import module_from_spec, spec_from_file_location
 
     from moe_runtime.errors import blamed_on
     from moe_runtime.files import open_regular
 
-    open_regular(path).close()  # its errors have the name
+    open_regular(path).close()  # errors have the name
     name = f"moe_runtime.own_code.{len(sys.modules)}"
     spec = spec_from_file_location(name, path)
     assert spec is not None

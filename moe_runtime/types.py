@@ -1,12 +1,11 @@
-"""Values that every layer of the runtime shares. Standard library only."""
+"""Values shared by all layers of the runtime. Standard library only."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
 class ExpertKey(NamedTuple):
-    """The name of one routed expert: its layer, counted over layers with experts only, and its
-    index."""
+    """A routed expert: its layer, counted over layers with experts, and its index."""
 
     layer: int
     expert: int
@@ -14,7 +13,7 @@ class ExpertKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSignature:
-    """What must agree before a trace, a map or a predictor of one model is used with another.
+    """The facts of a model that must match before its trace, map or predictor is used.
 
     `num_layers` counts layers with experts, `num_experts` the routed experts of the widest one.
     """
@@ -27,7 +26,7 @@ class ModelSignature:
 
     @staticmethod
     def parse(value: object) -> "ModelSignature":
-        """One out of the JSON of a file; a ValueError says what is impossible in it."""
+        """A signature from a file's JSON; ValueError if a value is impossible."""
         kinds = {field.name: field.type for field in fields(ModelSignature)}
         if not isinstance(value, dict) or set(value) != set(kinds):
             raise ValueError(f"the signature must have exactly {sorted(kinds)}")
@@ -39,7 +38,7 @@ class ModelSignature:
 
 @dataclass(kw_only=True, slots=True)
 class ExpertCounters:
-    """What became of requested and prefetched experts; each request is a hit, a late hit or a miss.
+    """Counters of requested and prefetched experts; each request is a hit, a late hit or a miss.
 
     Attributes:
         hits: experts in the fastest tier when a layer asked for them.
@@ -94,7 +93,7 @@ class ExpertCounters:
 
 @dataclass(kw_only=True, slots=True)
 class StoreStats(ExpertCounters):
-    """Counters of one tier since it was opened or last reset.
+    """Counters of one tier since it was opened or reset.
 
     Attributes:
         demand_bytes: bytes read that a waiting layer had asked for.
@@ -118,7 +117,7 @@ class StoreStats(ExpertCounters):
 
 @dataclass(kw_only=True, slots=True)
 class RuntimeStats(ExpertCounters):
-    """What a loaded model did so far; the value of `model.moe.stats()`.
+    """Statistics of a loaded model: the value of `model.moe.stats()`.
 
     Attributes:
         bytes_read: bytes read from the checkpoint's files for experts, alignment included.

@@ -89,7 +89,7 @@ def test_public_names_resolve():
         _ = moe_runtime.nothing_of_the_kind
 
 
-@pytest.mark.slow
+@pytest.mark.long  # the package list is compared with the folders above
 def test_wheel_holds_everything_and_needs_no_compiler(tmp_path):
     """A wheel built from this tree has every module and data file, and imports on its own."""
     # A copy, so that the build leaves nothing in the checkout.

@@ -41,7 +41,8 @@ def test_no_example_of_a_property_is_timed():
     assert own == []
 
 
-@pytest.mark.parametrize("isa", ["avx2", pytest.param("none", marks=pytest.mark.long)])
+@pytest.mark.long  # the suite's own option, which make test-isa uses
+@pytest.mark.parametrize("isa", ["avx2", "none"])
 def test_an_instruction_set_is_forced_from_the_start(isa, tmp_path):
     """In the tests and in the programs that they start; torch's own kernels follow."""
     if isa not in (*describe().isas, "none"):

@@ -1,4 +1,4 @@
-"""The case ``ablation``: variants of a training configuration, each trained with the same seeds.
+"""The case ``ablation``: variants of a training configuration, trained with the same seeds.
 
 A repetition trains a variant with the next seed, as ``moe-runtime train`` does, in a temporary
 folder. All variants are prepared before the first one is trained.
@@ -39,7 +39,7 @@ _OVERWRITTEN = {
     "run.checkpoint_every": "no training goes on from a checkpoint",
     "parallel": "one process trains",
 }
-"""Keys that are the same in all trainings, and why."""
+"""Keys that are equal in all trainings, and why."""
 METRICS = {
     "loss": suite.Metric("nats"),
     "held_out_loss": suite.Metric("nats"),
@@ -48,7 +48,7 @@ METRICS = {
     "state_bytes_per_parameter": suite.Metric("bytes"),
     "tokens_per_s": suite.Metric("tokens/s", "more"),
 }
-"""Those of the steps are means of the last fifth of them; bytes are those of offloaded experts."""
+"""Step metrics are means over the last fifth of the steps; bytes are those of offloaded experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Variant:
 def read_variants(
     path: Path, vary: Sequence[str] = (), *, steps_of: Callable[[int], int] | None = None
 ) -> list[Variant]:
-    """The configuration of a file; a variant for each table ``[variants.NAME]`` and value."""
+    """Read a configuration with one variant per table ``[variants.NAME]`` and per value."""
     tree = read_toml(path)
     tables = tree.pop("variants", {})
     with _blamed(BASE, path):
@@ -91,7 +91,7 @@ def read_variants(
 
 
 def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
-    """Refuses keys that a training here does not go by."""
+    """Refuse keys that have no effect here."""
     run = [f"run.{key}" for key in changes.get("run", {})]
     for key in [*changes, *run]:
         if key in _OVERWRITTEN:
@@ -101,7 +101,7 @@ def _check_changes(changes: Mapping[str, Any], *, has_steps: bool) -> None:
 
 
 def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and tables of the variants that one ``--vary`` asks for."""
+    """The names and tables of the variants that one ``--vary`` names."""
     key, text = config_tree.split_setting(words)
     try:
         values = tomllib.loads(f"value = [{text}]")["value"]
@@ -118,7 +118,7 @@ def _changes(words: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
-    """Gives an error over a configuration the names of its file and variant."""
+    """Add the names of the file and the variant to a configuration error."""
     try:
         yield
     except (ValueError, MoERuntimeError) as error:
@@ -128,7 +128,7 @@ def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
 
 
 class TrainedVariant(suite.BenchSystem):
-    """A variant under training; losses are compared with those of the configuration as it is."""
+    """A variant under training; its losses are compared with the base configuration's."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class TrainedVariant(suite.BenchSystem):
         num_threads: int,
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Prepares a run, as `moe-runtime train --dry-run` does, and lets it go."""
+        """Check that a run can be prepared, as `moe-runtime train --dry-run` does."""
         super().__init__(variant.name)
         self._variant, self._place = variant, place
         self.losses: list[list[float | None]] = []
@@ -169,7 +169,7 @@ class TrainedVariant(suite.BenchSystem):
         return {name: value for name, value in found.items() if value is not None}
 
     def compare(self, base: "TrainedVariant") -> None:
-        """Counts the losses that are those of another variant, of the seeds that both have."""
+        """Count the losses that equal another variant's, over the seeds that both have."""
         for own, others in zip(self.losses, base.losses, strict=False):
             pairs = list(zip(own, others, strict=False))
             self.compared += len(pairs)
@@ -177,7 +177,7 @@ class TrainedVariant(suite.BenchSystem):
 
     def _prepare(self, number: int) -> Preparation:
         config = self._variant.config
-        # Another variant may have set them for all of the process.
+        # Another variant may have set them for the whole process.
         torch.set_num_threads(self._num_threads)
         run = replace(
             config.run,
@@ -192,7 +192,7 @@ class TrainedVariant(suite.BenchSystem):
         return prepare(replace(config, run=run), self._place)
 
     def _train(self, records: list[Record]) -> bool:
-        """Whether the run was completed; its records go to a list."""
+        """Train one run and append its records; return whether it completed."""
         preparation = self._prepare(len(self.losses))
         try:
             with contextlib.closing(start(preparation, resume=False)) as trainer:
@@ -205,7 +205,7 @@ class TrainedVariant(suite.BenchSystem):
 
 
 def _state_bytes(preparation: Preparation) -> float | None:
-    """Bytes of a parameter's state in its tier; None where experts are not offloaded."""
+    """Bytes of state per parameter in its tier; None unless experts are offloaded."""
     config, model = preparation.config, preparation.model
     if config.run.host_memory is None:
         return None
@@ -219,7 +219,7 @@ def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:
 
 
 def _kept(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by dotted name; what JSON has no word for is written as a text."""
+    """Leaves by dotted name; values without a JSON form become strings."""
     return json.loads(
         json.dumps(dict(config_tree.leaves(tree, "")), default=str), parse_constant=str
     )
@@ -239,7 +239,7 @@ def _systems(
             if systems and is_stopping():
                 break
             config, storage = variant.config, None
-            # Variants of one text share what it is encoded to.
+            # Variants of one text share its encoding.
             text = config.tokenizer, config.data
             if text not in texts:
                 texts.append(text)
@@ -256,8 +256,8 @@ def _systems(
 def measure_ablation(
     variants: Sequence[Variant], place: Path, rules: suite.Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Trains every variant with every seed; the content of a results file."""
-    # Every seed is wanted, however near to each other the losses are.
+    """Train every variant with every seed; return the content of a results file."""
+    # Every seed runs, however close the losses are.
     rules = replace(rules, least=rules.most, precision=0.0, max_s=math.inf)
     with _systems(variants, place, rules.is_stopping) as systems:
         found, ended = suite.run_in_turn(systems, rules)

@@ -1,4 +1,4 @@
-"""The case ``dispatch``: dispatch and combine between processes, beside a padded all-to-all.
+"""The case ``dispatch``: dispatch and combine between processes, and a padded all-to-all.
 
 A round begins after a barrier, and the slowest rank's time counts. The peer does what GShard and
 Tutel do: every expert gets as many slots as the busiest one needs, and equal parts travel. Where a
@@ -73,7 +73,7 @@ class ExchangeShape:
 
 
 class CountingTransport:
-    """A transport that counts the bytes of rows that leave this rank."""
+    """A transport that counts the bytes of rows leaving this rank."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -87,10 +87,10 @@ class CountingTransport:
 
 
 class RankExchange:
-    """Both sides of one shape on this rank, and what travels."""
+    """Both exchanges of one shape on this rank, and their bytes."""
 
     def __init__(self, shape: ExchangeShape) -> None:
-        """Draws tokens and choices; a collective of the default group."""
+        """Draw tokens and choices; a collective of the default group."""
         group = dist.group.WORLD
         assert group is not None
         self.shape, rank = shape, dist.get_rank()
@@ -110,12 +110,12 @@ class RankExchange:
         return combine(dispatched.rows_RD, dispatched)
 
     def num_equal(self) -> int:
-        """Tokens of this rank for which both sides give the same bits."""
+        """The number of this rank's tokens for which both exchanges give the same bits."""
         ours, theirs = (side().contiguous().view(torch.uint8) for side in self.sides.values())
         return int((ours == theirs).all(-1).sum())
 
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes that leave this rank, there and back, by side; a collective."""
+        """Bytes that leave this rank in both directions, by exchange; a collective."""
         self._transport.row_bytes, shape = 0, self.shape
         self.ours()
         num_slots = self._routing.ids_TK.flatten().bincount(minlength=shape.num_experts).max()
@@ -126,7 +126,7 @@ class RankExchange:
 
 
 def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
-    """Equal parts: every expert's slots, padded to those of the busiest one anywhere."""
+    """The padded exchange: every expert gets as many slots as the busiest one anywhere."""
     size, num_experts = dist.get_world_size(), routing.num_experts
     num_tokens, top_k = routing.ids_TK.shape
     by_expert = token_sort(routing.ids_TK, num_experts)
@@ -141,7 +141,7 @@ def padded_round(x_TD: Tensor, routing: Routing) -> Tensor:
         sent_RD.index_copy_(0, place_TK[:, k], x_TD)
     arrived_RD = torch.empty_like(sent_RD)
     dist.all_to_all_single(arrived_RD, sent_RD)
-    # Rank by rank as they come; expert by expert as the experts want them.
+    # Rows arrive by rank and are needed by expert.
     grid = (size, num_experts // size, num_slots, -1)
     rows = arrived_RD.view(grid).transpose(0, 1).contiguous()
     back = rows.transpose(0, 1).contiguous()
@@ -161,7 +161,7 @@ class DispatchBenchPlan:
 
 
 class RankRounds:
-    """This rank's part: it makes the exchanges, and does what the first rank says."""
+    """This rank's part: it builds exchanges and follows the first rank's orders."""
 
     def __init__(self, plan: DispatchBenchPlan) -> None:
         self.plan = plan
@@ -169,7 +169,7 @@ class RankRounds:
 
     @torch.no_grad()
     def run(self, what: str, number: int, side: str) -> list[float]:
-        """Does one thing with an exchange, on all ranks at once."""
+        """Run one order on this rank."""
         exchange, seconds = self._exchanges[number], []
         if what == "compare":
             return [_of_all(exchange.num_equal(), dist.ReduceOp.SUM)]
@@ -183,12 +183,12 @@ class RankRounds:
         return seconds
 
     def tell(self, what: str, number: int, side: str) -> list[float]:
-        """As ``run``, said to the other ranks first."""
+        """Send an order to the other ranks, then run it."""
         dist.broadcast_object_list([(what, number, side)], src=0)
         return self.run(what, number, side)
 
     def follow(self) -> None:
-        """Does what the first rank says until it has no more."""
+        """Follow the first rank's orders until the last."""
         said: list[Any] = [None]
         while dist.broadcast_object_list(said, src=0) or said[0] is not None:
             self.run(*said[0])
@@ -201,7 +201,7 @@ def _of_all(value: float, how: Any) -> float:
 
 
 class DispatchSide(BenchSystem):
-    """A side under test; tokens of all ranks are compared, to the bit."""
+    """A side under test. Tokens of all ranks must agree to the bit."""
 
     def __init__(self, name: str, rounds: RankRounds) -> None:
         super().__init__(name)
@@ -222,7 +222,7 @@ class DispatchSide(BenchSystem):
 def measure_dispatch(
     plan: DispatchBenchPlan, rules: Rules, settings: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Measures both sides within the default group, which every rank calls."""
+    """Measure both sides in the default group; every rank calls this."""
     rounds = RankRounds(plan)
     if dist.get_rank():
         rounds.follow()
@@ -236,21 +236,21 @@ def measure_dispatch(
 
 
 _JOINING_S, _LEAVING_S, _SEEN_S = 120.0, 10.0, 0.5
-# A rank may compute long between two exchanges; one that ended breaks them at once.
+# A rank may compute for long between exchanges; one that ended breaks them at once.
 _EXCHANGES = timedelta(hours=6)
 Follow = Callable[[int, Any, int, str], None]
 
 
 def follow(number: int, plan: DispatchBenchPlan, num_ranks: int, store: str) -> None:
-    """What a child does, after the first rank: it joins, and does what that one says."""
+    """The program of a child process: join the group and follow the first rank."""
     meet(number + 1, num_ranks, store, lambda: None)
     measure_dispatch(plan, Rules(judged=()), {})
-    os._exit(0)  # threads of gloo abort an ordinary exit now and then
+    os._exit(0)  # gloo's threads sometimes abort an ordinary exit
 
 
 @contextmanager
 def ranks_here(plan: Any, num_ranks: int, store: str, follow: Follow = follow) -> Iterator[None]:
-    """A default group of this process, the first rank, and others that follow within the block.
+    """A default group of this process, the first rank, and child processes that follow it.
 
     Raises:
         RankFailureError: a rank ended; the message has the last line of what it said.
@@ -278,7 +278,8 @@ def ranks_here(plan: Any, num_ranks: int, store: str, follow: Follow = follow) -
         try:
             yield
         except RuntimeError:
-            # Torch notices a closed connection before the kernel says that the process has ended.
+            # Torch notices a closed connection before the kernel reports that the process has
+            # ended.
             require_alive(_SEEN_S)
             raise
         for one in children:
@@ -299,7 +300,7 @@ def meet(
     require_alive: Callable[[], None],
     limit_s: float = _JOINING_S,
 ) -> None:
-    """Waits for all ranks, then makes the default group; this process computes with one thread."""
+    """Wait for all ranks and create the default group; compute with one thread."""
     torch.set_num_threads(1)
     meeting = FileStore(store, num_ranks)
     meeting.set(f"rank {rank}", "here")

@@ -1,4 +1,4 @@
-"""The case ``experts``: one layer of experts by this project, by transformers and by peers.
+"""The case ``experts``: one layer of experts by this project, transformers and peers.
 
 Every call has other routing than the one before, so that at few tokens weights come from memory, as
 in a model. An implementation whose outputs differ gets no numbers.
@@ -36,24 +36,24 @@ PEERS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of transformers."""
 OURS = "moe_runtime"
 ROUTINGS = 8
-"""Every call has another one of so many."""
-_TIMEOUT_S = 3600.0  # a peer may compile its operators when it is first used
+"""Calls cycle through this many routings."""
+_TIMEOUT_S = 3600.0  # a peer may compile its operators on first use
 IN_FLOAT64 = 2
-FEW = 8  # eager's backward fills a gradient of all experts for each: a minute for many experts
-# batched_mm copies an expert for every row; beyond this many bytes it is no contender.
+FEW = 8  # eager's backward fills a gradient of all experts for each one: a minute for many experts
+# batched_mm copies an expert for every row; beyond this many bytes it is left out.
 _BATCHED_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallsPlan:
-    """Which calls of a layer are measured, and the seconds that a repetition takes for each."""
+    """The measured calls of a layer, and the seconds of a repetition of each."""
 
     tokens: Sequence[int]
     trains: bool
     block_s: float
 
     def calls(self) -> Iterator[tuple[str, int, bool]]:
-        """Metric, tokens and whether there is a backward pass, of each kind of call."""
+        """The metric, the tokens and whether there is a backward pass, for each kind of call."""
         for has_backward in (False, True)[: 1 + self.trains]:
             for num_tokens in self.tokens:
                 name = "backward" if has_backward else "forward"
@@ -64,14 +64,14 @@ class CallsPlan:
 
 
 class TimedCall(NamedTuple):
-    """What is timed, given its number; and how many tokens of a result are compared, and agree."""
+    """A timed function of the call's number, and a check that counts compared and equal tokens."""
 
     run: Callable[[int], object]
     judge: Callable[[Any], tuple[int, int]]
 
 
 class CallsSystem(suite.BenchSystem):
-    """Calls under test, by metric; `select` comes before each turn."""
+    """Calls under test by metric; `select` runs before each turn."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CallsSystem(suite.BenchSystem):
 
 
 def output_or_gradient(call: Callable[[Tensor], Tensor], x: Tensor, *, trains: bool) -> Tensor:
-    """The output of a call; or the gradient of x, where that of the output is x."""
+    """The output of a call, or the gradient of x with the output's gradient set to x."""
     if not trains:
         with torch.no_grad():
             return call(x)
@@ -107,7 +107,7 @@ def output_or_gradient(call: Callable[[Tensor], Tensor], x: Tensor, *, trains: b
 
 
 def num_near(found: Tensor, expected: Tensor, exact: Tensor, bound: float) -> int:
-    """How many tokens ``[T, D]`` are within twice a relative bound of those expected.
+    """The number of tokens ``[T, D]`` within twice a relative bound of the expected ones.
 
     The first ones must be within the bound of the exact results ``[few, D]``.
     """
@@ -116,7 +116,7 @@ def num_near(found: Tensor, expected: Tensor, exact: Tensor, bound: float) -> in
         other = other.double()
         return (one.double() - other).norm(dim=-1) / other.norm(dim=-1) <= bound
 
-    near = is_within(found, expected, 2 * bound)  # which no NaN is
+    near = is_within(found, expected, 2 * bound)  # False for NaN
     few = found[: len(exact)]
     near[: len(few)] &= is_within(few, exact, bound)
     return int(near.sum())
@@ -124,7 +124,7 @@ def num_near(found: Tensor, expected: Tensor, exact: Tensor, bound: float) -> in
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """A module of experts in memory, which is called with x, ids and gate weights."""
+    """A module of experts in memory, called with x, ids and gate weights."""
 
     module: Any
     num_experts: int
@@ -145,12 +145,12 @@ class ExpertLayer:
         return sum(p[0].nbytes for p in self.module.parameters() if len(p) == self.num_experts)
 
     def input_rounding(self, num_tokens: int) -> float:
-        """How far roundings of what is multiplied by weights move a result, relative to it."""
+        """The relative error that rounding the inputs of products causes."""
         del num_tokens
         return 0.0
 
     def select(self, implementation: str) -> None:
-        """Has later calls computed by an implementation."""
+        """Select the implementation of later calls."""
         self.module.config._experts_implementation_internal = implementation
 
     def routing(self, num_tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -168,14 +168,14 @@ class ExpertLayer:
         return drawn.to(self.device, self.dtype)
 
     def contenders(self, num_tokens: int, *, trains: bool) -> list[str]:
-        """The implementations of transformers that have room and time for a call."""
+        """The implementations of transformers with enough memory and time for a call."""
         copied = num_tokens * self.top_k * self.expert_bytes * (2 if trains else 1)
         no_room = {"batched_mm"} if copied > _BATCHED_BYTES else set()
         slow = {"eager"} if trains and self.num_experts > FEW else set()
         return [name for name in PEERS if name not in no_room | slow]
 
     def in_float64(self, ids: Tensor) -> tuple[Any, Tensor]:
-        """The experts of some tokens alone in float64, computed one by one, and the ids there."""
+        """The chosen experts alone in float64, computed one by one, and the ids among them."""
         kept, places = ids.unique(return_inverse=True)
         few = copy.copy(self.module)
         few._parameters = {
@@ -190,7 +190,7 @@ class ExpertLayer:
         return few, places
 
     def handed_parts(self) -> Iterator[tuple[str, Tensor]]:
-        """What a peer in another process is given: gate and up ``[E, F, D]``, down ``[E, D, F]``.
+        """The weights for a peer in another process: gate and up ``[E, F, D]``, down ``[E, D, F]``.
 
         Raises:
             PeerFailedError: the layer has other parts than gate, up and down in bf16.
@@ -209,7 +209,7 @@ class ExpertLayer:
 
 
 def synthetic_layer(name: str, dtype: torch.dtype) -> ExpertLayer:
-    """The experts of a model of ``LAYER_SHAPES`` with random weights."""
+    """The experts of a named shape, with random weights."""
     config = replace(SHAPES[name], num_layers=1).config()
     config.pop("quantization_config", None)
     with torch.device("meta"):
@@ -232,7 +232,7 @@ def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
 
 
 def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSizes, torch.dtype]:
-    """As `layer_of_model`: sizes of the layer, and the type to compute in."""
+    """Like `layer_of_model`: the layer's sizes, and the compute dtype."""
     built, found_dtype = _built(model, dtype)
     module, num_experts, top_k = _experts_of(built)
     return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
@@ -247,7 +247,7 @@ def _built(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtyp
 
 
 def _experts_of(built: Any) -> tuple[Any, int, int]:
-    """The first module of experts, how many there are, and the choices of a token."""
+    """The first module of experts, the number of experts, and the top-k."""
     from moe_runtime.checkpoints.expert_map import chosen_per_token, find_experts
 
     found = find_experts(built)[0]
@@ -264,7 +264,7 @@ def _drawn(dtype: torch.dtype, module: Any, num_experts: int, top_k: int) -> Exp
     module = module.to(dtype).to_empty(device="cpu").eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
-        # One expert is drawn, the others are its rows in another order: drawing all takes minutes.
+        # Drawing all experts takes minutes: one is drawn, the others are its rows in another order.
         pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
         for expert in range(len(parameter)):
             parameter.data[expert] = pattern.roll(expert, dims=0)
@@ -277,7 +277,7 @@ class ExpertsPlan(CallsPlan):
     layer: ExpertLayer
 
     def call(self, num_tokens: int, *, trains: bool) -> Callable[[int], Tensor]:
-        """A call by its number: the output, or the gradient of x, there when it returns."""
+        """A function of the call's number that returns the finished output or x's gradient."""
         layer, module = self.layer, self.layer.module
         routes = [layer.routing(num_tokens, seed) for seed in range(ROUTINGS)]
         x = layer.tokens(num_tokens)
@@ -299,7 +299,7 @@ class ExpertsPlan(CallsPlan):
 
 
 def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: bool) -> int:
-    """How many tokens ``[T, D]`` of a call's first routing are near enough to what is expected."""
+    """The number of tokens ``[T, D]`` of the first routing that are close enough."""
     layer = plan.layer
     own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (layer.dtype, torch.float32))
     sums = (layer.top_k + 6) * own + (layer.dim_model + layer.dim_hidden) * fp32
@@ -311,7 +311,7 @@ def num_equal(plan: ExpertsPlan, found: Tensor, expected: Tensor, *, trains: boo
 def in_float64(
     layer: ExpertLayer, num_tokens: int, *, trains: bool, count: int = IN_FLOAT64
 ) -> Tensor:
-    """What the first tokens of a call's first routing give without roundings, ``[T, D]``."""
+    """The first tokens of the first routing in float64, ``[T, D]``."""
     count = min(num_tokens, count)
     ids, weights = (part[:count] for part in layer.routing(num_tokens, 0))
     few, places = layer.in_float64(ids)
@@ -320,7 +320,7 @@ def in_float64(
 
 
 def experts_system(name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor]) -> CallsSystem:
-    """An implementation, held to this project's result of the first routing by metric."""
+    """An implementation, compared with this project's results of the first routing."""
 
     def judge(metric: str, trains: bool, found: Tensor) -> tuple[int, int]:
         return len(found), num_equal(plan, found, expected[metric], trains=trains)
@@ -334,7 +334,7 @@ def experts_system(name: str, plan: ExpertsPlan, expected: Mapping[str, Tensor])
 
 
 class PeerSystem(suite.BenchSystem):
-    """A peer in a process of its own, which begins with its first turn."""
+    """A peer in its own process, which starts with its first turn."""
 
     def __init__(self, program: PeerProgram, running: ExitStack, **settings: Any) -> None:
         super().__init__(program.name, {})
@@ -350,7 +350,7 @@ class PeerSystem(suite.BenchSystem):
 
 
 class ExpertsPeer(PeerSystem):
-    """A peer that computes the layer; the first one that needs it writes it for all."""
+    """A peer that computes the layer. The first such peer writes the layer's files."""
 
     def __init__(
         self,
@@ -383,7 +383,7 @@ class ExpertsPeer(PeerSystem):
 
 
 def write_layer(plan: ExpertsPlan, folder: Path) -> None:
-    """Writes the weights of a layer, and tokens and routings of every call, unless they are there.
+    """Write the weights of a layer and the tokens and routings of every call, unless present.
 
     Raises:
         PeerFailedError: see `ExpertLayer.handed_parts`.
@@ -415,7 +415,7 @@ def measure_experts(
     case: str = "experts",
     others: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Measures this project, implementations of transformers (all if not named), and peers."""
+    """Measure this project, implementations of transformers (all by default), and peers."""
     from moe_runtime.inference.hugging_face.backend import register_with_transformers
 
     register_with_transformers()

@@ -1,4 +1,4 @@
-"""The case ``experts`` with ``--formats``: one layer's experts computed from their codes.
+"""The case ``experts`` with ``--formats``: one layer's experts in quantised formats.
 
 A format is a system, and so are a plain read of as many bytes and every peer that has the format.
 One expert is drawn; the others are its rows in another order. The reference decodes one expert.
@@ -33,7 +33,7 @@ from moe_runtime.kernels.quantized.rounding import quantize
 from moe_runtime.memory.source import Slab
 
 _READ = "read"
-# Why the measuring ended, the worst first.
+# Reasons why a measurement ended, the worst first.
 _ENDS = ("interrupted", "failed", "time", "most", "narrow")
 _ROUNDING = {
     "mxfp4": WeightFormat("e2m1", "e8m0", group_cols=32),
@@ -46,11 +46,12 @@ FORMATS = {
     **_ROUNDING,
     **{f"{name}-int8": replace(kind, int8_activations=True) for name, kind in _ROUNDING.items()},
 }
-"""By name; those that end in ``-int8`` round activations, as ``load(activations="int8")`` does."""
-# The fp16 numbers of a block by where they lie, in bytes: values are as often positive as negative.
+"""Formats by name. Names ending in ``-int8`` round activations, as ``load(activations="int8")``
+does."""
+# Byte offsets of a block's fp16 numbers, whose values are positive and negative alike.
 _BLOCK_SCALES = {"q8_0": {0: 1.0}, "q4_k": {0: 1.0, 2: 7.5}, "q6_k": {208: 1.0}}
 _ALIGNMENT = 64
-# Gate, up and down multiply rows that were rounded.
+# Gate, up and down multiply rounded rows.
 _ROUNDED_PRODUCTS = 3
 
 Matrix = Tensor | QuantizedMatrix
@@ -85,15 +86,15 @@ class FormatLayer(expert_layers.ExpertLayer):
         return _ROUNDED_PRODUCTS * INT8_GROUP**0.5 / (2 * 127) if is_rounded else 0.0
 
     def select(self, implementation: str) -> None:
-        """There is one."""
+        """There is only one implementation."""
 
     def contenders(self, num_tokens: int, *, trains: bool) -> list[str]:
-        """The format alone; no gradients pass codes."""
+        """Only the format itself; codes have no gradients."""
         del num_tokens
         return [] if trains else [self.format_name]
 
     def in_float64(self, ids: Tensor) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]:
-        """The sums over experts whose weights are decoded, and the ids as they are."""
+        """Experts with decoded weights in float64, and the ids unchanged."""
         gate, up, down = (
             (one if isinstance(one, Tensor) else one.dequantize()).double()
             for one in _matrices(self.experts[0])
@@ -120,7 +121,7 @@ class FormatLayer(expert_layers.ExpertLayer):
 
 
 def make_format_layer(name: str, sizes: LayerSizes, memory: int) -> FormatLayer:
-    """A layer of as many of its experts as fit."""
+    """A layer with as many of its experts as fit."""
     num_experts, top_k, dim_d, dim_f = sizes
     generator = torch.Generator().manual_seed(0)
     shapes = (dim_f, dim_d), (dim_f, dim_d), (dim_d, dim_f)
@@ -157,7 +158,7 @@ def _drawn(kind: WeightFormat | None, num_rows: int, num_cols: int, random: Gene
         return (values * num_cols**-0.5).bfloat16()
     if kind.codes != "e4m3":
         return quantize(values * num_cols**-0.5, kind)
-    # rows of experts change places, so a block's scale is that of the blocks above it
+    # experts are row rotations of one, so block scales rotate with them
     shape = kind.scales_shape(num_rows, num_cols)
     scales = torch.rand(shape[1], generator=random).add_(0.5).mul_(num_cols**-0.5 / 112)
     codes = (values * 112).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -165,7 +166,7 @@ def _drawn(kind: WeightFormat | None, num_rows: int, num_cols: int, random: Gene
 
 
 def _placed(drawn: Sequence[Matrix], slot: Tensor, number: int) -> Iterator[Matrix]:
-    """Matrices whose rows begin ``number`` rows later, one after the other in a slot."""
+    """Matrices rotated by ``number`` rows, one after the other in a slot."""
     offset = 0
     for matrix in drawn:
         copies = []
@@ -226,7 +227,8 @@ class FormatsPlan:
     block_s: float
 
     def metrics(self) -> dict[str, suite.Metric]:
-        """Of each number of tokens: seconds, bytes of the experts, and the share of reading."""
+        """For each number of tokens: seconds, bytes of the experts, and the share of the read
+        speed."""
         kinds = {"s": suite.Metric("s"), "bytes": suite.Metric("bytes", is_judged=False)}
         kinds["of_read"] = suite.Metric("share", better="more")
         words = [(number, what) for number in self.tokens for what in kinds]
@@ -234,7 +236,7 @@ class FormatsPlan:
 
 
 class PlainRead(suite.BenchSystem):
-    """Reads as many bytes as the calls of a format, of its experts; nothing is compared."""
+    """A plain read of the same bytes as a format's calls; nothing is compared."""
 
     def __init__(self, name: str, plan: expert_layers.ExpertsPlan, layer: FormatLayer) -> None:
         super().__init__(name)
@@ -317,7 +319,7 @@ def _systems(
 
 
 def _of_read(measured: suite.MeasuredSystem, reads: suite.MeasuredSystem) -> suite.MeasuredSystem:
-    """Medians of repetitions, and the share of the speed of reading that each had."""
+    """Medians of repetitions, and their shares of the plain read's speed."""
     found = []
     for own, read in zip(measured.repetitions, reads.repetitions, strict=False):
         row = {name: suite.middle(value) for name, value in own.items()}

@@ -1,4 +1,4 @@
-"""The case ``io``: experts of a checkpoint read from disk as a run reads them, beside plain reads.
+"""The case ``io``: reads experts from disk as a run does, compared with plain reads.
 
 The page cache is dropped before each repetition; bytes that came from storage are counted. Some
 experts are compared with the file: a system whose bytes differ gets no numbers.
@@ -50,12 +50,12 @@ class ReadPlan:
     io_threads: int
 
     def keys(self, number: int) -> list[ExpertKey]:
-        """The experts of a repetition, the same ones for every system."""
+        """The experts of a repetition, equal for all systems."""
         return random.Random(number).sample(sorted(self.layouts), self.num_experts)
 
 
 class ReadSystem(suite.BenchSystem):
-    """A way to read experts; tensors are compared with those of the file."""
+    """A way to read experts; its tensors are compared with the file's."""
 
     def __init__(self, name: str, plan: ReadPlan, slab: Slab) -> None:
         super().__init__(name, None if name == "moe_runtime" else {})
@@ -82,11 +82,11 @@ class ReadSystem(suite.BenchSystem):
 
     @abstractmethod
     def read(self, keys: Sequence[ExpertKey]) -> Found:
-        """Reads experts into slots: where the last ones lie, and the seconds of each."""
+        """Read experts into slots; return where the last ones lie, and the seconds of each."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what reads."""
+        """Stop reading."""
 
     def _compare(self, layout: ExpertLayout, slot: torch.Tensor) -> None:
         found = layout.views(slot)
@@ -98,14 +98,14 @@ class ReadSystem(suite.BenchSystem):
 
 
 class QueueReads(ReadSystem):
-    """This project's reads: blocks of experts in a queue, past the page cache, native threads."""
+    """This project's reads: queued blocks of experts, past the page cache, by native threads."""
 
     def __init__(self, name: str, plan: ReadPlan, slab: Slab) -> None:
         super().__init__(name, plan, slab)
         self._source = ExpertSource(plan.layouts, io_threads=plan.io_threads)
 
     def read(self, keys: Sequence[ExpertKey]) -> Found:
-        """Reads experts into slots, the next one as soon as a slot is free."""
+        """Read experts into slots; each starts as soon as a slot is free."""
         free = list(range(self.plan.in_flight))
         lying: dict[int, ExpertKey] = {}
         reads: list[tuple[float, Transfer]] = []
@@ -138,7 +138,7 @@ class QueueReads(ReadSystem):
 
 
 class PlainReads(ReadSystem):
-    """Threads that call ``preadv``, an expert each."""
+    """Threads that call ``preadv`` for one expert each."""
 
     def __init__(self, name: str, plan: ReadPlan, slab: Slab, *, direct: bool) -> None:
         super().__init__(name, plan, slab)
@@ -147,7 +147,7 @@ class PlainReads(ReadSystem):
         self._files = {path: CheckpointFile(path, direct=direct) for path in sorted(paths)}
 
     def read(self, keys: Sequence[ExpertKey]) -> Found:
-        """Reads experts into slots, each thread one after another into its own."""
+        """Read experts into slots; each thread fills its own slots in turn."""
         if self._direct and not all(file.direct for file in self._files.values()):
             raise OSError("this file system has no direct reads")
         waiting, lies = iter(list(keys)), dict[int, ExpertKey]()
@@ -180,9 +180,9 @@ class PlainReads(ReadSystem):
 
 @contextlib.contextmanager
 def make_read_systems(plan: ReadPlan) -> Iterator[list[ReadSystem]]:
-    """``moe_runtime``, ``preadv`` through the page cache and ``preadv:direct`` past it."""
+    """``moe_runtime``, ``preadv`` through the page cache, and ``preadv:direct`` past it."""
     slab = Slab(plan.in_flight, max(one.slot_bytes for one in plan.layouts.values()))
-    slab.bytes.fill_(1)  # pages that are there: the first write to one costs more than a read
+    slab.bytes.fill_(1)  # touched pages: the first write to a page costs more than a read
     with contextlib.ExitStack() as stack:
         systems: list[ReadSystem] = [QueueReads("moe_runtime", plan, slab)]
         stack.callback(slab.close)
@@ -206,7 +206,7 @@ def _storage_bytes() -> int:
 
 
 def _plain_bytes(tensor: TensorRange) -> torch.Tensor:
-    """What the file holds of a tensor, by an ordinary read."""
+    """A tensor's bytes in the file, by an ordinary read."""
     num_bytes = tensor.span_bytes if tensor.order is None else tensor.order.stored_bytes
     with tensor.file.open("rb") as file:
         file.seek(tensor.offset)

@@ -1,4 +1,4 @@
-"""The case ``layer``: `MoELayer` beside Qwen3-MoE's block in transformers, on the same weights.
+"""The case ``layer``: `MoELayer` and transformers' Qwen3-MoE block on the same weights.
 
 Results are compared as in ``experts``, with a bound that includes the rounding of the gate's
 logits. Tokens for which roundings may choose another expert are not drawn.
@@ -25,7 +25,7 @@ PEERS = ("eager", "grouped_mm")
 
 
 class Blocks(nn.Module):
-    """Our layer with random weights and transformers' blocks on the same; one of them computes."""
+    """Our layer with random weights, and transformers' blocks on the same; one of them computes."""
 
     def __init__(self, sizes: LayerSizes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 
 
 def transformers_block(name: str, layer: MoELayer, sizes: LayerSizes) -> nn.Module:
-    """Qwen3-MoE's block with one of transformers' implementations, on the layer's weights."""
+    """Qwen3-MoE's block with one implementation of transformers, on the layer's weights."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -60,7 +60,7 @@ def transformers_block(name: str, layer: MoELayer, sizes: LayerSizes) -> nn.Modu
 
 
 class BlockLayer(ExpertLayer):
-    """A whole layer; its gate chooses, and no routing is given."""
+    """A whole layer, whose gate chooses the experts."""
 
     def select(self, implementation: str) -> None:
         self.module.chosen = implementation
@@ -78,7 +78,7 @@ class BlockLayer(ExpertLayer):
         return torch.finfo(self.dtype).eps / 2 + 2 * self._clear(num_tokens)[1]
 
     def _clear(self, num_tokens: int) -> tuple[Tensor, float]:
-        """Tokens ``[T, D]`` whose experts no rounding of logits changes, and the largest one."""
+        """Tokens ``[T, D]`` whose choices no rounding of logits changes, and the largest logit."""
         drawn, top_k = super().tokens(2 * num_tokens + 64), self.top_k
         x, gate = drawn.double(), self.module.ours.gate.weight.detach().double()
         own, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (self.dtype, torch.float32))

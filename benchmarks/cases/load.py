@@ -1,4 +1,4 @@
-"""The load on a server: what clients ask, so many at a time or as they arrive, and its figures.
+"""The load on a server: requests at a fixed concurrency or rate, and their latencies.
 
 A request is streamed, with the time of each piece of its answer.
 """
@@ -30,18 +30,18 @@ _WORDS = """
     no if out so said what up its about into than them can only other new some could time these
     two may then do first any my now such like our over man me even most made after also did many
 """
-"""Common English words, most of which most tokenisers know as one token."""
+"""Common English words, mostly single tokens."""
 
 
 class Lengths(NamedTuple):
-    """Numbers of tokens from `low` to `high`, each as likely."""
+    """A number of tokens, drawn uniformly from `low` to `high`."""
 
     low: int
     high: int
 
 
 def parse_lengths(text: str, name: str) -> Lengths:
-    """Reads ``N`` or ``LOW:HIGH``."""
+    """Parse ``N`` or ``LOW:HIGH``."""
     found = re.fullmatch(r"([0-9]{1,7})(?::([0-9]{1,7}))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high <= _MOST_TOKENS:
@@ -52,8 +52,8 @@ def parse_lengths(text: str, name: str) -> Lengths:
 
 
 class LoadRequest(NamedTuple):
-    """``said`` goes before the prompt, prompts and answers in turn; ``later`` are the prompts of
-    the turns to come."""
+    """A request. ``said`` holds earlier prompts and answers in turn, ``later`` the prompts of later
+    turns."""
 
     prompt: str
     max_tokens: int
@@ -66,24 +66,24 @@ class LoadRequest(NamedTuple):
 
 
 class TokenCount(NamedTuple):
-    """How many tokens a server makes of drawn words, found by asking it."""
+    """The server's tokens per word, found by two short requests."""
 
     per_word: float = 1.0
     around: float = 0.0
 
     @classmethod
     def of(cls, short: tuple[int, int], long: tuple[int, int]) -> "TokenCount":
-        """From words and tokens of two prompts; one token a word where these make no sense."""
+        """From words and tokens of two prompts; one token per word if they make no sense."""
         per_word = (long[1] - short[1]) / max(long[0] - short[0], 1)
         return cls(per_word, max(short[1] - per_word * short[0], 0.0)) if per_word > 0 else cls()
 
     def words(self, tokens: int) -> int:
-        """How many words come nearest to so many tokens; at least one."""
+        """The number of words that comes closest to ``tokens``; at least one."""
         return max(round((tokens - self.around) / self.per_word), 1)
 
 
 def draw_words(count: int, random: Random) -> str:
-    """A text of so many words that no earlier text begins with, but by chance."""
+    """Random words; no two texts begin alike except by chance."""
     return " ".join(random.choices(_WORDS.split(), k=count))
 
 
@@ -96,7 +96,7 @@ def make_requests(
     random: Random,
     num_turns: int = 1,
 ) -> list[LoadRequest]:
-    """Requests with texts in turn, or else with drawn words; later turns are as long as answers."""
+    """Requests with ``texts`` in turn, or with random words. Later turns are as long as answers."""
     found = []
     for number in range(num_requests):
         drawn = count.words(random.randint(*prompt)) if not texts else 0
@@ -108,7 +108,7 @@ def make_requests(
 
 
 def arrivals(num_requests: int, rate: float, random: Random) -> list[float]:
-    """Seconds from the start at which requests come: a Poisson process, the first one at once."""
+    """Arrival times of a Poisson process in seconds; the first is 0."""
     gaps = (random.expovariate(rate) for _ in range(num_requests - 1))
     return [*itertools.accumulate(gaps, initial=0.0)]
 
@@ -117,17 +117,17 @@ _CONNECT_S = 30.0
 _LONGEST_MESSAGE = 300
 _MOST_COUNTED = 1 << 40
 _NOT_THE_API = (ValueError, KeyError, TypeError, RecursionError)
-"""What reading JSON ends with that is none, or has another shape than OpenAI's."""
+"""Errors of reading a response that is not JSON or not OpenAI's API."""
 _TEXTS = ("text", "content", "reasoning_content", "reasoning", "tool_calls")
 
 
 class LoadError(MoERuntimeError):
-    """A server cannot be measured: it is not there, or refuses what it is asked."""
+    """A server cannot be measured: it does not answer, or refuses the requests."""
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What became of one request. Times are those of the event loop, in seconds."""
+    """The outcome of one request. Times are those of the event loop, in seconds."""
 
     sent_s: float
     ended_s: float = 0.0
@@ -151,18 +151,18 @@ class TimedAnswer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between one piece and the next."""
+        """Seconds between consecutive pieces."""
         return [after - before for before, after in itertools.pairwise(self.pieces_s)]
 
     @property
     def per_token_s(self) -> float | None:
-        """Seconds for each token after the first; None where there is only one."""
+        """Seconds per token after the first; None for a single token."""
         others = self.output_tokens - 1
         return (self.pieces_s[-1] - self.pieces_s[0]) / others if others > 0 else None
 
 
 class RequestFailed(Exception):
-    """An answer that is none."""
+    """A request failed: an error status, a broken stream, or an empty answer."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)
@@ -171,7 +171,7 @@ class RequestFailed(Exception):
 
 
 class LoadClient:
-    """Asks a server of OpenAI's API; many requests may be on their way at a time."""
+    """A client of OpenAI's API, with any number of requests in flight."""
 
     def __init__(
         self, http: httpx2.AsyncClient, *, chat: bool, fields: Mapping[str, Any], timeout_s: float
@@ -201,11 +201,11 @@ class LoadClient:
             ) from None
 
     def choose(self, model: str) -> None:
-        """All further requests are for this model; of several, with commas, for one by one."""
+        """Use this model for all further requests; several, separated by commas, take turns."""
         self._models = itertools.cycle(model.split(","))
 
     async def ask(self, request: LoadRequest) -> TimedAnswer:
-        """Sends a request and reads its answer to the end; a failure is part of what it returns."""
+        """Send a request and read its whole answer. A failure is recorded in the result."""
         loop = asyncio.get_running_loop()
         answer = TimedAnswer(loop.time(), turn=len(request.said) // 2)
         try:
@@ -253,20 +253,20 @@ class LoadClient:
 
 
 def connect(url: str, key: str | None) -> httpx2.AsyncClient:
-    """Connections to a server, as many as there are requests, by no proxy."""
+    """Connect to a server, without a proxy and without a limit on connections."""
     address = address_of(url)
     path = address.path.rstrip("/")
     return httpx2.AsyncClient(
         base_url=address.copy_with(path=path if path.endswith("/v1") else f"{path}/v1"),
         headers={"authorization": f"Bearer {key}"} if key else {},
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-        # What is measured is this server, by the way that leads there directly.
+        # a proxy would be measured too
         trust_env=False,
     )
 
 
 def address_of(url: str) -> httpx2.URL:
-    """The parts of a server's address, which are checked before anything is sent there."""
+    """Parse and check a server's address."""
     try:
         address = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -278,7 +278,7 @@ def address_of(url: str) -> httpx2.URL:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a server's name leads nowhere else, as ``localhost`` and 127.0.0.1 do."""
+    """Whether a host name means this machine, as ``localhost`` and 127.0.0.1 do."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -286,7 +286,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
-    """Notes what an event brought."""
+    """Record one event of a stream."""
     try:
         chunk = json.loads(data)
         if chunk.get("error"):
@@ -306,7 +306,7 @@ def _take(data: str, answer: TimedAnswer, now_s: float) -> None:
 
 
 def _tokens(value: Any) -> int:
-    """A number of tokens, as it stands in JSON."""
+    """A token count from JSON."""
     if type(value) is not int or not 0 <= value <= _MOST_COUNTED:
         raise ValueError(f"expected a number of tokens, got {value!r:.40}")
     return value
@@ -325,7 +325,7 @@ def _message(error: Any) -> str:
 
 
 def _kind(error: httpx2.HTTPError) -> str:
-    """What a failed connection is called."""
+    """The name of a connection error."""
     if isinstance(error, httpx2.TimeoutException):
         return "timed out"
     if isinstance(error, httpx2.SSEError):
@@ -338,7 +338,7 @@ _PROBE_WORDS = (16, 48)
 
 
 class Level(NamedTuple):
-    """How hard a server is pressed; one of the two is None."""
+    """The load on a server; one of the two is None."""
 
     concurrency: int | None
     rate: float | None
@@ -387,7 +387,7 @@ def measure(
     is_stopping: Callable[[], bool],
     meters: Sequence[Any] = (),
 ) -> tuple[str, list[MeasuredLevel]]:
-    """Measures every level; `run_load` over connections of its own.
+    """Measure all levels with connections of its own, by `run_load`.
 
     Args:
         meters: count something while a level is measured, as `EnergyMeter` does.
@@ -420,7 +420,7 @@ async def run_load(
     found: list[MeasuredLevel] = []
 
     async def level_of(level: Level, number: int, size: int, on_answer: OnAnswer) -> MeasuredLevel:
-        # Each level asks what no level before it asked, so that no prefix cache knows it.
+        # Each level sends new prompts, which no prefix cache knows.
         random = Random(f"{settings.seed} {number}")
         given = settings.prompt, settings.output, count, settings.texts, random
         requests = make_requests(size, *given, settings.num_turns)
@@ -490,7 +490,7 @@ async def run_level(
 async def _run(
     tasks: Sequence[asyncio.Task[Any]], is_stopping: Callable[[], bool]
 ) -> set[asyncio.Task[Any]]:
-    """Waits for all of them; gives those that a stop cut off."""
+    """Wait for all tasks; return those cut off by a stop."""
     pending = set(tasks)
     while pending and not is_stopping():
         _, pending = await asyncio.wait(pending, timeout=_LOOK_S)
@@ -501,12 +501,11 @@ async def _run(
 
 
 async def _first_requests(client: LoadClient, settings: LoadSettings) -> tuple[str, TokenCount]:
-    """The model's name and what it makes of words: asks for a token or so after two prompts, and
-    compares what the server counts in them."""
+    """The model's name and the tokens per word, from one short request for each of two prompts."""
     model = settings.model or await client.first_model()
     client.choose(model)
     random, counts = Random(f"{settings.seed} probe"), []
-    # the last one is asked last: servers that keep prefixes answer the level's first ones cold
+    # the last text comes last, so that prefix caches do not know the first ones of a level
     texts = settings.texts[-1:] or [draw_words(words, random) for words in _PROBE_WORDS]
     for text in texts:
         # One token may be half a character, which has no text yet.
@@ -526,7 +525,7 @@ _BOUNDED = ("ttft", "itl", "e2e")
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Reads bounds such as ``ttft=200ms,itl=50ms,e2e=2s``, in seconds."""
+    """Parse bounds such as ``ttft=200ms,itl=50ms,e2e=2s``, in seconds."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\w+)=([0-9]*\.?[0-9]+)(ms|s)\s*", part)
@@ -544,7 +543,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str, Any]:
-    """A level as a JSON object; lengths of time are in seconds."""
+    """A level as a JSON object; times are in seconds."""
     good = [answer for answer in measured.answers if answer.error is None]
     seconds = measured.seconds
     tokens_in = sum(answer.prompt_tokens for answer in good)
@@ -580,7 +579,7 @@ def summarize(measured: MeasuredLevel, bounds: Mapping[str, float]) -> dict[str,
 
 
 def numbers_of(answer: TimedAnswer, began_s: float) -> dict[str, Number]:
-    """What an answer says of the metrics of `bench serve`, `SPREADS` among them."""
+    """The metrics of `bench serve` for one answer, `SPREADS` included."""
     found: dict[str, Number] = {
         "sent_s": answer.sent_s - began_s,
         "end_to_end_s": answer.whole_s,
@@ -597,7 +596,7 @@ def numbers_of(answer: TimedAnswer, began_s: float) -> dict[str, Number]:
 
 
 def spread(values: Sequence[Number]) -> dict[str, float] | None:
-    """Mean and percentiles, between two values by a straight line; None where there are none."""
+    """Mean and interpolated percentiles; None for no values."""
     if not values:
         return None
     found = np.concatenate([np.atleast_1d(one) for one in values])
@@ -606,7 +605,7 @@ def spread(values: Sequence[Number]) -> dict[str, float] | None:
 
 
 def errors_by_kind(answers: Sequence[TimedAnswer]) -> dict[str, dict[str, Any]]:
-    """How many failures of each kind there were, and what the first one said."""
+    """The number of failures of each kind, with the first message."""
     kinds = Counter(answer.error for answer in answers if answer.error is not None)
     first = {answer.error: answer.message for answer in reversed(answers)}
     return {kind: {"count": count, "first": first[kind]} for kind, count in kinds.items()}

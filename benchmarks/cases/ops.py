@@ -1,4 +1,4 @@
-"""The case ``ops``: every op of ``kernels`` that a layer of experts is made of, on the CPU.
+"""The case ``ops``: every op of ``kernels`` in a layer of experts, on the CPU.
 
 Each is a system of its own; its result is first compared with that of its reference.
 
@@ -24,13 +24,13 @@ from moe_runtime.kernels.token_sort import token_sort
 
 SIZES = LayerSizes(num_experts=32, top_k=4, dim_model=1024, dim_hidden=512)
 """Of the default layer."""
-# A result and the hidden state before it are rounded, by half a unit in the last place each, and
-# sums are taken in another order: twice as much again, relative to the largest result.
+# Results and hidden states are rounded by half a unit in the last place, and sums have another
+# order: as much again twice, relative to the largest result.
 _ROUNDINGS = 4
 
 
 class OpCall(NamedTuple):
-    """One op on its operands."""
+    """One op with its operands."""
 
     name: str
     call: Callable[[Any], Tensor]
@@ -63,7 +63,7 @@ def draw_weights(sizes: LayerSizes, dtype: torch.dtype) -> LayerWeights:
 
 
 def op_calls(num_tokens: int, sizes: LayerSizes, weights: LayerWeights) -> Iterator[OpCall]:
-    """Every op of a layer, on the operands that it has in one."""
+    """Every op of a layer, with the operands that it has there."""
     num_experts, top_k, dim_d, dim_f = sizes
     gate_up, down, (up, second, third) = weights
     generator, dtype = torch.Generator().manual_seed(num_tokens), gate_up.dtype
@@ -107,7 +107,7 @@ def _leaf(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor
 
 
 def op_system(ops: Mapping[int, OpCall], plan: OpsPlan) -> CallsSystem:
-    """An op as a system under test; results are compared at each number of tokens."""
+    """An op as a system under test, checked at each number of tokens."""
 
     def forward(op: OpCall, _: int) -> Tensor:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The case ``placements``: where experts lie by each algorithm, scored on later routing.
+"""The case ``placements``: placements by each algorithm, scored on later routing.
 
 A repetition places the experts by the first part of the trace and scores them on the rest.
 """
@@ -33,13 +33,13 @@ METRICS = {
     "devices_per_token": suite.Metric("count"),
     "staying_rows": suite.Metric("count"),
 }
-"""Seconds of the algorithm, and the scores as `PlacementScore` has them."""
+"""Seconds of the algorithm, and the scores of `PlacementScore`."""
 _REPLICATING = ("round-robin", "eplb")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementsPlan:
-    """What is placed; ``future`` is the routing ``[T, L, K]`` of the scores."""
+    """The experts to place; ``future`` is the routing ``[T, L, K]`` that scores them."""
 
     profile: RoutingProfile
     future: np.ndarray
@@ -49,7 +49,7 @@ class PlacementsPlan:
     searches: bool = True
 
     def systems(self) -> "list[PlacedExperts]":
-        """The baseline and every algorithm, a second time with copies where it makes them."""
+        """The baseline and every algorithm, with and without copies where it makes them."""
         size = self.future.shape[1], self.profile.num_experts
         found = [PlacedExperts(RANDOM, self, lambda: [*random_placements(*size, self.devices)])]
         for name in ALGORITHMS:
@@ -67,7 +67,7 @@ class PlacementsPlan:
 
 
 class PlacedExperts(suite.BenchSystem):
-    """An algorithm under test; visits of the scored part are compared with where experts lie."""
+    """An algorithm under test; the scored visits are checked against the placement."""
 
     def __init__(
         self, name: str, plan: PlacementsPlan, make: Callable[[], Sequence[Placement]]

@@ -1,4 +1,4 @@
-"""The case ``policies``: how often eviction policies hit on a recorded trace, and how fast.
+"""The case ``policies``: hit rates and speed of eviction policies on a recorded trace.
 
 A repetition replays the whole trace from a cold start at every capacity. The beginning is also
 served by the policy's object, as in a run: a policy whose hits differ gets no numbers.
@@ -28,7 +28,7 @@ _COMPARED_EVENTS = 4096
 
 
 def metrics_of(asked: Experiment) -> dict[str, Metric]:
-    """Speed, share of hits, share of layer visits without a load, bytes, at each capacity."""
+    """Speed, hit rate, share of layer visits without a load, and bytes, at each capacity."""
     kinds = {"accesses_per_s": Metric("accesses/s", better="more")}
     kinds |= dict.fromkeys(("hit_rate", "all_resident"), Metric("share", better="more"))
     kinds |= {} if asked.sizes is None else {"read_bytes": Metric("bytes")}
@@ -37,7 +37,7 @@ def metrics_of(asked: Experiment) -> dict[str, Metric]:
 
 
 class PolicyReplays(BenchSystem):
-    """A policy under test; events that are served twice must have as many hits."""
+    """A policy under test; the replay and the live object must have equal hits."""
 
     def __init__(self, name: str, asked: Experiment, workload: Workload) -> None:
         super().__init__(name)
@@ -93,7 +93,7 @@ def measure_policies(
 
 
 _MAX_BYTES = 64 << 20
-# What others call Belady's optimum with the right to keep a newcomer out, and the best fixed set.
+# Other names for Belady's optimum with bypassing, and for the best fixed set.
 _OTHER_NAMES = {"belady_bypass": "belady-bypass", "static_oracle_pop": "static"}
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "policy": str,
@@ -107,7 +107,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 def require_golden(workload: Workload, path: Path) -> int:
-    """Replays every row of a file of exact hit counts, which another replay of the trace found."""
+    """Replay every row of a file of exact hit counts made by another replay of the trace."""
     rows, signature = _rows(path), workload.trace.signature
     for number, row in enumerate(rows):
         place = f"{path}: row {number} ({row['policy']}, {row['scope']}, {row['capacity']} slots)"

@@ -1,4 +1,4 @@
-"""The case ``predictors``: recall on held-out sequences, and what a prediction costs.
+"""The case ``predictors``: recall on held-out sequences, and the cost of a prediction.
 
 The control reads the answer: where it does not find all of it, no predictor has numbers. A
 repetition asks the object that runs live for every layer of the first held-out steps.
@@ -35,7 +35,7 @@ class PredictorsPlan:
 
 
 def metrics_of(plan: PredictorsPlan) -> dict[str, suite.Metric]:
-    """Seconds of a step, recall at each distance, and what prefetching does at each capacity."""
+    """Seconds of a step, recall at each distance, effect of prefetching at each capacity."""
     metrics = {"prediction_s": suite.Metric("s")}
     for distance in plan.distances:
         for width in ("k", "2k"):
@@ -48,7 +48,7 @@ def metrics_of(plan: PredictorsPlan) -> dict[str, suite.Metric]:
 
 
 class MeasuredPredictor(suite.BenchSystem):
-    """A predictor under test; recalls of the control are compared with complete ones."""
+    """A predictor under test. The control's recalls must be complete."""
 
     def __init__(self, name: str, plan: PredictorsPlan) -> None:
         super().__init__(name)
@@ -64,11 +64,11 @@ class MeasuredPredictor(suite.BenchSystem):
         )
         complete = [share == 1 for share in _recalls(control).values()]
         self.compared, self.equal = len(complete), sum(complete)
-        # what does not change from repetition to repetition
+        # values that are equal in every repetition
         self._found = _recalls(counted) | _prefetching(name, self.estimator, plan)
 
     def repeat(self) -> Mapping[str, suite.Number]:
-        """Asks for the next layer before and after every layer, as a run does."""
+        """Ask for the next layer before and after every layer, as a run does."""
         if self.equal < self.compared or not self.compared:
             raise suite.PeerFailedError(
                 f"the control, which knows the answer, found it in {self.equal} of {self.compared} "
@@ -91,7 +91,7 @@ class MeasuredPredictor(suite.BenchSystem):
 
 
 def _recalls(counted: Evaluation) -> dict[str, suite.Number]:
-    """Means over layers; none at a distance where no layer has one."""
+    """Means over layers, for distances that have any."""
     shares = {
         f"recall_at_{width}_ahead_{recall.distance}": share
         for recall in counted.recalls
@@ -101,7 +101,7 @@ def _recalls(counted: Evaluation) -> dict[str, suite.Number]:
 
 
 def _prefetching(name: str, estimator: Estimator, plan: PredictorsPlan) -> dict[str, suite.Number]:
-    """Shares of the replay with LRU; none where nothing was prefetched, read or waited for."""
+    """Shares of the replay with LRU; nothing if no prefetch, read or wait occurred."""
     if plan.machine is None:
         return {}
     experiment = Experiment(

@@ -1,4 +1,4 @@
-"""The case ``kernels``: products of layers of experts on a GPU, in turn, in the tiles they have."""
+"""The case ``kernels``: matrix products of expert layers on a GPU, with their chosen tiles."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,14 +11,14 @@ METRICS = {"product_s": Metric("s"), **facts("TFLOP/s", "tflops", better="more")
 
 
 def median_seconds(call: Callable[[], Any]) -> float:
-    """Median time of a call by the GPU's own clock, with a cold second-level cache."""
+    """Median time of a call by the GPU's clock, with a cold L2 cache."""
     from triton.testing import do_bench
 
     return cast(float, do_bench(call, warmup=10, rep=40, return_mode="median")) / 1e3
 
 
 class TimedProduct(BenchSystem):
-    """A product as a system under test; its name says of which layer. Nothing is compared."""
+    """A product as a system under test, named by its layer. Results are not compared."""
 
     def __init__(self, layer: LayerBatch, measured: Measured) -> None:
         sizes = " ".join(f"{name}={size}" for name, size in zip("TDFEK", layer, strict=True))

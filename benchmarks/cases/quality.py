@@ -1,4 +1,4 @@
-"""The case ``quality``: perplexity of models on a text, and how far they are from a reference.
+"""The case ``quality``: perplexity on a text, and the distance from a reference model.
 
 Chunks and numbers are those of llama.cpp's perplexity tool: each chunk begins with the model's
 first token, if it has one, and the tokens of its second half are judged. Systems take turns, part
@@ -41,20 +41,20 @@ METRICS = {
     **suite.facts("share", "changed_share"),
     **suite.facts("bytes", "read_bytes"),
 }
-"""Hits, choices of experts that a lossy option changed, and bytes are of each judged half."""
+"""Hits, choices changed by a lossy option, and bytes count for each judged half."""
 _CHANGES = ("replaced_choices", "skipped_choices", "stand_in_choices")
 _TURNS = 3
 _MOST_KEPT = 1 << 30
 """Bytes of the reference's logits in the temporary file."""
 _MOST_LOGITS = 1 << 23
-"""Of one pass; as float64, with what is computed of them, a quarter of a GiB."""
+"""Logits of one pass; about a quarter of a GiB in float64, with temporaries."""
 
 Scores = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityPlan:
-    """What every system reads: chunks of token ids, all of one length.
+    """The work of every system: chunks of token ids of one length.
 
     Attributes:
         is_stepwise: the second half is read token by token, as in decoding.
@@ -72,7 +72,7 @@ class QualityPlan:
         return len(self.chunks[0]) // 2
 
     def parts(self) -> list[Sequence[Sequence[int]]]:
-        """Chunks that systems read in turn."""
+        """The groups of chunks that systems read in turn."""
         num_chunks, num_judged = len(self.chunks), len(self.chunks[0]) - 1 - self.num_prompt
         most = max(1, _MOST_KEPT // (4 * num_judged * self.vocab_size))
         num_parts = max(min(_TURNS, num_chunks), -(-num_chunks // most))
@@ -81,7 +81,7 @@ class QualityPlan:
 
 
 def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list[int]], int]:
-    """Chunks of ``context`` token ids of a text, and the size of the vocabulary.
+    """Split a text into chunks of ``context`` token ids; also return the vocabulary size.
 
     Raises:
         ValueError: there is no chunk, a model knows fewer positions, or the vocabularies differ.
@@ -114,9 +114,9 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
 
 
 def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) -> Scores:
-    """Scores ``[N, 4]`` of tokens by the logits before each: negative logarithms of their
-    probabilities, the same by the reference, the Kullback-Leibler divergence from the reference,
-    and whether the likeliest token is the reference's. Without a reference ``[N, 1]``.
+    """Scores ``[N, 4]`` of tokens from the logits before each: negative log-probability, that of
+    the reference, KL divergence from the reference, and whether the top tokens agree. Without a
+    reference ``[N, 1]``.
 
     Raises:
         CheckpointError: logits are NaN, or give a token of the text or of the reference no chance.
@@ -152,7 +152,8 @@ def summarize(scores: Scores) -> dict[str, dict[str, Any]]:
 
 
 def _mean(values: Scores, *, is_logarithm: bool = False) -> dict[str, Any]:
-    """A mean and its interval; of logarithms the power of the mean, and the derivative times it."""
+    """A mean and its interval; for logarithms, the exponential of the mean and its delta-method
+    error."""
     mean, ends = float(values.mean()), suite.mean_interval(values.tolist())
     power, shift = (math.exp(mean), 1 - mean) if is_logarithm else (1.0, 0.0)
     low, high = (None, None) if ends is None else (power * (end + shift) for end in ends)
@@ -160,7 +161,7 @@ def _mean(values: Scores, *, is_logarithm: bool = False) -> dict[str, Any]:
 
 
 class QualitySystem(suite.BenchSystem):
-    """A model under test, with options of `moe_runtime.load`; a repetition reads the next part.
+    """A model under test, loaded with the given options. Each repetition reads the next part.
 
     The reference has none itself: it keeps the logits of a part, which the others read.
     """
@@ -186,7 +187,7 @@ class QualitySystem(suite.BenchSystem):
         return self._found[number]
 
     def _read(self, number: int) -> None:
-        """Reads a part, once."""
+        """Read a part once."""
         if number < len(self._found):
             return
         chunks, scores, rows = self._plan.parts()[number], list[Scores](), list[dict[str, float]]()
@@ -209,10 +210,10 @@ class QualitySystem(suite.BenchSystem):
 
     @torch.inference_mode()
     def _read_chunk(self, model: Any, ids: Sequence[int], scores: list[Scores]) -> dict[str, float]:
-        """Adds scores of a chunk, which a new cache reads, and returns speeds and counters."""
+        """Read a chunk with a new cache; return speeds and counters and add its scores."""
         plan, spent_s, before = self._plan, list[float](), model.moe.stats()
         num_rows = 1 if plan.is_stepwise else max(1, _MOST_LOGITS // plan.vocab_size)
-        on_gpu = getattr(model, "new_cache", None)  # a static one: its steps are recorded
+        on_gpu = getattr(model, "new_cache", None)  # a static cache, whose steps are recorded
         given = on_gpu(1, len(ids), {}) if on_gpu else {}
         if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
             given["logits_to_keep"] = 1
@@ -229,8 +230,8 @@ class QualitySystem(suite.BenchSystem):
             if len(spent_s) == 1:
                 before = model.moe.stats()
                 continue
-            # the reference is compared with itself: what is computed between two passes slows the
-            # next one down, so it has to be the same for all
+            # The reference does the same work, since computing between two passes slows the next
+            # one.
             reference_NV, num_columns = logits_NV, 1
             if self._reference is None:
                 plan.kept.write(logits_NV.numpy().data)
@@ -263,7 +264,7 @@ def measure_quality(
     rules: suite.Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Judges systems, each a name, a model and its options; the first is the others' reference.
+    """Judge systems, each a name, a model and its options. The first is the reference.
 
     Returns:
         The content of a results file. Means of what is judged, and their 95 % intervals, are over
@@ -273,7 +274,7 @@ def measure_quality(
         PeerFailedError: the reference has no numbers, or no other system has any.
     """
     num_parts = len(plan.parts())
-    # all parts are wanted, however certain the numbers are
+    # all parts are read, however certain the numbers are
     rules = replace(rules, least=num_parts + 1, most=num_parts, max_s=math.inf)
     first = QualitySystem(plan, None, *asked[0])
     systems = [first, *(QualitySystem(plan, first, *one) for one in asked[1:])]
@@ -281,7 +282,7 @@ def measure_quality(
     failures = [found[one.name].failure for one in systems[1:] or systems]
     if all(failures):
         raise suite.PeerFailedError(failures[0])
-    # after an interruption, what all have read
+    # after an interruption, the parts that all systems have read
     least = min(filter(None, (len(one.repetitions) for one in found.values())), default=0)
     rows = []
     for one in systems:

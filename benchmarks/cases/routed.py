@@ -1,4 +1,4 @@
-"""Routing of a recorded trace in the place of a model's own, and what the hardware allows.
+"""Replace a model's routing by a recorded trace, and compute what the hardware allows.
 
 A text of the benchmark takes a request of the trace, from its first token on. Weights and reads are
 the checkpoint's; the choices of experts and their weights are those of real text.
@@ -50,11 +50,11 @@ and computation, which no run that reads as much can beat; ``of_bound`` says how
 
 @dataclass(frozen=True)
 class TracedModel:
-    """The model that a trace must be of."""
+    """The model that a trace must match."""
 
     name: str
     signature: ModelSignature
-    all_layers: int  # of the shape whose first layers the model has
+    all_layers: int  # of the full shape
 
 
 def take_routes(path: Path, asked: TracedModel, num_requests: int, num_tokens: int) -> Routes:
@@ -79,8 +79,7 @@ def take_routes(path: Path, asked: TracedModel, num_requests: int, num_tokens: i
 
 
 def read_layers(path: Path, asked: TracedModel) -> Trace:
-    """A trace as one of a model, which has the first of its layers. Raises ValueError: it is of
-    another model."""
+    """Read a trace and keep the layers that the model has. Raises ValueError for another model."""
     trace, wanted = read_any_trace(path), asked.signature
     trace.require_choices(path)
     found = trace.signature
@@ -101,7 +100,7 @@ def read_layers(path: Path, asked: TracedModel) -> Trace:
 
 
 def teach(trace: Path, asked: TracedModel, checkpoint: Path, cache: Path) -> None:
-    """Has the network of ``reuse`` taught by a trace, for runs whose cache is this folder.
+    """Train the network of ``reuse`` on a trace, for runs with this cache folder.
 
     Raises:
         PeerFailedError: nothing was learned.
@@ -118,7 +117,7 @@ def teach(trace: Path, asked: TracedModel, checkpoint: Path, cache: Path) -> Non
 
 
 class RecordedRouting:
-    """The requests of a benchmark, batch by batch, with their routing and its bounds.
+    """The requests of a benchmark by batch, with their routing and its bounds.
 
     Args:
         trace: its requests are taken in turn.
@@ -154,13 +153,13 @@ class RecordedRouting:
 
     @property
     def token_ids(self) -> list[list[int]]:
-        """Of each request, prompt and new ones together."""
+        """The token ids of each request, prompt and continuation."""
         routes = self._routes
         return routes.token_ids.reshape(routes.num_sequences, -1).tolist()
 
     def saved(self, folder: Path) -> Path:
-        """Writes what a process needs to route by it. Behind the requests stand those that do not
-        leave their first new token: their experts stay resident."""
+        """Write the routing for a process. Behind the requests stand those that repeat their first
+        new token, whose experts stay resident."""
         path = folder / "routes.npz"
         routes, length = self._routes, int(self._routes.offsets[1])
         held = np.repeat(routes.offsets[:-1] + self._num_prompt, length)
@@ -174,11 +173,11 @@ class RecordedRouting:
         return path
 
     def requests(self, number: int, *, held: bool = False) -> list[int]:
-        """The requests that a text takes; ``held`` those that stay at one token."""
+        """The requests of a text; with ``held``, those that repeat one token."""
         return [one + held * self._routes.num_sequences for one in self._batches[number]]
 
     def step_bytes(self, policy: str, num_slots: int) -> float:
-        """Bytes that a decode step reads, as a mean, with a policy and as many slots."""
+        """Mean bytes that a decode step reads with a policy and a number of slots."""
         key = policy, num_slots
         if key not in self._read_bytes:
             num_experts = self.asked.signature.num_layers * self.asked.signature.num_experts
@@ -194,7 +193,7 @@ class RecordedRouting:
 
     @cached_property
     def _served(self) -> Trace:
-        """What a repetition asks for: the first text, untimed, then all of them."""
+        """The steps of a repetition: the first text, untimed, then all texts."""
         routes, length = self._routes, int(self._routes.offsets[1])
         first = self._num_prompt
         steps = [np.arange(first), *np.arange(first, length - 1)[:, None]]
@@ -217,18 +216,18 @@ class RecordedRouting:
 
     @cached_property
     def _is_timed(self) -> np.ndarray:
-        """Whether a step is a decode step that is timed."""
+        """Whether a step is a timed decode step."""
         phases = self._served.step_phase
         behind = np.arange(len(phases)) >= len(phases) // (1 + len(self._batches))
         return behind & (phases == PHASES.index("decode"))
 
     def server_words(self, words: Sequence[str], folder: Path) -> list[str]:
-        """The words of a server whose requests are routed; those after `serve` are asked for."""
+        """The command of a server with recorded routing; ``words`` are `serve`'s arguments."""
         module = "moe_runtime.benchmarks.harness.routed_server"
         return [sys.executable, "-P", "-m", module, str(self.saved(folder)), *words]
 
     def measured_disk(self) -> Mapping[str, Number]:
-        """Reads some experts as ``bench io`` does."""
+        """Measure the speed of reading experts, as ``bench io`` does."""
         with make_read_systems(self._plan) as (ours, *_):
             return ours.repeat()
 

@@ -1,4 +1,4 @@
-"""Puts the routing of a recorded trace in the place of a loaded model's own, for benchmarks.
+"""Route a loaded model by a recorded trace, for benchmarks.
 
 Legend: T tokens of a pass, K experts that a token visits.
 """
@@ -14,7 +14,7 @@ from moe_runtime.inference.steps import Listener, Step
 
 
 class RoutedModel(Listener):
-    """Gives the experts of a model the choices and weights of a trace, whatever its gates say.
+    """Gives a model's experts the choices and weights of a trace instead of its gates'.
 
     The gates compute as ever. A request takes a request of the trace, a token the row of its
     position; behind the last one they begin again. Other listeners see the trace's token ids.
@@ -35,8 +35,7 @@ class RoutedModel(Listener):
         model._steps.listeners.add(self, is_first=True)
 
     def take(self, requests: Sequence[int]) -> None:
-        """The sequences of the next passes take these requests of the trace, instead of one after
-        another as requests of the model begin."""
+        """Use these requests of the trace for the sequences of the next passes."""
         self._taken = requests
 
     def begin(self, step: Step) -> None:

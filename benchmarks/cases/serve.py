@@ -1,4 +1,4 @@
-"""The case ``serve``: a server, started if wanted, and what its clients waited for.
+"""The case ``serve``: what the clients of a server wait for.
 
 A level (so many clients, or requests a second) is a system, each answered request a repetition.
 Requests of a level are not independent: their interval says less than one of repetitions.
@@ -25,7 +25,7 @@ _LOOK_S, _ANSWER_S, _END_S = 0.2, 5.0, 20.0
 
 
 class StartedServer:
-    """What the kernel counts of a server's process, without processes that it starts.
+    """The kernel's counters of a server's process, without its children.
 
     Attributes:
         disk_bytes_per_s: how fast its disk reads experts, if that was measured.
@@ -38,7 +38,7 @@ class StartedServer:
 
     @contextmanager
     def measured(self) -> Iterator[dict[str, float]]:
-        """Bytes that it reads within the block, by calls and from storage, and its peak by then."""
+        """Bytes read within the block, by calls and from storage, and the peak memory so far."""
         found: dict[str, float] = {}
         before = self._counts()
         yield found
@@ -68,7 +68,7 @@ def started_server(
     timeout_s: float,
     is_stopping: Callable[[], bool],
 ) -> Iterator[StartedServer]:
-    """Starts a server of OpenAI's API and waits until it lists its models; ends it afterwards."""
+    """Start a server of OpenAI's API, wait until it lists its models, and end it afterwards."""
     if _answers(url):
         raise ValueError(f"--start: something answers at {url} already; end it or change the port")
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def started_server(
 
 
 def _answers(url: str) -> bool:
-    """Whether a server is there and ready: one that wants a key says so at once."""
+    """Whether a server is ready. One that asks for a key is ready too."""
     base = url.rstrip("/")
     try:
         opener = build_opener(ProxyHandler({}))

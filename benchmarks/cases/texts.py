@@ -1,4 +1,4 @@
-"""The cases ``latency`` and ``throughput``: systems that continue text, held to the same tokens.
+"""The cases ``latency`` and ``throughput``: systems continue texts with the same tokens.
 
 Each repetition is a process: it imports, loads, answers the first text untimed, then all of them.
 All systems are given the tokens that this project finds likeliest, and say what they find likeliest
@@ -30,7 +30,7 @@ MEMORY_METRICS = {
     **suite.facts("count", "major_faults"),
     **suite.JOULES,
 }
-"""What is measured besides speed."""
+"""Metrics besides speed."""
 _PEAKS = ("peak_rss_bytes", "peak_device_bytes")
 _KERNEL_COUNTS = ("read_call_bytes", "storage_bytes", "major_faults")
 Ids = list[list[int]]
@@ -41,7 +41,7 @@ SPEEDS = {
     "latency": {
         "first_token_s": suite.Metric("s"),
         "between_tokens_s": suite.Metric("s"),
-        # of all tokens after the first: with drafts some of them take no time
+        # of all tokens after the first: with drafts some tokens take no time
         **suite.facts("tokens/s", "decode_tokens_per_s", better="more"),
     },
     "throughput": dict.fromkeys(
@@ -52,12 +52,12 @@ CERTAIN = {
     "latency": ("first_token_s", "between_tokens_s"),
     "throughput": ("new_tokens_per_s",),
 }
-"""By case, the metrics that repetitions end by."""
+"""The metrics that decide when to stop, by case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """What is asked of every system: batches of prompts, in ``latency`` of one each.
+    """The work of every system: batches of prompts; for ``latency`` one prompt each.
 
     Attributes:
         continuations: what follows each prompt; None for what this project finds likeliest.
@@ -74,8 +74,7 @@ class TextPlan:
     def ask(
         self, process: PeerProcess, number: int, given: Ids | None, *, held: bool = False
     ) -> dict[str, Any]:
-        """What a process answers to a batch, given the tokens after it, if any. ``held``: routed
-        as one token throughout."""
+        """Ask a process for one batch, with given tokens if any. ``held`` repeats one routing."""
         return process.ask(
             "measure",
             prompts=self.batches[number],
@@ -86,18 +85,18 @@ class TextPlan:
         )
 
     def numbers(self, answers: Sequence[dict[str, Any]]) -> dict[str, suite.Number]:
-        """What the answers to all batches say of the speed."""
+        """The speeds over all batches."""
         prompts_s, every_s = [one["prompts_s"] for one in answers], _steps_s(answers)
         if self.case == "latency":
             rate = len(every_s) / max(sum(every_s), 1e-9)
             found = (prompts_s, every_s, rate)
         else:
             prompts, prompt_s = joined(self.batches), sum(prompts_s)
-            # steps of their own, so that percentiles say how even they are
+            # each step counts, so that percentiles show how even they are
             pairs = zip(self.batches, answers, strict=True)
             steps = [len(batch) / s for batch, one in pairs for s in one["steps_s"]]
             new = len(prompts) * self.num_new / (prompt_s + sum(every_s))
-            # without what fills shorter ones up
+            # padding does not count
             found = (new, sum(map(len, prompts)) / prompt_s, steps)
         return dict(zip(SPEEDS[self.case], found, strict=True))
 
@@ -119,7 +118,7 @@ class TextSystem(suite.BenchSystem):
         self._given = plan.continuations or expected
 
     def repeat(self) -> Mapping[str, suite.Number]:
-        """Runs the peer once: it reads the first text untimed, then all of them."""
+        """Run the peer once: it reads the first text untimed, then all texts."""
         plan = self._plan
         with (
             _as_taught(self.program, plan) as program,
@@ -162,7 +161,7 @@ class TextSystem(suite.BenchSystem):
 
 @contextmanager
 def _as_taught(program: PeerProgram, plan: TextPlan) -> Iterator[PeerProgram]:
-    """With recorded routing a repetition begins with what was taught, and nothing of the last."""
+    """With recorded routing, every repetition starts from the same trained network."""
     if plan.routing is None or program.cache is None:
         yield program
         return
@@ -173,7 +172,7 @@ def _as_taught(program: PeerProgram, plan: TextPlan) -> Iterator[PeerProgram]:
 
 
 def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Ids]:
-    """The likeliest tokens after each prompt, untimed: greedy continuations, or what is given."""
+    """The most likely tokens after each prompt or given token, untimed."""
     given = plan.continuations or [None] * len(plan.batches)
     try:
         with started(ours, plan.timeout_s) as process:
@@ -181,7 +180,7 @@ def likeliest(ours: PeerProgram, plan: TextPlan) -> list[Ids]:
             process.ask("load")
             found = [plan.ask(process, number, ids)["ids"] for number, ids in enumerate(given)]
             process.ask("end")
-    except suite.PeerFailedError as error:  # no table has its name beside it
+    except suite.PeerFailedError as error:  # no table shows its name
         raise suite.PeerFailedError(f"{ours.name}: {error}") from None
     return found
 
@@ -192,7 +191,7 @@ def memory_numbers(
     answers: Sequence[Mapping[str, Any]],
     ended: Mapping[str, Any],
 ) -> dict[str, suite.Number]:
-    """The numbers of ``MEMORY_METRICS`` from what a peer answered to its requests."""
+    """The values of ``MEMORY_METRICS`` from a peer's answers."""
     counts = {name: sum(answer[name] for answer in answers) for name in _KERNEL_COUNTS}
     return {
         "load_s": loaded["load_s"],
@@ -200,7 +199,7 @@ def memory_numbers(
         **{name: ended[name] for name in _PEAKS if name in ended},
         "rss_after_imports_bytes": begun["rss_after_imports_bytes"],
         **counts,
-        # What was read by calls and did not come from the disk was in the kernel's page cache.
+        # Bytes read by calls but not from storage came from the page cache.
         "page_cache_bytes": max(0, counts["read_call_bytes"] - counts["storage_bytes"]),
     }
 

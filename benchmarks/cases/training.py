@@ -1,4 +1,4 @@
-"""The case ``training``: steps of one language model here, in transformers and in other systems.
+"""The case ``training``: optimizer steps of a language model here, in transformers and in peers.
 
 All begin with the same weights and tokens. The losses of the first, untimed steps are compared.
 """
@@ -39,7 +39,7 @@ _NUM_THREADS = 4
 
 
 def seconds_alone(file: Path, read: int, written: int) -> float | None:
-    """Times reads and writes of whole blocks, in random order, four at a time."""
+    """Time reads and writes of whole blocks in random order, four at a time."""
     kinds = [True] * (read // _BLOCK_BYTES) + [False] * (written // _BLOCK_BYTES)
     if not kinds or file.stat().st_size < _BLOCK_BYTES:
         return None
@@ -49,7 +49,7 @@ def seconds_alone(file: Path, read: int, written: int) -> float | None:
         return None
     random.Random(0).shuffle(kinds)
     num_blocks = file.stat().st_size // _BLOCK_BYTES
-    # Anonymous maps begin at a page, as direct I/O wants it.
+    # Anonymous maps start at a page, as direct I/O requires.
     buffers = [mmap.mmap(-1, _BLOCK_BYTES) for _ in range(_NUM_THREADS)]
     for buffer in buffers:
         buffer.write(bytes(_BLOCK_BYTES))
@@ -71,7 +71,7 @@ def seconds_alone(file: Path, read: int, written: int) -> float | None:
 METRIC = "step_s"
 _CPU = torch.device("cpu")
 _VOCABULARY = 4096
-# Weight, gradient and two moments in fp32.
+# weight, gradient and two moments in fp32
 _STATE_BYTES = 16
 
 
@@ -86,7 +86,7 @@ class TrainingPlan:
     device: torch.device = _CPU
 
     def config(self) -> LanguageModelConfig:
-        """The model: attention of heads 64 wide, no auxiliary loss."""
+        """The model: attention heads of width 64, no auxiliary loss."""
         width, sizes = self.sizes.dim_model, self.sizes
         heads = max(1, width // 64)
         experts = {"num_experts": sizes.num_experts, "top_k": sizes.top_k, "loss_weights": {}}
@@ -105,7 +105,7 @@ class TrainingPlan:
         )
 
     def windows(self, step: int) -> Tensor:
-        """Tokens ``[B, C + 1]`` of a step, as unevenly frequent as words are."""
+        """Tokens ``[B, C + 1]`` of a step, with word-like frequencies."""
         generator = torch.Generator().manual_seed(step)
         shares = 1 / torch.arange(1, _VOCABULARY + 1, dtype=torch.float64)
         size = self.sequences * (self.context + 1)
@@ -116,11 +116,11 @@ class TrainingPlan:
         return {METRIC: seconds, "tokens_per_s": self.sequences * self.context / seconds}
 
     def peers(self) -> list[str]:
-        """Implementations of transformers that take part."""
+        """The implementations of transformers that take part."""
         return ["grouped_mm", "eager"] if self.sizes.num_experts <= 2 * FEW else ["grouped_mm"]
 
     def needed_bytes(self, num_programs: int = 0) -> int:
-        """Weights, gradients and moments of all systems in memory."""
+        """Bytes of weights, gradients and moments of all systems in memory."""
         with torch.device("meta"):
             one, two = (
                 sum(part.numel() for part in LanguageModel(config).parameters())
@@ -137,7 +137,7 @@ OFFLOADED_METRICS = {
     "storage_written_bytes": suite.Metric("bytes"),
     **suite.facts("s", "stall_s", "storage_alone_s"),
 }
-"""Of its step: bytes by way, seconds of waiting, and what those bytes take alone."""
+"""For each step: bytes moved, seconds of waiting, and the time of the same transfers alone."""
 # Largest difference of losses that rounding explains. Logits of a model at its start lie within
 # about 3: rounded to bf16 at two places they are 1e-2 apart, after sums in another order in fp32
 # less than 1e-4.
@@ -147,7 +147,7 @@ _RATE, _DECAY, _BETAS = 3e-4, 0.1, (0.9, 0.95)
 
 
 class TrainingSystem(suite.BenchSystem):
-    """A model under training; losses are compared."""
+    """A model under training, whose losses are compared."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class TrainingSystem(suite.BenchSystem):
         self._energy = EnergyMeter()
 
     def step(self) -> float:
-        """One optimizer step on the next tokens; its loss before the update."""
+        """Take one optimizer step on the next tokens; return the loss before the update."""
         device, found = self._plan.device, list[Tensor]()
         windows = self._plan.windows(self._steps).to(device)
         half = self._plan.dtype == torch.bfloat16
@@ -179,18 +179,18 @@ class TrainingSystem(suite.BenchSystem):
         return float(found[0].detach())
 
     def repeat(self) -> Mapping[str, suite.Number]:
-        """Times a step; before the first time, compares losses."""
+        """Time a step; before the first, compare losses."""
         with suite.peer_failures():
             if not self.compared:
                 losses = [self.step() for _ in self._expected]
-                # What is computed elsewhere than in memory must not differ by a bit, except for
-                # updates that a GPU makes in one place and a CPU in the other.
+                # Offloaded training must equal training in memory to the bit, unless a GPU updates
+                # one of them and a CPU the other.
                 is_ours = self.name in (OURS, OFFLOADED) and self._plan.device.type == "cpu"
                 bound = 0.0 if is_ours else TOLERANCE[self._plan.dtype]
                 require_equal(self, losses, self._expected, bound)
             with self._energy.measured() as joules:
                 begin = time.perf_counter()
-                self.step()  # which ends with its loss on the host, and so do the updates before
+                self.step()  # ends with the loss on the host, so all updates are done
                 if self._plan.device.type == "cuda":
                     torch.cuda.synchronize(self._plan.device)
                 seconds = time.perf_counter() - begin
@@ -198,7 +198,7 @@ class TrainingSystem(suite.BenchSystem):
 
 
 class OffloadedSystem(TrainingSystem):
-    """This project's training with experts and their states off memory beyond a budget."""
+    """This project's training with experts and their states offloaded beyond a budget."""
 
     def __init__(self, plan: TrainingPlan, folder: Path, expected: list[float]) -> None:
         assert plan.host_memory is not None
@@ -217,7 +217,7 @@ class OffloadedSystem(TrainingSystem):
         return super().step()
 
     def repeat(self) -> Mapping[str, suite.Number]:
-        """As of all, with what the step moved; as much is then moved with nothing else to do."""
+        """Time a step and count its transfers, then time the same transfers alone."""
         found, now = super().repeat(), self.training.stats().traffic
         read = now.read_bytes - self._before.read_bytes
         written = now.written_bytes - self._before.written_bytes
@@ -235,7 +235,7 @@ class OffloadedSystem(TrainingSystem):
 
 
 class TrainingPeer(PeerSystem):
-    """A peer that trains the model that a folder holds."""
+    """A peer that trains the model in a folder."""
 
     def __init__(
         self, program: PeerProgram, plan: TrainingPlan, expected: list[float], running: ExitStack
@@ -264,7 +264,7 @@ class TrainingPeer(PeerSystem):
 def require_equal(
     system: suite.BenchSystem, losses: list[float], expected: list[float], bound: float
 ) -> None:
-    """Compares losses, and notes how many agree."""
+    """Compare losses and count those that agree."""
     far = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     system.compared, system.equal = len(far), sum(one <= bound for one in far)
     if system.equal < system.compared:
@@ -277,7 +277,7 @@ def require_equal(
 
 
 def ours_in_memory(plan: TrainingPlan, expected: list[float]) -> TrainingSystem:
-    """This project's training, everything in memory."""
+    """This project's training with everything in memory."""
     model = _first_model(plan)
     config = OptimizerConfig(peak_rate=_RATE, betas=_BETAS, weight_decay=_DECAY, clip_norm=0.0)
     return TrainingSystem(OURS, _loss_of(model), Optimizer(model, config), plan, expected)
@@ -286,7 +286,7 @@ def ours_in_memory(plan: TrainingPlan, expected: list[float]) -> TrainingSystem:
 def in_transformers(
     name: str, plan: TrainingPlan, folder: Path, expected: list[float]
 ) -> TrainingSystem:
-    """The model that a folder holds, trained as users of transformers do."""
+    """The model in a folder, trained with transformers."""
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -302,7 +302,7 @@ def in_transformers(
 
 
 class FusedAdamW:
-    """torch's fused AdamW, with the calls of `Optimizer`; matrices decay, norms do not."""
+    """torch's fused AdamW with the interface of `Optimizer`; matrices decay, norms do not."""
 
     def __init__(self, model: nn.Module) -> None:
         parts = {decay: list[nn.Parameter]() for decay in (_DECAY, 0.0)}
@@ -312,7 +312,7 @@ class FusedAdamW:
         self._adamw = torch.optim.AdamW(groups, lr=_RATE, betas=_BETAS, fused=True)
 
     def backward(self, parts: list[Callable[[], Tensor]], *, rate: float) -> None:
-        """Adds up the gradients of the losses; ``rate`` stands in the groups."""
+        """Accumulate the gradients of the losses; the rate is in the parameter groups."""
         del rate
         for part in parts:
             part().backward()
@@ -327,7 +327,7 @@ class FusedAdamW:
 def _systems(
     plan: TrainingPlan, folder: Path, programs: Sequence[PeerProgram]
 ) -> Iterator[list[suite.BenchSystem]]:
-    # The losses that all are held to come from a run of ours that ends before any other begins.
+    # The reference losses come from a run of ours that ends before the others begin.
     reference = ours_in_memory(plan, [])
     expected = [reference.step() for _ in range(_COMPARED_STEPS)]
     del reference

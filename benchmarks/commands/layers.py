@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 1 << 20
 _FORMAT_BYTES = 2 << 30
-"""Experts of a format take no more, and fewer are made."""
-# What holds the libraries of torch to an instruction set, from the start of a process.
+"""Experts in a format take at most this; fewer are drawn if needed."""
+# Limits torch's libraries to an instruction set from the start of a process.
 OLDER = {
     "avx512bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
@@ -46,14 +46,14 @@ Shape = Annotated[str | None, typer.Option(callback=options.named("shape", lambd
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """Which calls of a layer are timed.
+    """The timed calls of a layer.
 
     Args:
-        shape: Sizes instead of MODEL's, without any file: olmoe-1b-7b, qwen3-30b-a3b,
-            mixtral-8x7b, gpt-oss-20b.
-        tokens: Tokens of a call, with commas. [1,16,64,256; quick: 1,16,256]
-        training: Calls with backward, too.
-        dtype: Type of weights and tokens; auto is the checkpoint's, else bfloat16.
+        shape: Sizes of a known model instead of MODEL's, without any file: olmoe-1b-7b,
+            qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b.
+        tokens: Tokens of a call; several with commas. [1,16,64,256; quick: 1,16,256]
+        training: Also time calls with a backward pass.
+        dtype: Dtype of weights and tokens; auto is the checkpoint's, or bfloat16 for --shape.
     """
 
     shape: Shape = None
@@ -73,21 +73,20 @@ def bench_experts(
 ) -> None:
     """Time one layer's experts: ours, and transformers' eager, grouped_mm and batched_mm.
 
-    Weights are random, of the shape of MODEL's first layer of experts or of a known model; no
-    weight is read. Implementations take turns; with --formats they are ours in each format, one
-    format after the other. One whose results differ from those in float64 by more than roundings
-    allow gets no numbers. Ctrl-C shows what was measured so far.
+    Weights are random, in the sizes of MODEL's first layer of experts or of a known model; no
+    weight is read. Implementations take turns; with --formats ours runs in one format after the
+    other. An implementation whose results differ from float64 by more than rounding gets no
+    numbers. Ctrl-C shows what was measured so far.
 
     Args:
-        model: Checkpoint whose first layer of experts is taken.
-        peer: Another system beside these, forward alone, several times if wanted: kt_kernel
-            (kt_kernel:one_thread; bf16, with --formats fp8, mxfp4, int4-int8 too), on a GPU
-            megablocks and scattermoe, or a file PEER.py; MODEL is kt_kernel's wheel unpacked
-            where PYTHON's environment has none.
-        formats: Instead of transformers' implementations: experts computed from their codes,
-            beside a plain read of as many bytes. With commas, of bf16, fp8, mxfp4, int4, q8_0,
-            q4_k, q6_k; with -int8 behind any but the first two, activations are rounded to int8.
-            Without --tokens a call has 1 and 16 of them.
+        model: Checkpoint with the sizes of the layer.
+        peer: Another system, forward only; repeatable. kt_kernel (kt_kernel:one_thread; bf16, and
+            fp8, mxfp4, int4-int8 of --formats), on a GPU megablocks and scattermoe, or a file
+            PEER.py. For kt_kernel, MODEL is its unpacked wheel if PYTHON has none installed.
+        formats: Instead of transformers' implementations: experts in these quantised formats, and
+            a plain read of as many bytes. Several with commas: bf16, fp8, mxfp4, int4, q8_0, q4_k,
+            q6_k. All but the first two take the suffix -int8, which rounds activations to int8.
+            The default of --tokens is then 1,16.
     """
     shape, dtype, training = asked.shape, asked.dtype, asked.training
     require_one(model, shape, "whose experts are measured?")
@@ -142,13 +141,13 @@ def bench_experts(
 
 
 def bench_layer(run: TimedRun, asked: Calls, model: Model = None) -> None:
-    """Time `MoELayer` on the CPU, routing included, beside transformers' eager and grouped_mm.
+    """Time `MoELayer` on the CPU, routing included, and transformers' eager and grouped_mm.
 
-    The formula is that of Qwen3-MoE, with the sizes of MODEL's first layer of experts or of a known
-    model; weights are random and shared by all. Results are compared as by `bench experts`.
+    All compute Qwen3-MoE's block with the same random weights, in the sizes of MODEL's first layer
+    of experts or of a known model. Results are compared as in `bench experts`.
 
     Args:
-        model: Checkpoint whose first layer of experts is taken.
+        model: Checkpoint with the sizes of the layer.
     """
     require_one(model, asked.shape, "whose sizes are taken?")
     numbers = parse_tokens(asked.tokens, quick=run.quick)
@@ -164,10 +163,10 @@ def bench_layer(run: TimedRun, asked: Calls, model: Model = None) -> None:
 
 
 def bench_ops(run: TimedRun, asked: Calls) -> None:
-    """Time each op of a layer of experts on the CPU: sorting, products, combining, the whole.
+    """Time each op of a layer of experts on the CPU: sorting, products, combining, and all.
 
-    Weights are random. An op whose result differs from its reference's gets no numbers; two files
-    of this case say which op became quicker or slower. Ctrl-C shows what was measured so far.
+    Weights are random. An op whose result differs from its reference gets no numbers. Compare two
+    results files to see which op became faster or slower. Ctrl-C shows what was measured so far.
     """
     numbers = parse_tokens(asked.tokens, quick=run.quick)
     import torch
@@ -210,22 +209,22 @@ def bench_training(
 ) -> None:
     """Time optimizer steps: ours, and transformers with torch's fused AdamW.
 
-    The model has --layers layers with the sizes of MODEL's first layer of experts, 4,096 words, and
-    random weights that all begin with. Systems take turns. One whose losses differ from ours by
-    more than roundings allow gets no numbers. Ctrl-C shows what was measured so far.
+    The model has --layers layers in the sizes of MODEL's first layer of experts, a vocabulary of
+    4,096, and the same random weights for all. Systems take turns. A system whose losses differ
+    from ours by more than rounding gets no numbers. Ctrl-C shows what was measured so far.
 
     Args:
-        model: Checkpoint whose first layer of experts is taken.
-        shape: Instead of MODEL, without any file: pocket, small, 300m, qwen3-30b-a3b, or for
-            --host-memory many and few (tokens an expert).
-        peer: Another system, several times if wanted: deepspeed, or a file PEER.py.
-        layers: Layers of the model.
-        sequences: Sequences of a step.
+        model: Checkpoint with the sizes of the layers.
+        shape: Sizes instead of MODEL's, without any file: pocket, small, 300m, qwen3-30b-a3b; for
+            --host-memory also many and few (tokens per expert).
+        peer: Another system: deepspeed, or a file PEER.py; repeatable.
+        layers: Number of layers.
+        sequences: Sequences in a step.
         context: Tokens of a sequence.
         dtype: float32, or bfloat16 under autocast; weights stay float32.
-        host_memory: Also our training with experts and their states off memory beyond this: 2GiB,
-            or a share such as 0.25.
-        isa: Hold all systems to the instructions of an older processor: avx512bf16, avx512, avx2.
+        host_memory: Also measure our training with experts and their states offloaded beyond this
+            budget: 2GiB, or a share such as 0.25.
+        isa: Limit all systems to an instruction set: avx512bf16, avx512, avx2.
     """
     require_one(model, shape, "whose sizes are taken?")
     budget = None if host_memory is None else parse_budget(host_memory, name="--host-memory")
@@ -277,13 +276,13 @@ def bench_training(
 
 
 def require_one(model: str | None, shape: str | None, question: str) -> None:
-    """Refuses MODEL and ``--shape`` together, and neither."""
+    """Require MODEL or ``--shape``, but not both."""
     if (model is None) == (shape is None):
         raise ValueError(f"expected MODEL or --shape, one of them: {question}")
 
 
 def use_threads(threads: int | None) -> int:
-    """Has torch compute with so many threads, or with all; their number."""
+    """Set the number of torch threads, by default all cores; return it."""
     import torch
 
     from moe_runtime.lab.this_machine import num_usable_cores
@@ -296,7 +295,7 @@ def use_threads(threads: int | None) -> int:
 def sizes_of(
     model: str | None, shape: str | None, dtype: "torch.dtype | None"
 ) -> "tuple[LayerSizes, torch.dtype]":
-    """Sizes of a layer, and the type to compute in; that of a shape is bfloat16 by default."""
+    """The sizes of a layer and the compute dtype, bfloat16 by default for a shape."""
     import torch
 
     from moe_runtime.benchmarks.cases.expert_layers import sizes_of_model
@@ -321,7 +320,7 @@ def _said(
 
 
 def parse_dtype(name: str) -> "torch.dtype | None":
-    """The type to compute in; None for ``auto``."""
+    """The compute dtype; None for ``auto``."""
     from moe_runtime.checkpoints.checkpoint import COMPUTE_DTYPES
 
     known = {str(one).removeprefix("torch."): one for one in COMPUTE_DTYPES}
@@ -332,7 +331,7 @@ def parse_dtype(name: str) -> "torch.dtype | None":
 
 
 def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
-    """Numbers of tokens, in order; fewer with ``--quick`` where none are given."""
+    """Sorted numbers of tokens; by default fewer with ``--quick``."""
     if text is None:
         return [1, 16, 256] if quick else [1, 16, 64, 256]
     try:
@@ -364,7 +363,7 @@ def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProg
 
 
 def hold_to(isa: str | None) -> None:
-    """Selects an instruction set here, and starts the process anew if torch was not held to it."""
+    """Select an instruction set; restart the process if torch was not limited to it."""
     if isa is None:
         return
     require_known("--isa", isa, tuple(OLDER))

@@ -18,7 +18,7 @@ from moe_runtime.cli.processes import joined_processes
 from moe_runtime.config import require_known
 from moe_runtime.files import require_not_read
 
-# One layer of Qwen3-30B-A3B at three batches, OLMoE and Mixtral.
+# A layer of Qwen3-30B-A3B at three batch sizes, OLMoE and Mixtral.
 _SHAPES = [
     "128,2048,768,128,8",
     "1024,2048,768,128,8",
@@ -28,7 +28,7 @@ _SHAPES = [
 ]
 _IO_THREADS = 4
 _REPEATED_S = 120.0
-"""Seconds after which no repetition begins that a results file is to have."""
+"""Seconds after which no repetition starts, with --output."""
 
 
 def bench_io(
@@ -37,15 +37,15 @@ def bench_io(
     experts: options.Count | None = None,
     in_flight: Annotated[int, typer.Option(min=1, max=256)] = 4,
 ) -> None:
-    """Time reads of MODEL's experts from disk: bytes a second, and how long an expert takes.
+    """Time reads of MODEL's experts from disk: bytes per second, and seconds per expert.
 
-    Through this project's queue of direct reads, and by threads that call preadv, past the page
-    cache and through it. What the kernel keeps of the files is dropped before every repetition;
-    the table says what share came from storage. Bytes are compared with those of the file.
+    Compares this project's queue of direct reads with threads that call preadv, with and without
+    the page cache. The files leave the page cache before every repetition; the table shows which
+    share came from storage. The bytes read are checked.
 
     Args:
-        experts: Experts of a repetition. [128; quick: 32; at most all]
-        in_flight: Experts on their way at any time.
+        experts: Experts in a repetition. [128; quick: 32; at most all]
+        in_flight: Experts being read at any time.
     """
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.io import ReadPlan, measure_reads
@@ -74,19 +74,19 @@ def bench_dispatch(
     load: str = "balanced,uniform,zipf",
     dtype: str = "float32,bfloat16",
 ) -> None:
-    """Time dispatch and combine between processes (gloo), beside a padded all-to-all.
+    """Time dispatch and combine between processes (gloo), and a padded all-to-all.
 
-    The peer sends equal parts, as many slots for each expert as the busiest one needs. Results must
-    be equal to the bit. Processes are started here, one thread each, or by torchrun.
+    The padded exchange gives every expert as many slots as the busiest one needs. Results must be
+    equal to the bit. Processes have one thread each; this command or torchrun starts them.
 
     Args:
-        ranks: Processes here; torchrun has its own.
+        ranks: Processes to start; ignored under torchrun.
         tokens: Tokens of each process.
         dim: Width of a token.
         experts: Experts of all processes.
-        top_k: Choices of a token.
-        load: How often experts are chosen: balanced, uniform, zipf; with commas.
-        dtype: Types of rows: float32, bfloat16; with commas.
+        top_k: Experts of a token.
+        load: Distribution of tokens over experts: balanced, uniform, zipf; several with commas.
+        dtype: Dtype of rows: float32, bfloat16; several with commas.
     """
     loads = _names("load", load, ("balanced", "uniform", "zipf"))
     dtypes = _names("dtype", dtype, ("float32", "bfloat16"))
@@ -132,13 +132,13 @@ def bench_kernels(
 ) -> None:
     """Time every product of a layer of experts on the GPU, forward and backward, in bf16.
 
-    With --tune, other tiles are tried first (some minutes a shape), and the fastest are written to
-    a table that every later run on this model of GPU reads. Tiles change the order of sums, and so
-    the last bits of a result. Products are then timed in turn. Ctrl-C keeps what was found so far.
+    --tune first tries other tiles (a few minutes per shape) and saves the fastest for all later
+    runs on this GPU model. Tiles change the order of sums, and so the last bits of results. Ctrl-C
+    keeps the tiles found so far.
 
     Args:
-        tune: Try other tiles and keep the fastest for later runs.
-        shape: Tokens, hidden size, intermediate size, experts and top-k; several times if wanted.
+        tune: Try other tiles and save the fastest.
+        shape: Tokens, hidden size, intermediate size, experts and top-k; repeatable.
     """
     import torch
 
@@ -196,17 +196,17 @@ def bench_ablation(
     seeds: Annotated[int, typer.Option(min=1, max=1000)] | None = None,
     steps: options.Count | None = None,
 ) -> None:
-    """Train variants of a configuration with the same seeds, and compare what came out.
+    """Train variants of a configuration with the same seeds, and compare the losses.
 
-    All take turns with the first seed, the configuration as it is among them, then with the next.
-    What cannot be trained is refused before anything is. Nothing is kept but the numbers. Ctrl-C
-    ends the training that runs, and shows what was measured so far.
+    The configuration itself and all variants train with the first seed, then with the next.
+    Variants that cannot be trained are refused before the first training. Only the numbers are
+    kept. Ctrl-C ends the current training and shows what was measured so far.
 
     Args:
-        vary: A variant for each value of a key, such as model.moe.top_k=1,4. Repeatable; each
-            changes this key alone. Variants of several keys are tables `variants.NAME` in CONFIG.
-        seeds: Trainings of each variant, from run.seed upwards. [3; quick: 1]
-        steps: Steps instead of run.steps; with --quick a tenth of them when omitted.
+        vary: A variant for each value of a key, such as model.moe.top_k=1,4; repeatable. Variants
+            that change several keys are tables `variants.NAME` in CONFIG.
+        seeds: Number of seeds, starting at run.seed. [3; quick: 1]
+        steps: Steps instead of run.steps. [quick: a tenth of run.steps]
     """
     quiet_transformers(run.session)
     from moe_runtime.benchmarks.cases.ablation import measure_ablation, read_variants

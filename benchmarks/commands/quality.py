@@ -1,4 +1,4 @@
-"""``bench quality``: what a lossy option or format costs, in perplexity and divergence."""
+"""``bench quality``: the price of a lossy option or format in perplexity and divergence."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ _QUICK_CHUNKS = 3
 _SHARED = frozenset(
     ("host_memory", "device_memory", "policy", "shares", "cache_code", "prefetch", "predictor")
 ) | {"device", "dtype"}
-"""Options that the reference has in common with all others; they lose nothing."""
+"""Lossless options, which the reference shares with all systems."""
 _EVERYWHERE = _SHARED | {"activations"}
-"""Options that act on prompts as on decode steps."""
+"""Options that affect prompts and decode steps alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityLoading(options.Loading):
-    """How models are loaded: what reads ahead or learns is off unless it is asked for."""
+    """How models are loaded; prefetching and learning are off by default."""
 
     policy: options.Policy = "lru"
     prefetch: options.Prefetch = "off"
@@ -48,24 +48,24 @@ def bench_quality(
     steps: bool = False,
     config: options.Config = None,
 ) -> None:
-    """Measure perplexity on a text, and what lossy options and formats change, as llama-perplexity.
+    """Measure perplexity on a text, and the price of lossy options and formats.
 
-    The text is cut into chunks. Every chunk begins with the model's first token, if it has one, and
-    the tokens of its second half are judged. Options that lose something are compared with the same
-    model without them: ratio of perplexities, KL divergence, share of equal top tokens, speed.
-    Behind ± is half of a 95 % confidence interval. Ctrl-C shows what was measured so far.
+    The text is split into chunks, as by llama-perplexity. Every chunk starts with the BOS token, if
+    the model has one, and the tokens of its second half count. Lossy options are compared with the
+    same model without them: ratio of perplexities, KL divergence, share of equal top tokens, speed.
+    ± is half of a 95 % confidence interval. Ctrl-C shows what was measured so far.
 
     Args:
         models: Folders of safetensors checkpoints, GGUF files, or names on the hub.
         text: UTF-8 text that the models predict; - reads standard input.
-        reference: What all are compared with, such as the model that they were quantised from; the
-            first MODEL when omitted. It is without options that lose something.
-        vary: Judge every MODEL with each of these values of an option, too, as in
-            activations=int8. Repeatable; each changes this option alone.
+        reference: Model to compare with, for instance before quantisation; the first MODEL when
+            omitted. It runs without lossy options.
+        vary: Also measure every MODEL with each of these values of an option, as in
+            activations=int8; repeatable.
         context: Tokens of a chunk.
         chunks: Chunks to read; the whole text when omitted.
-        steps: Read the judged half token by token, as in decoding. So it is anyway where an option
-            differs that acts on decoding alone.
+        steps: Read the counted half token by token, as in decoding. This is the default if an
+            option differs that affects only decoding.
     """
     asked = systems_of(run.ctx, models, reference, loading, vary or ())
     _, _, lossless = asked[0]
@@ -131,7 +131,7 @@ def systems_of(
 
 
 def _changed(ctx: typer.Context, words: str, loading: options.Loading) -> Iterator[options.Loading]:
-    """The variants that one ``--vary`` asks for."""
+    """The variants of one ``--vary``."""
     key, _, values = words.partition("=")
     name = key.strip().replace("-", "_")
     require_known("option to vary", name, [one.name for one in dataclasses.fields(loading)])

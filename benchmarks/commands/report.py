@@ -1,4 +1,4 @@
-"""``bench report`` and ``bench compare``: results files as pages, and two side by side."""
+"""``bench report`` and ``bench compare``: show results files, and compare two of them."""
 
 import dataclasses
 import os
@@ -25,7 +25,7 @@ def bench_report(
     csv: Path | None = None,
     as_json: options.Json = False,
 ) -> None:
-    """Draw results files: one page that needs no network, several machines side by side.
+    """Draw results files as one page that needs no network; several machines stand side by side.
 
     Args:
         results: Results files of bench commands.
@@ -44,7 +44,7 @@ def bench_report(
     for path in (p for number, p in enumerate(results) if places[number] in places[:number]):
         raise ValueError(f"{path}: is given a second time; give each results file once")
     num_named = Counter(path.name for path in results)
-    # Files of the same name in several folders are told apart by these.
+    # Folders distinguish files of the same name.
     names = [path.name if num_named[path.name] == 1 else str(path) for path in results]
     named = [(name, read_results(path)) for name, path in zip(names, results, strict=True)]
     for path, (_, found) in zip(results, named, strict=True):
@@ -79,13 +79,13 @@ def bench_compare(
 ) -> None:
     """Compare two results files: better, worse or noise, by a rank test and a bound.
 
-    Exit code 1 when a metric of any system became worse, or one that had numbers failed. What else
-    differs between the two, such as the machine, is said on stderr.
+    The exit code is 1 if a metric of any system became worse, or if a system failed that had
+    numbers before. Other differences, such as the machine, go to stderr.
 
     Args:
         before: Results file.
         after: Results file of the same case.
-        bound: Differences up to this share are noise.
+        bound: Relative differences up to this count as noise.
     """
     from moe_runtime.benchmarks.suite import comparing, read_results
 
@@ -127,6 +127,6 @@ def bench_compare(
 
 
 def _in_unit(metric: str, before: float, after: float, unit: str) -> tuple[str, str, str]:
-    """The metric with its unit, which a narrow terminal has below it, and both values."""
+    """The metric with its unit (on a second line in a narrow terminal), and both values."""
     factor, name = unit_for(unit, (before, after))
     return f"{metric}, {name}", figure(before * factor), figure(after * factor)

@@ -54,39 +54,39 @@ def bench_serve(
     seed: options.Natural = 0,
     timeout: Annotated[float, typer.Option(min=0.001)] = 600.0,
 ) -> None:
-    """Press a server of OpenAI's API with requests, and measure what its clients wait for.
+    """Load-test a server of OpenAI's API: throughput and latencies.
 
-    Two small requests come first: they show that it answers, and how many tokens it makes of words.
-    Answers are streamed and greedy. Ctrl-C shows what was measured so far.
+    Two short requests come first. They check that the server answers and count its tokens per
+    word. Answers are streamed and greedy. Ctrl-C shows what was measured so far.
 
     Args:
         url: Address of any server of OpenAI's API, such as http://127.0.0.1:8000.
-        start: Start the server by this command, press it once it lists its models, and end it. Its
-            peak memory and the bytes it reads are measured too.
-        cap: With --start: cap the server's memory, page cache included, as in 7GiB: by a control
-            group or systemd. The page cache is emptied before, where that is allowed.
-        model: Which of its models; with commas between, one request after the other asks each. The
-            first one when omitted.
-        api_keys: File with a key in each line; the first one is sent.
-        concurrency: Clients that ask again as soon as they have their answer; with commas between,
-            one number after the other. 1 when omitted.
-        rate: Requests that arrive in a second, at random times, however many are being answered;
-            instead of --concurrency, several with commas between.
+        start: Start the server with this command and stop it afterwards. Its peak memory and the
+            bytes it reads are measured too.
+        cap: With --start: limit the server's memory, page cache included, as in 7GiB, with a
+            control group or systemd. The page cache is emptied first, where permitted.
+        model: Name of its model; several, separated by commas, take turns. The first model when
+            omitted.
+        api_keys: File with one key per line; the first is sent.
+        concurrency: Clients that ask again as soon as they have their answer; several numbers,
+            separated by commas, are measured one after the other. 1 when omitted.
+        rate: Requests per second that arrive at random times, instead of --concurrency; several
+            with commas.
         requests: Requests for each number of clients or rate.
-        warm_up: Requests before all others, which are not measured.
-        turns: Turns of the conversation that a request begins; later ones are as long as answers.
-        prompt_tokens: Tokens of a prompt, which is made of common words.
-        output_tokens: Most tokens of an answer.
-        prompts: File with a prompt in each line, to send in turn; - is standard input.
-        chat: Ask for conversations, or for texts.
-        routing: With --start 'moe-runtime serve MODEL ...': route by a recorded trace of MODEL, not
-            by its gates; each request takes one of the trace. The time that reads alone take stands
-            beside the others. CPU only.
-        ignore_eos: Ask for answers of the full length; some servers do not know the field.
+        warm_up: Unmeasured requests before all others.
+        turns: Turns of each conversation; later prompts are as long as answers.
+        prompt_tokens: Tokens of a prompt of common words.
+        output_tokens: Maximum tokens of an answer.
+        prompts: File with one prompt per line, sent in turn; - is standard input.
+        chat: Use chat completions or text completions.
+        routing: With --start 'moe-runtime serve MODEL ...': route by a recorded trace of MODEL
+            instead of its gates; each request takes one of the trace. The results then include
+            the time of the reads alone. CPU only.
+        ignore_eos: Ask for answers of full length; some servers do not know this field.
         goodput: Count requests within bounds, such as ttft=200ms,itl=50ms,e2e=2s: first token,
-            mean between its tokens, whole answer.
-        seed: Of words, lengths and arrivals.
-        timeout: Seconds that a request may take.
+            mean between tokens, whole answer.
+        seed: Seed of words, lengths and arrivals.
+        timeout: Maximum seconds of a request.
     """
     if importlib.util.find_spec("httpx2") is None:
         raise UnsupportedModelError(

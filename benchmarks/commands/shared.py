@@ -1,4 +1,4 @@
-"""What all commands of ``bench`` have in common: options, the run, its end, and tables.
+"""Options, output and exit codes that all commands of ``bench`` share.
 
 A command takes one of the runs here, which has the options of all cases.
 """
@@ -46,27 +46,27 @@ def cap_bytes(cap: str | None) -> int | None:
 
 @dataclass(kw_only=True)
 class CaseRun:
-    """One run of a case, and how it ends.
+    """One run of a case.
 
     Args:
-        output: Write everything measured to this file.
+        output: Write all results to this file.
     """
 
     output: Annotated[Path | None, typer.Option("--output", "-o")] = None
     as_json: options.Json = False
 
     def check(self, ctx: typer.Context) -> None:
-        """Begins the run."""
+        """Start the run."""
         self.ctx, self.session = ctx, cast(Session, ctx.obj)
         self.stop: StopRequest | None = None
         self._facts: dict[str, Any] = {}
 
     def asked(self, *names: str) -> dict[str, Any]:
-        """Options as they were given, for the settings of the results."""
+        """Options as given, for the settings of the results."""
         return {name: self.ctx.params[name] for name in names}
 
     def refuse_peer_files(self, peers: Sequence["PeerProgram"]) -> None:
-        """Refuses to replace the file of a peer, or of the model that it is given."""
+        """Refuse to overwrite the file of a peer or of its model."""
         from moe_runtime.benchmarks.suite.peers import files_under
 
         if self.output is not None:
@@ -76,7 +76,7 @@ class CaseRun:
 
     @contextmanager
     def stopping(self) -> Iterator[StopRequest]:
-        """A signal asks to stop within the block, and decides the exit code."""
+        """Let a signal stop the block; it decides the exit code."""
         with stop_on_signals(STOPPING) as self.stop:
             yield self.stop
 
@@ -87,7 +87,7 @@ class CaseRun:
         unasked: Collection[str] = (),
         percentiles: Collection[str] = (),
     ) -> None:
-        """Writes and prints what was measured; says which systems failed."""
+        """Write and print the results; report failed systems."""
         results["settings"] |= self._facts
         unwritten = keep_results(results, self.output)
         if self.as_json:
@@ -107,18 +107,18 @@ class CaseRun:
             raise typer.Exit(1)
 
     def exit_if_stopped(self) -> None:
-        """Ends the command with the exit code of a signal, if one came."""
+        """Exit with the code of a signal, if one came."""
         if self.stop is not None and self.stop.is_set:
             raise typer.Exit(self.stop.exit_code)
 
 
 @dataclass(kw_only=True)
 class QuickRun(CaseRun):
-    """As `CaseRun`.
+    """A run with a quick form.
 
     Args:
-        quick: A first look: less of everything, in a minute or so.
-        output: Write everything measured to this file.
+        quick: Measure less, in about a minute.
+        output: Write all results to this file.
     """
 
     quick: bool = False
@@ -126,14 +126,13 @@ class QuickRun(CaseRun):
 
 @dataclass(kw_only=True)
 class TimedRun(QuickRun):
-    """A run that repeats what it measures until the means are certain.
+    """A run that repeats its measurements until the means are certain.
 
     Args:
-        max_s: Seconds after which no repetition begins. [300; quick: 60]
-        precision: Half of the 95 % confidence interval that is narrow enough, as a share of the
-            mean.
-        quick: A first look: less of everything, in a minute or so.
-        output: Write everything measured to this file.
+        max_s: Seconds after which no repetition starts. [300; quick: 60]
+        precision: Stop when half of the 95 % confidence interval is at most this share of the mean.
+        quick: Measure less, in about a minute.
+        output: Write all results to this file.
     """
 
     max_s: Annotated[float | None, typer.Option("--time", min=1.0)] = None
@@ -141,7 +140,7 @@ class TimedRun(QuickRun):
 
     @contextmanager
     def rules(self, *judged: str) -> Iterator["Rules"]:
-        """Rules of a measurement, which a signal stops within the block."""
+        """The rules of a measurement, which a signal stops within the block."""
         from moe_runtime.benchmarks.suite import Rules
 
         max_s = self.max_s or (60.0 if self.quick else 300.0)
@@ -165,18 +164,18 @@ class TimedRun(QuickRun):
         *more: Any,
         **shown: Collection[str],
     ) -> None:
-        """Measures ``case(plan, rules, settings, *more)``, and ends the command as `end` does."""
+        """Measure ``case(plan, rules, settings, *more)`` and finish with `end`."""
         with self.rules(*judged) as rules:
             results = case(plan, rules, settings, *more)
         self.end(results, **shown)
 
 
 def say_repetition(name: str, number: int) -> None:
-    say_line(f"{name}: repetition {number}" if number else f"{name}: has what all are held to")
+    say_line(f"{name}: repetition {number}" if number else f"{name}: has the reference results")
 
 
 def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
-    """Writes what was measured before it is shown, so that neither is lost with the other."""
+    """Write the results before they are shown, so that a failure loses neither."""
     from moe_runtime.benchmarks.suite import write_results
 
     results["command"] = shlex.join(["moe-runtime", *sys.argv[1:]])
@@ -192,8 +191,8 @@ def keep_results(results: dict[str, Any], output: Path | None) -> str | None:
 
 
 def show_results(results: dict[str, Any], percentiles: Collection[str] = ()) -> None:
-    """Prints a table of all systems that have numbers: beside each other, or one below the other
-    where they are more than the metrics. Of some metrics percentiles are shown, too."""
+    """Print a table of all systems with numbers, systems as columns unless there are many. Metrics
+    in ``percentiles`` show p50, p90 and p99 too."""
     from moe_runtime.benchmarks.suite.comparing import heading_words
 
     shown = [one for one in results["measurements"] if one["summary"]]
@@ -221,7 +220,7 @@ def show_results(results: dict[str, Any], percentiles: Collection[str] = ()) -> 
 def _lines(
     metric: str, found: Sequence[dict[str, Any] | None], parts: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """A metric's lines: percentiles if wanted; then means, or medians of what is not judged."""
+    """The lines of a metric: percentiles if asked, then the mean, or the median if not judged."""
     known = [one for one in found if one is not None]
     factor, unit = unit_for(known[0]["unit"], (one["median"] for one in known))
     label = metric_words(metric) + (f", {unit}" if unit not in ("count", "share") else "")

@@ -1,4 +1,4 @@
-"""``bench latency`` and ``bench throughput``: a model that continues text, beside other systems."""
+"""``bench latency`` and ``bench throughput``: continue text and compare with other systems."""
 
 import os
 import tempfile
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from moe_runtime.benchmarks.synthetic.shape_checkpoint import Shape
 
 _START_S = 300.0
-"""A peer may compile what it needs when it is first imported."""
+"""A peer may compile its operators on the first import."""
 _CAUTION = (
-    "random weights flatter predictors of gates: layers change what gates see less than trained "
-    "ones do; --routing TRACE brings real routing"
+    "random weights flatter predictors: their layers change the gates' inputs less than trained "
+    "layers do; --routing TRACE uses real routing"
 )
 
 
 def _known_shape(name: str | None) -> str | None:
-    """Refuses other shapes than those that are known, and files, before torch is imported."""
+    """Refuse unknown shapes before torch is imported."""
     if name is None or name.endswith(".json"):
         return name
     require_address_space()
@@ -48,31 +48,30 @@ def _known_shape(name: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """What is asked of which systems.
+    """The model, the work, and the systems that do it.
 
     Args:
         model: Folder of a safetensors checkpoint, a GGUF file, or a name on the hub.
-        shape: Instead of MODEL: random weights in the shape of olmoe-1b-7b, qwen3-30b-a3b,
-            gpt-oss-20b, olmoe-small and others, which a wrong name lists, or of any configuration,
-            CONFIG.json; written to the user's cache folder and removed afterwards; for llama_cpp
-            as a GGUF file, too.
-        layers: As many layers of --shape; all when omitted.
-        keep_shape: Keep what --shape wrote; later runs find it.
-        peer: Another system beside this one, several times if wanted: transformers (variants
-            eager, grouped_mm), accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang,
-            moe_runtime (int8, planes, none, lookup, mtp: this project itself, the last three with
-            such drafts), or a file PEER.py; PYTHON is its environment's, MODEL the same model as a
-            file it reads.
-        prompts: File with a prompt in each line, as for `run`; with --shape its last tokens are
-            the text that follows. Built-in text when omitted.
+        shape: Instead of MODEL: random weights in a shape such as olmoe-1b-7b, qwen3-30b-a3b,
+            gpt-oss-20b or olmoe-small (a wrong name lists all), or in that of a configuration,
+            CONFIG.json. The files go to the user's cache folder and are removed afterwards;
+            llama_cpp gets a GGUF file.
+        layers: Number of layers of --shape; all when omitted.
+        keep_shape: Keep the files of --shape for later runs.
+        peer: Another system to measure; repeatable. transformers (variants eager, grouped_mm),
+            accelerate, llama_cpp, openvino, ftllm (cpu, disk), vllm, sglang, moe_runtime (this
+            project with int8, planes, or the drafts none, lookup, mtp), or a file PEER.py.
+            PYTHON is the interpreter of its environment, MODEL the same model in its own format.
+        prompts: File with one prompt per line, as for `run`; with --shape its last tokens are the
+            text that follows. Built-in text when omitted.
         prompt_tokens: Length of the built-in prompts.
         max_new_tokens: Tokens after each prompt. [32; quick: 16]
-        routing: Route by a recorded trace of the same model, not by its gates: each text takes one
-            request. Bounds of reads and computation stand beside the speeds. CPU only.
+        routing: Route by a recorded trace of the same model instead of its gates; each text takes
+            one request. The results then include bounds by reads and computation. CPU only.
         train: With --routing: other requests, which teach `--peer moe_runtime:reuse+taught`.
-        cap: Cap each system's memory, page cache included, as in 7GiB: by a control group or
-            systemd. Each repetition then begins with the model out of the page cache.
-        agreement: Share of likeliest tokens that a peer must have in common with us.
+        cap: Limit each system's memory, page cache included, as in 7GiB, with a control group or
+            systemd. Each repetition then starts with the model out of the page cache.
+        agreement: Minimum share of a peer's top tokens that must equal ours.
     """
 
     model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None
@@ -100,12 +99,12 @@ class TextOptions:
 
 
 def bench_latency(run: TimedRun, asked: TextOptions) -> None:
-    """Time one sequence at a time: the first token, each further one, memory and bytes read.
+    """Time single sequences: the first token, each further token, memory and bytes read.
 
-    Every repetition is a process of its own, systems in turn, until the means are certain to
-    --precision or the time is up. All are given the same tokens; a system that would have said
-    others gets no numbers. With --shape they are text, and what each finds likeliest after them is
-    compared, unless a peer writes its own text. Ctrl-C shows what was measured so far.
+    Systems take turns. Every repetition is a new process, until the means are known to --precision
+    or the time is up. All systems get the same tokens; one whose top tokens differ gets no numbers.
+    With --shape the tokens are text, unless a peer generates its own. Ctrl-C shows what was
+    measured so far.
     """
     _measure(run, asked, "latency", 1, 2 if run.quick else 4)
 
@@ -116,14 +115,13 @@ def bench_throughput(
     batch: Annotated[int, typer.Option(min=1, max=4096)] = 8,
     batches: options.Count | None = None,
 ) -> None:
-    """Time batches of sequences side by side: new tokens a second in all, prompts and steps.
+    """Time batches of sequences: new tokens per second, prompts and steps.
 
-    As `bench latency`: a process for every repetition, systems in turn, all of them given the same
-    tokens. Prompts of different lengths are filled up to the longest of their batch, which counts
-    as no work done. Ctrl-C shows what was measured so far.
+    Works like `bench latency`. Shorter prompts are padded to the longest of their batch; padding
+    does not count as work. Ctrl-C shows what was measured so far.
 
     Args:
-        batch: Sequences side by side.
+        batch: Sequences in a batch.
         batches: Batches of built-in prompts. [2; quick: 1]
     """
     _measure(run, asked, "throughput", batch, batch * (batches or (1 if run.quick else 2)))
@@ -139,7 +137,7 @@ def _measure(
     from moe_runtime.benchmarks.suite.peers import find_peers, our_program, writes_own_text
 
     names, shape = asked.peer or (), asked.shape
-    find_peers(names, {}, case_name)  # an unknown one is refused before torch is imported
+    find_peers(names, {}, case_name)  # refuses unknown peers before torch is imported
     device, gpus, memory = choose_device(run.ctx, asked.device, asked.device_memory)
     setting = "cpu" if device == "cpu" else "cuda:0"  # a GPU is the first one that systems see
     if asked.prompts is not None:
@@ -190,7 +188,7 @@ def _measure(
         if routing is not None:
             ours["routes"] = str(routing.saved(model.cache))
             if shape is not None and asked.predictor == "auto":
-                ours["predictor"] = "running-counts"  # what gates see there says nothing
+                ours["predictor"] = "running-counts"  # random hidden states predict nothing
         if asked.draft != "none":
             ours["draft"] = asked.draft
         of_peers = ours | {"cap_bytes": limit}
@@ -223,7 +221,7 @@ def _measure(
 
 
 def in_batches(ids: Sequence[Any], size: int) -> list[Any]:
-    """Sequences side by side, the last ones fewer if need be."""
+    """Batches of ``size`` sequences; the last may be smaller."""
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
@@ -239,7 +237,7 @@ def refuse_unrouted(
     num_requests: int,
     num_new: int,
 ) -> None:
-    """Refuses what a trace cannot route, and options that belong to one, before files are made."""
+    """Refuse runs that a trace cannot route, and options that need one."""
     from moe_runtime.benchmarks.suite.peers import OURS
 
     taught = [one.name for one in peers if "taught" in _words(one)]
@@ -286,7 +284,7 @@ def refuse_unrouted(
 def routing_of(
     asked: TextOptions, model: "AskedModel", batches: Sequence[Sequence[int]], num_new: int
 ) -> "RecordedRouting":
-    """The routing of all texts; teaches a network for the systems that begin with one."""
+    """The routing of all texts. With --train, also train the network of ``reuse``."""
     from moe_runtime.benchmarks.cases.routed import RecordedRouting, teach
     from moe_runtime.checkpoints.opening import read_config
     from moe_runtime.inference.generation import check_length
@@ -314,8 +312,8 @@ class AskedModel(NamedTuple):
     def given_to(self, program: "PeerProgram") -> "PeerProgram":
         """A peer with its cache and files.
 
-        A network that was taught is for those that ask for it; `trained` is what `auto` finds
-        there. One that reads GGUF files alone, and was given none, is given that of the shape.
+        Variants with ``taught`` get the trained network; ``trained`` selects its predictor by
+        ``auto``. A peer that reads only GGUF files gets that of the shape, unless it has its own.
         """
         from moe_runtime.benchmarks.suite.peers import GGUF_PEERS, OURS
 
@@ -337,7 +335,7 @@ def asked_model(
     *,
     output: Path | None,
 ) -> Iterator[AskedModel]:
-    """MODEL, or what ``--shape`` stands for, whose files are there within the block."""
+    """MODEL, or the files of ``--shape``, which exist within the block."""
     with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as folder:
         cache = Path(folder)
         if asked.shape is None:
@@ -391,7 +389,7 @@ def _shape_of(name: str, layers: int | None) -> "Shape":
 
 
 def _why_unable(program: "PeerProgram") -> str | None:
-    """Why a peer cannot run here, found out before a model is written."""
+    """Why a peer cannot run here; checked before a model is written."""
     from moe_runtime.benchmarks.suite.peers import why_unable
 
     say_line(f"{program.name}: is started once, to see that it can run")
@@ -411,7 +409,7 @@ def prompt_ids(
     *,
     has_after: bool,
 ) -> "Ids":
-    """Token ids of prompts, or of built-in ones."""
+    """Token ids of the given texts, or of built-in prompts."""
     from moe_runtime.benchmarks.synthetic.texts import cut_prompts
     from moe_runtime.checkpoints.opening import load_tokenizer, read_config
     from moe_runtime.inference.generation import check_length, encode_prompt
@@ -433,10 +431,10 @@ def prompt_ids(
 def choose_device(
     ctx: typer.Context, device: str, device_memory: str
 ) -> tuple[str, str, int | float | str]:
-    """What ``--device``, which is here, and ``--device-memory`` name, ``auto`` as for ``run``.
+    """Resolve ``--device`` and ``--device-memory``; ``auto`` works as for ``run``.
 
     Returns:
-        The device, the GPUs that systems see, and how much of its memory is asked for.
+        The device, the GPUs that systems see, and the budget of device memory.
     """
     budget = parse_budget(device_memory, name="--device-memory")
     import torch

@@ -1,4 +1,4 @@
-"""``bench policies``, ``predictors`` and ``placements``: what recorded routing says of them."""
+"""``bench policies``, ``predictors`` and ``placements``: evaluations on recorded routing."""
 
 import dataclasses
 from pathlib import Path
@@ -34,23 +34,22 @@ def bench_policies(
     num_experts: of_replay.NumExperts = None,
     golden: Path | None = None,
 ) -> None:
-    """Replay eviction policies on TRACE: hits at each capacity, and accesses a second.
+    """Replay eviction policies on TRACE: hit rates at each capacity, and accesses per second.
 
-    As `replay`, again and again until the speeds are certain, with a results file that `bench
-    compare` and `bench report` read: a policy that hits less often than before is a regression.
-    The beginning of the trace is served by the policies' objects as well; hits must be equal.
+    Repeats `replay` until the speeds are certain, and writes a results file for `bench compare`
+    and `bench report`. The policies' live objects serve the start of the trace too; their hits
+    must equal the replay's.
 
     Args:
         policy: Eviction policies, separated by commas, or all. [those with a compiled replay;
             quick: lru,lfu,belady-bypass]
-        capacity: Shares of the experts that fit; when omitted, those of 12.5%,25%,50% that have
-            room for a token's experts.
+        capacity: Shares of the experts that fit. [those of 12.5%,25%,50% with room for a token]
         train: Trace that static, activation-aware and --predictor learn from first.
-        predictor: What the policy predicted asks: a name (needs --train), or the .npz file of a
-            trained one.
-        expert_size: One size, or sizes separated by commas for each layer or each expert of each
-            layer: what is read is weighed by them, and lec and gdsf go by them.
-        golden: First hold the replay to a file of exact hit counts on TRACE (JSON rows).
+        predictor: Predictor of the policy `predicted`: a name (needs --train), or the .npz file
+            of a trained one.
+        expert_size: One size, or sizes separated by commas for each layer or for each expert of
+            each layer. They weigh the bytes read, and lec and gdsf use them.
+        golden: First check the replay against exact hit counts on TRACE (JSON rows).
     """
     from moe_runtime.benchmarks.cases.policies import measure_policies, metrics_of, require_golden
     from moe_runtime.lab.replay.experiment import Experiment, usual_capacities
@@ -131,12 +130,12 @@ def bench_predictors(
 ) -> None:
     """Measure predictors on held-out sequences of TRACE: recall, and seconds of a step.
 
-    Recall is that of `predictor evaluate`. With --bandwidth the held-out sequences are also
-    replayed with LRU on a modelled machine: which share of the prefetches was used, and reads and
-    waits as shares of those without prefetching. --time begins when all recalls are counted.
+    Recall is that of `predictor evaluate`. --bandwidth also replays the held-out sequences with LRU
+    on a modelled machine: the share of useful prefetches, and reads and waits relative to no
+    prefetching. --time starts once all recalls are counted.
 
     Args:
-        train: Trace to learn from, in the place of a part of TRACE.
+        train: Trace to learn from, instead of a part of TRACE.
     """
     if not traces:
         raise ValueError("expected at least one TRACE, as `run --prompts FILE --trace` records it")
@@ -226,8 +225,8 @@ def bench_placements(
 ) -> None:
     """Measure all algorithms of `place` on TRACE: balance, hops, seconds of the search.
 
-    Each places the experts by the first part of the trace and is scored on the rest, beside random
-    placements. Those that make copies are measured with --replicas, too.
+    Each algorithm places the experts by the first part of the trace and is scored on the rest,
+    like random placements. Algorithms that make copies also run with --replicas.
     """
     devices = placing.devices()
     from moe_runtime.benchmarks.cases.placements import PlacementsPlan, measure_placements
@@ -237,11 +236,11 @@ def bench_placements(
 
     recorded = of_replay.read_trace_to_replay(trace, num_experts, None)
     signature = recorded.signature
-    # Else no algorithm would have what was asked for.
+    # Refuses replicas that no algorithm could place.
     slots_needed(signature.num_experts, placing.replicas, placing.gpus)
     past, future = split_window(recorded.expert_ids, placing.fit)
     options = dataclasses.asdict(placing.options())
-    del options["num_groups"]  # which is asked for as groups
+    del options["num_groups"]  # already recorded as groups
     plan = PlacementsPlan(
         profile=RoutingProfile.from_ids(past, signature.num_experts),
         future=future,

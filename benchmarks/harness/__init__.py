@@ -1,1 +1,1 @@
-"""Parts that the benchmark programs beside this folder share."""
+"""Shared parts of the benchmark scripts."""

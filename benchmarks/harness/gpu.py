@@ -1,4 +1,4 @@
-"""What the GPU scripts share: checkpoints drawn on the GPU, rates of the hardware, and aims.
+"""Shared parts of the GPU scripts: checkpoints drawn on the GPU, hardware rates, and targets.
 
 Unlike in `model_shapes`, what experts compute reaches the logits, so that outputs can be compared.
 """
@@ -27,14 +27,14 @@ TINY = model_shapes.make_shape("qwen3_moe", "tiny", 2, 8, 2, 64, 32, 2, 320, 10*
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY = ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
 CPU_EXPERTS = 30
-"""Enough to lie in memory, not in a cache."""
+"""Enough experts to exceed the caches."""
 Repetitions = list[dict[str, float]]
 
 
 def parse_options(
     doc: str | None, add: Callable[[argparse.ArgumentParser], None]
 ) -> argparse.Namespace | None:
-    """Options of a script; None without a GPU."""
+    """Parse the options of a script; None without a GPU."""
     parser = results_parser(doc, "--tiny=a tiny shape, as a rehearsal")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     add(parser)
@@ -46,13 +46,13 @@ def parse_options(
 
 
 def shape_of(name: str, num_layers: int, *, is_tiny: bool) -> model_shapes.ModelShape:
-    """The shape of a name with fewer layers, or the one of a rehearsal."""
+    """A named shape with fewer layers, or the tiny shape of a rehearsal."""
     return TINY if is_tiny else replace(model_shapes.SHAPES[name], num_layers=num_layers)
 
 
 @contextlib.contextmanager
 def drawn_checkpoint(shape: model_shapes.ModelShape, device: str) -> Iterator[Path]:
-    """The checkpoint's folder, in memory where it fits twice; all beside it is removed, too."""
+    """The folder of a checkpoint, in /dev/shm if it fits twice. Its parent is temporary."""
     generator = torch.Generator(device).manual_seed(0)
 
     def make(plan: model_shapes.TensorPlan, seed: int) -> list[Any]:
@@ -72,8 +72,8 @@ def drawn_checkpoint(shape: model_shapes.ModelShape, device: str) -> Iterator[Pa
 
 
 class Rates(NamedTuple):
-    """Bytes a second of a copy within the device, read and written bytes both counted; of a copy
-    from pinned memory to the device, None on a CPU; seconds of an expert of one row on the CPU."""
+    """Bytes per second of a copy within the device (reads and writes both counted) and of a copy
+    from pinned memory (None on a CPU), and seconds of an expert of one row on the CPU."""
 
     copy_bytes_s: float
     link_bytes_s: float | None
@@ -81,7 +81,7 @@ class Rates(NamedTuple):
 
 
 def measure_rates(shape: model_shapes.ModelShape, device: str, num_bytes: int) -> Rates:
-    """Measures with tensors of `num_bytes`, and with experts of the shape."""
+    """Measure with tensors of `num_bytes` and with experts of the shape."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s, link_s = median_s(lambda: target.copy_(source), device), None
@@ -104,7 +104,7 @@ def measure_rates(shape: model_shapes.ModelShape, device: str, num_bytes: int) -
 
 
 def median_s(call: Callable[[], Any], device: str, repeats: int = 5) -> float:
-    """Median seconds of a call after one that is not counted, the device's work included."""
+    """Median seconds of a call after one warm-up, including the device's work."""
     seconds = []
     for _ in range(repeats + 1):
         wait_for(device)
@@ -121,7 +121,7 @@ def wait_for(device: str) -> None:
 
 
 def free_memory() -> None:
-    """Frees the memory of a model that is gone."""
+    """Free the memory of a deleted model."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -129,7 +129,7 @@ def free_memory() -> None:
 
 
 def device_memory(plan: Any) -> dict[str, int]:
-    """The budget of a GPU, and the most that tensors and torch have held there beside it."""
+    """The budget on a GPU, and the peak of torch's memory beyond it."""
     if plan is None:
         return {}
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -137,7 +137,7 @@ def device_memory(plan: Any) -> dict[str, int]:
 
 
 class GpuResults(ScriptResults):
-    """Results with what is aimed at beside them; the file is named by the GPU."""
+    """Results with targets. The file is named after the GPU."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class GpuResults(ScriptResults):
     def aim(
         self, what: str, field: str, asked: float, measured: float, *, at_most: bool = False
     ) -> None:
-        """Notes what is aimed at beside what was measured."""
+        """Record a target and the measured value."""
         holds = measured <= asked if at_most else measured >= asked
         aim = {"sign": "<=" if at_most else ">=", "asked": asked, "measured": measured}
         self.settings["aims"][f"{what}: {field}"] = aim | {"holds": holds}

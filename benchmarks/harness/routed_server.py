@@ -1,4 +1,4 @@
-"""`moe-runtime serve`, routed by a trace: `python -P -m ... ROUTES.npz MODEL OPTION...`.
+"""`moe-runtime serve` with routing from a trace: `python -P -m ... ROUTES.npz MODEL OPTION...`.
 
 The file is written by `RecordedRouting.saved`. Requests take those of the trace in turn.
 """
@@ -12,7 +12,7 @@ from moe_runtime.cli.main import main
 
 
 def route(loaded: Sequence[Any]) -> None:
-    """Routes the model of a server, before that says that it is ready."""
+    """Route a server's model before the server reports that it is ready."""
     if len(loaded) != 1:
         raise ValueError(f"--routing: expected one model that is loaded at once, got {len(loaded)}")
     RoutedModel(loaded[0], sys.argv[1])

@@ -1,4 +1,4 @@
-"""What the scripts share: arguments, exit codes, and results in the format that `bench` reads."""
+"""Shared parts of the scripts: arguments, exit codes, and results files."""
 
 import argparse
 import re
@@ -37,7 +37,7 @@ def present_folder(text: str) -> Path:
 
 
 def parser_of(doc: str | None, *flags: str) -> argparse.ArgumentParser:
-    """A parser whose help is a script's docstring; a flag comes with its help, ``--all=...``."""
+    """A parser whose help is the script's docstring. Flags come with their help: ``--all=...``."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     for name, words in (flag.split("=", 1) for flag in flags):
@@ -46,14 +46,14 @@ def parser_of(doc: str | None, *flags: str) -> argparse.ArgumentParser:
 
 
 def results_parser(doc: str | None, *flags: str) -> argparse.ArgumentParser:
-    """As `parser_of`, for a script that writes `ScriptResults`."""
+    """Like `parser_of`, for a script that writes `ScriptResults`."""
     parser = parser_of(doc, "--save=write a file in benchmarks/results", *flags)
     parser.add_argument("--output", "-o", type=Path, help="write the results here")
     return parser
 
 
 def run_script(main: Callable[[], int]) -> int:
-    """Exit code of a script: 130 where it was interrupted, 2 where it was refused, and a line."""
+    """Run a script: exit code 130 after an interrupt, 2 with one line for a refusal."""
     try:
         return main()
     except MoERuntimeError as error:
@@ -65,7 +65,7 @@ def run_script(main: Callable[[], int]) -> int:
 
 
 def machine_name(found: Mapping[str, Any]) -> str:
-    """A file-name-safe name made of processor, cores and memory."""
+    """A name for files, made of processor, cores and memory."""
     features = found.get("cpu_features", ())
     older = "-avx2" if "avx2" in features and "avx512f" not in features else ""
     gib = round(found["memory_bytes"] / 2**30)
@@ -78,7 +78,7 @@ def plain(name: str) -> str:
 
 
 class ScriptResults:
-    """A results file that is written after each row: what was measured stays if another fails.
+    """A results file that is written after each row, so that a failure keeps the earlier rows.
 
     Args:
         kind: the case; with `--save` the file is ``<kind>-<machine>.json``.
@@ -107,7 +107,7 @@ class ScriptResults:
             check_output_path(self._path, "results")
 
     def add(self, name: str, found: Sequence[Mapping[str, suite.Number | None]] | str) -> None:
-        """Takes repetitions of a system, or why it has none; writes the file and says them."""
+        """Add the repetitions of a system, or why it has none; write the file and print them."""
         if not isinstance(found, str):
             found = [{key: v for key, v in one.items() if v is not None} for one in found]
         self.systems[name] = found
@@ -117,14 +117,14 @@ class ScriptResults:
         print(f"{name}: {found if isinstance(found, str) else said}", flush=True)
 
     def value(self, name: str, metric: str) -> float | None:
-        """The median over a system's repetitions; None where it has none."""
+        """The median over a system's repetitions; None without any."""
         found = self.systems.get(name, "")
         rows = [] if isinstance(found, str) else [*found]
         values = suite.MeasuredSystem(repetitions=rows).values(metric)
         return suite.middle(values) if values else None
 
     def write(self) -> None:
-        """Writes the file, for `bench compare` and `bench report` too."""
+        """Write the file, also for `bench compare` and `bench report`."""
         if self._path is None:
             return
         rows = []
@@ -133,7 +133,7 @@ class ScriptResults:
             measured.failure = found if isinstance(found, str) else None
             quality = self.qualities.get(name)
             rows.append(suite.describe_system(name, measured, self._metrics, quality=quality))
-        # the command as a reader would repeat it: no place on this machine is named
+        # without paths of this machine
         words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
         script = Path(sys.argv[0]).resolve().relative_to(ROOT)
         command = {"command": shlex.join(["python", str(script), *words])}
@@ -141,7 +141,7 @@ class ScriptResults:
         suite.write_results(self._path, results | command)
 
     def finish(self) -> int:
-        """Writes that nothing is missing; the exit code of a script that kept its promises."""
+        """Mark the file as complete; return exit code 0."""
         self._ended = "most"
         self.write()
         if self._path is not None:

@@ -1,4 +1,4 @@
-"""transformers with accelerate: layers that do not fit in memory are read from disk at each use."""
+"""transformers with accelerate: layers that do not fit are read from disk at each use."""
 
 import tempfile
 from importlib import import_module
@@ -8,8 +8,8 @@ from typing import Any
 INSTALL = "pip install torch transformers accelerate"
 PACKAGES = ("torch", "transformers", "accelerate")
 DEVICES = ("cpu", "cuda")
-_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
-_RESERVED_BYTES = 5 << 29  # interpreter, libraries, one layer's experts as read and as fused
+_CACHE_NAMES = {"cache", "past_key_values"}  # transformers 5.24 and later, and earlier
+_RESERVED_BYTES = 5 << 29  # interpreter, libraries, one layer's experts as read and fused
 
 
 class Peer:
@@ -23,15 +23,15 @@ class Peer:
         self._folder = tempfile.TemporaryDirectory()
 
     def load(self) -> None:
-        """Loads what fits; the rest stays in the checkpoint, or is written to a folder."""
+        """Load what fits; the rest stays in the checkpoint or goes to a folder."""
         path, cap = self._settings["model"], self._settings["cap_bytes"]
         sizes = (file.stat().st_size for file in Path(path).glob("*.safetensors"))
-        # without a cap a half, so that the others are read; beside a GPU, all RAM
+        # without a cap, half, so that the rest is read; with a GPU, all RAM
         memory: dict[Any, Any] = {"cpu": sum(sizes) // 2}
         if self._device != "cpu":
             memory = import_module("accelerate").utils.get_max_memory()
             wanted = self._settings["device_memory"]
-            share = 0.9 if wanted == "auto" else wanted  # else a share of what is free, or bytes
+            share = 0.9 if wanted == "auto" else wanted  # a share of the free memory, or bytes
             memory[0] = int(share * memory[0]) if isinstance(share, float) else share
         memory["cpu"] = memory["cpu"] if cap is None else max(0, cap - _RESERVED_BYTES)
         options = {"device_map": "auto", "max_memory": memory, "offload_folder": self._folder.name}

@@ -14,10 +14,10 @@ VARIANTS = ("zero3", "nvme")
 
 
 class Peer:
-    """Needs all settings of the case. Operators are compiled at first, for minutes."""
+    """Needs all settings of the case. Operators are compiled first, which takes minutes."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        ninja = f"{sys.prefix}/bin{os.pathsep}"  # it is called by its name
+        ninja = f"{sys.prefix}/bin{os.pathsep}"  # it is found by name
         os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0", PATH=ninja + os.environ["PATH"])
         import deepspeed
         import torch
@@ -29,7 +29,7 @@ class Peer:
         self._engine: Any = None
 
     def load(self) -> None:
-        """Loads in fp32; with ``bfloat16`` these weights are the optimizer's alone."""
+        """Load in fp32; with ``bfloat16`` only the optimizer keeps fp32 weights."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
         from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ class Peer:
         weights = {"stage": 3, "offload_param": place} if asked["variant"] else {"stage": 2}
         config = {
             "train_micro_batch_size_per_gpu": asked["sequences"],
-            "gradient_clipping": 0.0,  # not left out: that would be a norm of 1
+            "gradient_clipping": 0.0,  # if omitted, it would be 1
             "bf16": {"enabled": asked["dtype"] == "bfloat16"},
             "zero_optimization": {"offload_optimizer": place, **weights},
         }
@@ -51,7 +51,7 @@ class Peer:
         self._engine, *_ = self._api.initialize(model=model, optimizer=adam, config=config)
 
     def train(self, windows: list[list[int]]) -> float:
-        """One optimizer step on tokens ``[B, C + 1]``; the loss before it."""
+        """Take one optimizer step on tokens ``[B, C + 1]``; return the loss before it."""
         ids = self._torch.tensor(windows)
         logits = self._engine(ids[:, :-1], use_cache=False).logits.float().flatten(0, 1)
         loss = self._torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())

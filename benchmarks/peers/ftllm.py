@@ -1,4 +1,5 @@
-"""fastllm: a program in C++ with a Python face. It generates by itself, and cannot be given tokens.
+"""fastllm, a C++ program with a Python interface. It generates on its own and cannot be given
+tokens.
 
 Version 1.9.0 needs ``num_experts`` in the configuration, and an output matrix in the file:
 ``=MODEL`` is a copy that has them where transformers 5 wrote neither.
@@ -32,8 +33,8 @@ class Peer:
         self._model: Any = None
 
     def load(self) -> None:
-        """Loads all weights, or all but the experts."""
-        # On processors it computes in fp16 alone.
+        """Load all weights, or all but the experts."""
+        # On CPUs it only computes in fp16.
         self._model = self._api.model(self._settings["model"], dtype="float16")
 
     def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
@@ -41,7 +42,7 @@ class Peer:
         given = (ctypes.c_int * len(ids))(*ids)
         nothing = (ctypes.c_int * 1)()
         handle = library.launch_response_llm_model(
-            *(number, len(ids), given, num_new, num_new),  # at most and at least so many tokens
+            *(number, len(ids), given, num_new, num_new),  # minimum and maximum tokens
             *(False, 1.0, 1, 1.0, 1.0, False, 0, nothing),  # greedy, without penalties
         )
         while (token := library.fetch_response_llm_model(number, handle)) > -1:

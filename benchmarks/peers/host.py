@@ -34,18 +34,18 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-# A call as long as this needs no other to warm up before it.
+# A call this long needs no warm-up.
 _LONG_S = 4.0
 
 
 class ImportClock:
-    """Seconds that the main thread spends on imports, wherever they happen."""
+    """Counts the seconds that the main thread spends on imports, wherever they happen."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
         self._depth = 0
         bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
-        # Both the statement and `import_module` look it up there, for modules not yet imported.
+        # The import statement and `import_module` both look it up there for new modules.
         find_and_load = bootstrap._find_and_load
 
         def timed(*args: Any) -> Any:
@@ -64,7 +64,7 @@ class ImportClock:
 
 
 def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
-    """Reads requests to their end and answers them in turn."""
+    """Read requests until they end and answer them in turn."""
     clock = ImportClock()
     peer: Any = None
     for line in requests:
@@ -101,7 +101,7 @@ def answer_requests(peer_file: str, requests: Any, answers: Any) -> None:
 
 
 def answer_error(stream: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Says why the process ends, in one line; libraries may print more when they are unloaded."""
+    """Report the fatal error in one line; libraries may print more at exit."""
     words = [kind.__name__, *str(error).strip().splitlines()[:1]]
     frames = traceback.extract_tb(trace)
     lines = [one.lineno for one in frames if one.filename == sys.argv[1]]
@@ -116,7 +116,7 @@ def answer_error(stream: Any, kind: type[BaseException], error: BaseException, t
 def measure(
     peer: Any, prompts: list[list[int]], num_new: int, given: list[list[int]] | None
 ) -> dict[str, Any]:
-    """Reads prompts and appends tokens: the peer's own likeliest ones, or those given.
+    """Read prompts and append tokens: the given ones, or the peer's own top tokens.
 
     Returns:
         ``prompts_s``, until every sequence has its first token; ``steps_s`` of each further token
@@ -151,7 +151,7 @@ def measure(
 
 
 def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
-    """As ``measure``, of a peer that generates by itself: the tokens are its own."""
+    """Like ``measure``, for a peer that generates on its own."""
     with grown(_counts) as counts:
         begin = time.perf_counter()
         likeliest, at_s, stream = [], [], peer.stream(ids, num_new)
@@ -171,7 +171,7 @@ def _listen(peer: Any, ids: list[int], num_new: int) -> dict[str, Any]:
 
 
 def _numbers(tokens: Iterable[Any]) -> list[int]:
-    """The numbers of tokens; what a device has not computed yet is none."""
+    """Tokens as ints; refuses values that a device has not computed yet."""
     found = [*tokens]
     for token in found:
         if not isinstance(token, Integral) or isinstance(token, bool):
@@ -181,7 +181,7 @@ def _numbers(tokens: Iterable[Any]) -> list[int]:
 
 
 def load_experts(peer: Any, folder: str) -> dict[str, Any]:
-    """Hands a peer ``gate.npy``, ``up.npy`` and ``down.npy`` of a folder, and scales if any."""
+    """Give a peer ``gate.npy``, ``up.npy`` and ``down.npy`` of a folder, and scales if any."""
     numpy: Any = importlib.import_module("numpy")
     names = [f"{name}{part}.npy" for part in ("", "_scales") for name in ("gate", "up", "down")]
     files = [file for name in names if (file := Path(folder, name)).exists()]
@@ -190,7 +190,7 @@ def load_experts(peer: Any, folder: str) -> dict[str, Any]:
 
 
 def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) -> dict[str, Any]:
-    """Calls of a number of tokens, with another one of the routings of a file each time.
+    """Run calls of a number of tokens, each with another routing of a file.
 
     Args:
         folder: ``T.npz`` has ``x`` ``[T, D]``, ``ids`` and ``weights`` ``[R, T, K]``.
@@ -218,7 +218,7 @@ def run_experts(peer: Any, folder: str, num_tokens: int, block_s: float | None) 
 
 
 def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
-    """Seconds of calls: one untimed, then as many as fit into the block, from 1 to 200."""
+    """Seconds of calls: one untimed, then as many as fit into the block, 1 to 200."""
     start = time.perf_counter()
     run(0)
     first_s = time.perf_counter() - start
@@ -233,8 +233,7 @@ def time_block(run: Callable[[int], object], block_s: float) -> list[float]:
 
 
 def device_facts() -> dict[str, Any]:
-    """``device_name`` of the GPU that torch computed on in this process, ``peak_device_bytes`` of
-    its tensors there; nothing where it did not."""
+    """``device_name`` and ``peak_device_bytes`` of the GPU that torch used here, if any."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return {}
@@ -266,7 +265,7 @@ def _versions(module: Any) -> dict[str, str]:
 
 @contextmanager
 def grown(counts: Callable[[], dict[str, Any]]) -> Iterator[dict[str, float]]:
-    """How much numbers grow within the block."""
+    """The increase of counters within the block."""
     found: dict[str, float] = {}
     before = counts()
     yield found
@@ -275,7 +274,7 @@ def grown(counts: Callable[[], dict[str, Any]]) -> Iterator[dict[str, float]]:
 
 
 def _counts() -> dict[str, int]:
-    """What the kernel counted of this process: ``read_call_bytes`` through system calls,
+    """The kernel's counters of this process: ``read_call_bytes`` through system calls,
     ``storage_bytes`` from the disk itself, ``major_faults``."""
     import resource
 
@@ -290,8 +289,8 @@ def _counts() -> dict[str, int]:
 
 
 def _status_bytes(field: str) -> int:
-    """What the kernel has counted, summed over this process and all that it started."""
-    # `getrusage` will not do: its peak includes the process image before `exec`.
+    """A field of /proc/PID/status, summed over this process and its descendants."""
+    # The peak of `getrusage` includes the process image before `exec`.
     homes, found = [Path("/proc/self")], []
     for home in homes:
         try:
@@ -307,7 +306,7 @@ def _status_bytes(field: str) -> int:
 
 
 if __name__ == "__main__":
-    # What libraries print must not come between the answers; one that waits for a key finds none.
+    # Keeps library output out of the answers; a library that waits for a key gets none.
     stream, requests = os.fdopen(os.dup(1), "w"), os.fdopen(os.dup(0))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -23,7 +23,7 @@ class Peer:
         self._pool = self._api.CPUInfer(1 if settings["variant"] else settings["num_threads"])
 
     def load_experts(self, *parts: Any) -> None:
-        """Takes a copy of bf16 ``[E, F, D]`` twice and ``[E, D, F]``, or of codes and scales."""
+        """Copy bf16 weights ``[E, F, D]`` twice and ``[E, D, F]``, or codes and scales."""
         kind, moe, (count, width) = self._settings["format"], self._api.moe, parts[0].shape[:2]
         config = moe.MOEConfig(count, self._settings["top_k"], parts[2].shape[1], width, 0)
         config.max_len, config.pool = max(64, self._settings["most_tokens"]), self._pool.backend_
@@ -38,7 +38,7 @@ class Peer:
         self._pool.sync()
 
     def experts(self, x: Any, ids: Any, weights: Any, out: Any) -> None:
-        """Fills ``out`` ``[T, D]``, as ``x`` in bf16; ids ``[T, K]`` int64, gate weights fp32."""
+        """Fill ``out`` ``[T, D]``, in bf16 like ``x``; ids ``[T, K]`` int64, gate weights fp32."""
         count = self._numpy.array([len(x)], self._numpy.int32)
         number, *arrays = (one.ctypes.data for one in (count, ids, weights, x, out))
         self._pool.submit(self._experts.forward_task(number, ids.shape[1], *arrays, False))
@@ -46,7 +46,7 @@ class Peer:
 
 
 def find_extension(folder: str | None) -> Any:
-    """The module for the processor's best instruction set, of a folder or of the environment."""
+    """The module for the best supported instruction set, in a folder or the environment."""
     found: Any = importlib.util.find_spec("kt_kernel") if folder is None else None
     home = Path(found.origin).parent if found else Path(folder or ".", "kt_kernel")
     known = Path("/proc/cpuinfo").read_text().split()

@@ -1,4 +1,4 @@
-"""llama.cpp through its Python wheel, weights mapped from a GGUF file: MODEL must be one."""
+"""llama.cpp through its Python wheel. MODEL must be a GGUF file, which is mapped."""
 
 from importlib import import_module
 from typing import Any
@@ -20,7 +20,7 @@ class Peer:
             raise ValueError("this llama.cpp was built without a GPU (CMAKE_ARGS=-DGGML_CUDA=on)")
 
     def load(self) -> None:
-        """Maps the file; a GPU gets all layers, or what ``device_memory`` bytes have room for."""
+        """Map the file; a GPU gets all layers, or those that fit in ``device_memory`` bytes."""
         api, settings, budget = self._api, self._settings, self._settings.get("device_memory")
         api.llama_backend_init()
         path, of_model = settings["model"].encode(), api.llama_model_default_params()

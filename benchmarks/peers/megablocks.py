@@ -29,18 +29,18 @@ class Peer:
         self._arguments, self._layer = arguments.Arguments, dmoe.ParallelDroplessMLP
 
     def load_experts(self, gate: Any, up: Any, down: Any) -> None:
-        """Copies the weights to the GPU, bf16 as it lies: ``[E, F, D]`` twice, ``[E, D, F]``."""
+        """Copy the weights to the GPU as bf16: ``[E, F, D]`` twice, ``[E, D, F]``."""
         count, dim_hidden, dim_model = gate.shape
         sizes = {"hidden_size": dim_model, "ffn_hidden_size": dim_hidden, "moe_num_experts": count}
         kind = {"mlp_type": "glu", "mlp_impl": "grouped", "bf16": True, "fp16": False}
         gate_of = {"activation_fn": self._torch.nn.functional.silu, "moe_top_k": self._top_k}
         self._experts = self._layer(self._arguments(**sizes, **kind, **gate_of, bias=False)).eval()
-        # Rows of every matrix belong to an expert's hidden units, those of `down` too.
+        # Rows of every matrix, `down` included, are hidden units of an expert.
         for name, bits in {"w1": gate, "v1": up, "w2": down.swapaxes(1, 2).copy()}.items():
             getattr(self._experts.mlp, name).data.copy_(self._placed(bits).flatten(0, 1))
 
     def prepare(self, x: Any, ids: Any, weights: Any) -> Callable[[], Any]:
-        """A call that computes ``[T, D]``, done when it returns; ids ``[T, K]``, weights fp32."""
+        """A call that returns ``[T, D]`` once it is computed; ids ``[T, K]``, weights fp32."""
         torch, rows = self._torch, self._placed(x)
         chosen, shares = torch.from_numpy(ids).cuda(), torch.from_numpy(weights).cuda().to(rows)
 

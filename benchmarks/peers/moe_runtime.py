@@ -1,4 +1,4 @@
-"""This project: experts stream from the checkpoint; as a peer, another version or a packed copy."""
+"""This project as a peer: another version, or a packed copy. Experts stream from the checkpoint."""
 
 from importlib import import_module
 from typing import Any
@@ -12,7 +12,7 @@ _OF = f"activations cache_code {3 * 'draft '}{2 * 'policy '}{3 * 'prefetch '}{3 
 
 
 class Peer:
-    """Needs ``model`` and ``num_threads``; what else it is given goes to ``moe_runtime.load``."""
+    """Needs ``model`` and ``num_threads``; other settings go to ``moe_runtime.load``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._torch, self._api = map(import_module, ("torch", "moe_runtime"))
@@ -31,12 +31,12 @@ class Peer:
         self.counts = lambda: import_module("dataclasses").asdict(self._model.moe.stats())
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
-        width = max(map(len, prompts))  # shorter ones are filled up in front
+        width = max(map(len, prompts))  # shorter prompts are padded on the left
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows, device=self._model.device)
         self._mask = (tokens >= 0).long() if min(map(len, prompts)) < width else None
         room, count = self._options["max_tokens"] // len(prompts), len(prompts)
-        on_gpu = getattr(self._model, "new_cache", None)  # a static one: its steps are recorded
+        on_gpu = getattr(self._model, "new_cache", None)  # a static cache, whose steps are recorded
         with self._torch.inference_mode():
             self._cache = on_gpu(count, room, self._cache) if on_gpu else {}
         return self._forward(tokens.clamp(min=0))

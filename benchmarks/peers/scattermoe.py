@@ -24,19 +24,19 @@ class Peer:
         self._torch, self._layer, self._top_k = torch, GLUMLP, settings["top_k"]
 
     def load_experts(self, gate: Any, up: Any, down: Any) -> None:
-        """Copies the weights to the GPU, bf16 as it lies: ``[E, F, D]`` twice, ``[E, D, F]``."""
+        """Copy the weights to the GPU as bf16: ``[E, F, D]`` twice, ``[E, D, F]``."""
         torch, (count, dim_hidden, dim_model) = self._torch, gate.shape
         with torch.device("meta"):
             sizes = (dim_model, dim_hidden, count, self._top_k)
             experts = self._layer(*sizes, activation=torch.nn.SiLU())
-        # The first half is multiplied by the activation of the second.
+        # The activation of the second half multiplies the first half.
         both = torch.cat([self._placed(up), self._placed(gate)], dim=1)
         parts = {"experts.weight": both, "output_experts.weight": self._placed(down)}
         experts.load_state_dict(parts, assign=True)
         self._experts = experts.eval()
 
     def prepare(self, x: Any, ids: Any, weights: Any) -> Callable[[], Any]:
-        """A call that computes ``[T, D]``, done when it returns; ids ``[T, K]``, weights fp32."""
+        """A call that returns ``[T, D]`` once it is computed; ids ``[T, K]``, weights fp32."""
         torch, rows = self._torch, self._placed(x)
         chosen, shares = torch.from_numpy(ids).cuda(), torch.from_numpy(weights).cuda().to(rows)
 

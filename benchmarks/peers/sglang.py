@@ -1,4 +1,4 @@
-"""SGLang: generates by itself, and cannot be given tokens.
+"""SGLang. It generates on its own and cannot be given tokens.
 
 On a CPU its wheel computes with torch's operators: its own kernels for processors take AMX and a
 build from source. Without an NVIDIA driver it wants a ``libcuda.so.1`` all the same, and a library
@@ -21,11 +21,11 @@ class Peer:
     """Needs ``model`` and ``max_tokens``; its threads are those of ``OMP_NUM_THREADS``."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        # It keeps some of a sequence's places for itself, and gives fewer tokens where they lack.
+        # It reserves some positions of a sequence, and returns fewer tokens if they are missing.
         most = settings["max_tokens"] + 8
         self._options = {"model_path": settings["model"], "context_length": most}
         self._options |= {"skip_tokenizer_init": True, "disable_radix_cache": True}
-        if settings.get("device", "cpu") == "cpu":  # else all memory is for keys and values
+        if settings.get("device", "cpu") == "cpu":  # otherwise all memory goes to keys and values
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             self._options |= {"max_total_tokens": 1024 + most, "max_running_requests": 1}
         import sglang  # type: ignore[import-not-found]
@@ -33,14 +33,14 @@ class Peer:
         self._api: Any = sglang
 
     def load(self) -> None:
-        """Loads all weights; no prompt is remembered, so that each is read whole."""
+        """Load all weights; prefixes are not cached, so that each prompt is read in full."""
         self._engine = self._api.Engine(**self._options)
 
     def stream(self, ids: list[int], num_new: int) -> Iterator[int]:
         rules = {"temperature": 0.0, "max_new_tokens": num_new, "ignore_eos": True}
         given = 0
         for found in self._engine.generate(input_ids=ids, sampling_params=rules, stream=True):
-            tokens = found["output_ids"][given:]  # of all so far
+            tokens = found["output_ids"][given:]  # of all tokens so far
             yield from tokens
             given += len(tokens)
 

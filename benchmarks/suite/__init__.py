@@ -1,4 +1,4 @@
-"""What all cases of ``moe-runtime bench`` share: systems in turn, and one format of results.
+"""Shared parts of ``moe-runtime bench``: systems take turns, and all results have one format.
 
 A case (``cases``) gives the numbers of one repetition. All systems are asked in turn until the
 numbers are certain enough: a machine that slows down slows all of them, and the first one changes
@@ -22,20 +22,20 @@ from moe_runtime.files import read_bounded, write_text
 from moe_runtime.lab.this_machine import describe_machine, package_commit, versions
 
 Number = float | Sequence[float]
-"""What a repetition found of one metric."""
+"""The value of a metric in one repetition, or several samples of it."""
 
 
 class PeerFailedError(MoERuntimeError):
-    """A system under test gave no numbers; the text says why, in one line."""
+    """A system under test cannot be measured; the message says why, in one line."""
 
 
 class StoppedRepetitionError(MoERuntimeError):
-    """A repetition was ended because the measurement is stopping; it has no numbers."""
+    """The measurement was stopped during a repetition, which is dropped."""
 
 
 @contextmanager
 def peer_failures(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of torch or of a system under test, and further kinds, become `PeerFailedError`."""
+    """Turn errors of torch, of a system under test, and ``kinds`` into `PeerFailedError`."""
     try:
         yield
     except (RuntimeError, ValueError, *kinds) as error:
@@ -44,7 +44,7 @@ def peer_failures(*kinds: type[Exception]) -> Iterator[None]:
 
 
 class BenchSystem(ABC):
-    """A system under test; ``compared`` and ``equal`` count answers."""
+    """A system under test. ``compared`` and ``equal`` count its checked answers."""
 
     def __init__(self, name: str, own_versions: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class BenchSystem(ABC):
 
     @abstractmethod
     def repeat(self) -> Mapping[str, Number]:
-        """Runs the system once; before the first time, compares its answers.
+        """Run the system once. The first run also compares its answers.
 
         Raises:
             PeerFailedError: it has no numbers.
@@ -66,7 +66,7 @@ class BenchSystem(ABC):
         equal: int,
         difference: str = "tokens differ by more than roundings allow",
     ) -> None:
-        """Counts answers; raises `PeerFailedError` where some differ."""
+        """Count checked answers; raise `PeerFailedError` if any differs."""
         self.compared, self.equal = self.compared + compared, self.equal + equal
         if self.equal < self.compared:
             raise PeerFailedError(
@@ -100,7 +100,7 @@ class Rules:
 
 @dataclass(kw_only=True)
 class MeasuredSystem:
-    """What was found of one system: its repetitions, or why it has none."""
+    """The repetitions of one system, or the reason why it has none."""
 
     repetitions: list[Mapping[str, Number]] = field(default_factory=list)
     failure: str | None = None
@@ -110,14 +110,14 @@ class MeasuredSystem:
 
 
 def middle(value: Number) -> float:
-    """The number that stands for a repetition."""
+    """The median of the samples of a repetition."""
     return float(median(value)) if isinstance(value, Sequence) else float(value)
 
 
 def run_in_turn(
     systems: Sequence[BenchSystem], rules: Rules
 ) -> tuple[dict[str, MeasuredSystem], str]:
-    """Measures systems in turn.
+    """Measure systems in turn.
 
     Returns:
         What was found, by name, and why it ended: ``narrow``, ``time``, ``most``, ``interrupted``,
@@ -154,7 +154,7 @@ def run_in_turn(
 
 
 def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
-    """Whether the mean of each judged metric that the system has is known to the precision."""
+    """Whether the mean of each judged metric is known to the asked precision."""
     for values in map(measured.values, rules.judged):
         ends = mean_interval(values)
         if values and (
@@ -165,7 +165,7 @@ def _is_certain(measured: MeasuredSystem, rules: Rules) -> bool:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the mean, by Student's t; None of fewer than two values."""
+    """The 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
     if len(values) < 2:
         return None
     from scipy.stats import t
@@ -176,25 +176,11 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 FORMAT, VERSION = "moe-runtime-bench", 1
 _MAX_BYTES = 256 << 20
-_TYPES: dict[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "boolean": bool,
-    "null": type(None),
-}
-_LARGEST = 1e100  # room to multiply and divide
-_KNOWN = {
-    *("$schema", "$id", "title", "type", "const", "enum", "minimum", "required"),
-    *("properties", "additionalProperties", "items"),
-}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Unit of a number, whether ``less`` or ``more`` is better, and whether it is judged."""
+    """The unit of a number, whether ``less`` or ``more`` is better, and whether it is judged."""
 
     unit: str
     better: str = "less"
@@ -202,12 +188,12 @@ class Metric:
 
 
 def facts(unit: str, *names: str, better: str = "less") -> dict[str, Metric]:
-    """Metrics that are reported and not judged."""
+    """Metrics that are reported but not judged."""
     return {name: Metric(unit, better, is_judged=False) for name in names}
 
 
 JOULES = {"cpu_joules": Metric("J"), "gpu_joules": Metric("J")}
-"""What `EnergyMeter` finds, where this machine lets its users read it."""
+"""Measured by `EnergyMeter`, where users may read the counters."""
 
 
 def describe_system(
@@ -218,7 +204,7 @@ def describe_system(
     system_versions: Mapping[str, str] | None = None,
     quality: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What a results file says of one system; versions are those of this process by default."""
+    """The entry of one system in a results file. Versions default to those of this process."""
     import numpy as np
 
     summary = {}
@@ -253,7 +239,7 @@ def describe_system(
 def describe_compared(
     one: BenchSystem, measured: MeasuredSystem, metrics: Mapping[str, Metric]
 ) -> dict[str, Any]:
-    """As `describe_system`, with the quality of a system whose answers were compared."""
+    """Like `describe_system`, with the number of equal answers if any were compared."""
     quality = {"compared": one.compared, "equal": one.equal} if one.compared else None
     return describe_system(
         one.name, measured, metrics, system_versions=one.versions, quality=quality
@@ -267,7 +253,7 @@ def measure_systems(
     rules: Rules,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Measures systems of different names in turn; the content of a results file."""
+    """Measure systems in turn and return the content of a results file."""
     found, ended = run_in_turn(systems, rules)
     rows = [describe_compared(one, found[one.name], metrics) for one in systems]
     gpu = next((one.gpu for one in systems if one.gpu), None)
@@ -282,7 +268,7 @@ def make_results(
     *,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """The content of a results file, but for its ``command``.
+    """The content of a results file, without its ``command``.
 
     ``machine`` names the ``gpu`` on which systems computed, if any.
     """
@@ -302,18 +288,18 @@ def make_results(
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Writes a results file.
+    """Write a results file.
 
     Raises:
         ValueError: the schema refuses it.
         OSError: it cannot be written.
     """
-    require_valid(dict(results), read_schema())
+    require_valid(dict(results))
     write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Reads a results file.
+    """Read a results file.
 
     Raises:
         CheckpointError: it is none, or has another version.
@@ -326,7 +312,7 @@ def read_results(path: Path) -> dict[str, Any]:
     raw = read_bounded(path, max_bytes=_MAX_BYTES)
     try:
         found = json.loads(raw, parse_constant=refuse_constant)
-        require_valid(found, read_schema())
+        require_valid(found)
         _require_systems(found["measurements"])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -336,7 +322,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses what no schema can exclude."""
+    """Check what a JSON schema cannot express."""
     names = [one["system"] for one in measurements]
     if not names:
         raise ValueError("results.measurements: expected at least one system, got none")
@@ -348,52 +334,12 @@ def _require_systems(measurements: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"{place}: a summary without the repetitions that it is of")
 
 
-def read_schema() -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
+def require_valid(results: Any) -> None:
+    """Raise `ValueError`, with the place and the reason, if ``schema.json`` rejects the results."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
 
-
-def require_valid(value: Any, schema: dict[str, Any], place: str = "results") -> None:
-    """Checks a JSON value against the keywords of JSON Schema that ``schema.json`` uses.
-
-    Raises:
-        ValueError: the value does not fit; the message says where and what was expected.
-        NotImplementedError: the schema has another keyword.
-    """
-    if unknown := schema.keys() - _KNOWN:
-        raise NotImplementedError(f"{place}: keywords of JSON Schema not known: {sorted(unknown)}")
-
-    def expect(holds: bool, what: str) -> None:
-        if not holds:
-            raise ValueError(f"{place}: expected {what}, got {_shown(value)}")
-
-    kinds = schema.get("type", list(_TYPES))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    is_flag = isinstance(value, bool)  # a number for Python, none for JSON
-    fits = (isinstance(value, _TYPES[one]) for one in kinds if one == "boolean" or not is_flag)
-    expect(any(fits), " or ".join(kinds))
-    allowed = [schema["const"]] if "const" in schema else schema.get("enum", [value])
-    expect(value in allowed, " or ".join(map(repr, allowed)))
-    if isinstance(value, int | float):
-        expect(abs(value) <= _LARGEST, f"a number up to {_LARGEST:g}")
-        least = schema.get("minimum", value)
-        expect(value >= least, f"at least {least}")
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            require_valid(item, schema.get("items", {}), f"{place}[{number}]")
-    if not isinstance(value, dict):
-        return
-    if missing := [name for name in schema.get("required", ()) if name not in value]:
-        raise ValueError(f"{place}: lacks {', '.join(missing)}")
-    known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
-    for name, item in value.items():
-        if name not in known and rest is False:
-            raise ValueError(
-                f"{place}: has {_shown(name)}, which is unknown; known are {', '.join(known)}"
-            )
-        if isinstance(of_item := known.get(name, rest), dict):
-            require_valid(item, of_item, f"{place}.{name}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    schema = json.loads(Path(__file__).with_name("schema.json").read_text("utf-8"))
+    if error := best_match(Draft202012Validator(schema).iter_errors(results)):
+        place, reason = error.json_path.replace("$", "results", 1), error.message
+        raise ValueError(f"{place}: {reason if len(reason) <= 200 else f'{reason[:197]}...'}")

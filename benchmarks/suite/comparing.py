@@ -1,4 +1,4 @@
-"""Two results files side by side: whether they are of the same work, and whether they differ.
+"""Compare two results files: do they measure the same work, and do they differ?
 
 A difference counts when it is larger than a bound and the rank test of Mann and Whitney (1947),
 exact and one-sided, gives at most 5 %. It takes one number of each repetition; fewer than three on
@@ -42,21 +42,21 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "device-training": ("model", "layers", "sequences", "context"),
     "serve": ("model", "prompt_tokens", "output_tokens", "chat", "ignore_eos"),
 }
-"""By case, the settings that say what was measured; other numbers of tokens are in metrics."""
+"""The settings that define the work, by case. Other token counts are metrics."""
 _UNSAID = ("configuration", "seeds", "variants", "aligned", "load_slack", "time_limit_s")
-"""Compared, but not part of a heading."""
+"""Settings that are compared but left out of headings."""
 _VALUES_ALONE = ("model", "text", "dtype", "scope")
 """Settings whose values need no name in a heading."""
 _CPU = "the CPU"
-_MOST_EXACT = 100  # exact chances of hundreds of requests take minutes; theirs are nearly normal
+_MOST_EXACT = 100  # exact tests of hundreds of requests take minutes
 _CHANCE, _FEWEST, _MOST = 0.05, 3, 1e9
 
 
 def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that say what a results file measured; of several lengths each one once."""
+    """The settings that define the work of a results file. Lists are deduplicated and sorted."""
     settings = results["settings"]
     found = {name: settings.get(name) for name in _SETTINGS.get(results["case"], ())}
-    if "device" in found:  # which GPU is the machine's
+    if "device" in found:  # the machine says which GPU
         is_on_cpu = str(found["device"] or "cpu").partition(":")[0] == "cpu"
         found["device"] = _CPU if is_on_cpu else "a GPU"
     for name, value in found.items():
@@ -67,7 +67,7 @@ def work_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def heading_words(results: Mapping[str, Any]) -> str:
-    """The work and the memory cap in a line: numbers under one heading have both in common."""
+    """The work and the memory cap in one line. All numbers under one heading share both."""
     settings, words = results["settings"], list[str]()
     named = work_of(results) | {"cap": settings.get("cap_bytes")}
     for name, value in named.items():
@@ -77,7 +77,7 @@ def heading_words(results: Mapping[str, Any]) -> str:
         if name == "layers" and settings.get("layers_of_shape", value) != value:
             shown += f" of {settings['layers_of_shape']}"
         if name in ("cap", "memory") and isinstance(value, int) and 0 <= value < 1 << 63:
-            shown = format_bytes(value)  # edited files have anything
+            shown = format_bytes(value)  # edited files may hold anything
         plain = "on" if name == "device" else name.replace("_", " ")
         words.append(
             plain if value is True else shown if name in _VALUES_ALONE else f"{plain} {shown}"
@@ -86,7 +86,7 @@ def heading_words(results: Mapping[str, Any]) -> str:
 
 
 def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raises `ValueError` where results are of different work."""
+    """Raise `ValueError` if the results measure different work."""
     one, other = work_of(before), work_of(after)
     differing = [
         _difference(name, one[name], other[name]) for name in one if one[name] != other[name]
@@ -99,7 +99,7 @@ def require_same_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> No
 
 
 def _difference(name: str, one: Any, other: Any) -> str:
-    """What differs; of tables the first key that does."""
+    """The differing value; for tables, the first differing key."""
     while isinstance(one, Mapping) and isinstance(other, Mapping):
         key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
         name, one, other = f"{name}.{key}", one.get(key), other.get(key)
@@ -108,7 +108,7 @@ def _difference(name: str, one: Any, other: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One metric of one system in two results: medians, the relative change, and its chance."""
+    """One metric of one system in two results: medians, relative change and p-value."""
 
     system: str
     metric: str
@@ -123,7 +123,7 @@ class Verdict:
 def judge(
     before: Sequence[float], after: Sequence[float], *, bound: float, is_less_better: bool
 ) -> tuple[str, float, float]:
-    """Compares repetitions: the word, the change and the chance of a `Verdict`."""
+    """Compare repetitions; return the word, the change and the p-value of a `Verdict`."""
     from scipy.stats import mannwhitneyu
 
     was, now = median(before), median(after)
@@ -139,7 +139,7 @@ def judge(
 
 
 def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list[Verdict]:
-    """Judges every judged metric of every system with numbers in both results files.
+    """Judge every judged metric of every system that has numbers in both results.
 
     Raises:
         ValueError: what was measured differs, or no system has numbers in both.
@@ -162,7 +162,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
 
 
 def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str | None]:
-    """Systems with numbers before and none after: the reason, None where one was not measured."""
+    """Systems with numbers before and none after, with the reason (None if not measured)."""
     others = {one["system"]: one for one in after["measurements"]}
     lost = {}
     for one in before["measurements"]:
@@ -173,7 +173,7 @@ def lost_systems(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str
 
 
 def differing_settings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What else differs between two results, a line for each: machine, then settings."""
+    """Other differences between two results, one line each: machine, then settings."""
     return [
         f"{part}: {name}: {before[part].get(name)!r} before, {after[part].get(name)!r} after"
         for part in ("machine", "settings")

@@ -14,7 +14,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Energy of a block of work; ``open_library`` raises ``OSError`` where there is no NVML."""
+    """Measures the energy of a block. ``open_library`` raises ``OSError`` if there is no NVML."""
 
     def __init__(
         self, powercap: Path = POWERCAP, open_library: Callable[[str], Any] = ctypes.CDLL
@@ -50,7 +50,7 @@ class EnergyMeter:
 
 
 def _ranges(powercap: Path) -> dict[Path, int]:
-    """Zones that add up to the machine (a package counts its cores), with their largest values."""
+    """RAPL zones that add up to the machine (a package includes its cores), with their ranges."""
     found = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
         try:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: in a unit of their size, with the digits that are certain."""
+"""Format numbers for people: a suitable unit, and only the digits that are certain."""
 
 import math
 import re
@@ -15,7 +15,7 @@ _MOST_DIGITS = 6
 
 
 def unit_for(unit: str, values: Iterable[float]) -> tuple[float, str]:
-    """What numbers are multiplied by to be shown, and the unit that they then have."""
+    """The factor and the unit in which to show numbers."""
     units = _UNITS.get(unit, ((1.0, unit),))
     largest = max(map(abs, values), default=0.0) or 1.0
     size, name = next((one for one in units if largest >= one[0]), units[-1])
@@ -23,18 +23,17 @@ def unit_for(unit: str, values: Iterable[float]) -> tuple[float, str]:
 
 
 def metric_words(metric: str) -> str:
-    """A metric as a heading, without the unit at its end."""
+    """A metric's name as a heading, without its unit."""
     return re.sub(r"(_per)?_(s|bytes|joules)$", "", metric).replace("_", " ")
 
 
 def figure(value: float) -> str:
-    """A number with four digits, or all those before its point."""
+    """A number with four digits, or all digits before the point."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def with_half(summary: dict[str, Any], factor: float) -> str:
-    """The mean of a metric and half of its interval, where it has one, in digits that are
-    certain."""
+    """The mean and half of its confidence interval, rounded to the certain digits."""
     mean = summary["mean"] * factor
     half = 0.0 if summary["low"] is None else (summary["high"] - summary["low"]) / 2 * factor
     decimals = min(1 - _magnitude(half), _MOST_DIGITS - 1 - _magnitude(mean))

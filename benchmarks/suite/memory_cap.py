@@ -1,4 +1,4 @@
-"""Caps on a process's memory, page cache included, by the kernel's control groups.
+"""Cap a process's memory, page cache included, with Linux control groups.
 
 The group is ours where we may make one (root, or a part of the tree handed down); else systemd is
 asked for a scope of the user's own.
@@ -23,34 +23,34 @@ _MEMBERSHIPS = Path("/proc/self/cgroup")
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _REMOVAL_ATTEMPTS, _REMOVAL_PAUSE_S = 50, 0.1
 _TRIAL_BYTES, _TRIAL_S = 1 << 30, 20.0
-# What a scope's memory controller says its limit is: systemd drops limits that it cannot set.
+# The limit that the scope's memory controller reports: systemd drops limits it cannot set.
 _SAY_LIMIT = 'cat "/sys/fs/cgroup$(sed -n s/^0:://p /proc/self/cgroup)/memory.max"'
 
 
 class CapUnavailableError(MoERuntimeError):
-    """Memory cannot be capped here; the message says why."""
+    """Memory cannot be capped on this machine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeCap:
-    """A systemd scope for each command; it is not known what the kernel killed there."""
+    """A systemd scope per command. It cannot report what the kernel killed."""
 
     program: str
     limit_bytes: int
 
     def wrap(self, command: Sequence[str]) -> list[str]:
-        """The command that puts itself under the limit and then becomes ``command``."""
+        """Wrap ``command`` so that it runs under the limit."""
         limits = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
         return [self.program, "--user", "--scope", "--quiet", "--collect", *limits, "--", *command]
 
     def num_oom_kills(self) -> int:
-        """Processes that the kernel killed for memory, as far as it is known."""
+        """The number of processes that the kernel killed for memory, if known."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCap:
-    """As `ScopeCap`: a control group that exists, with its limit set."""
+    """Like `ScopeCap`, with an existing control group whose limit is set."""
 
     folder: Path
     limit_bytes: int
@@ -71,7 +71,7 @@ MemoryCap = GroupCap | ScopeCap
 
 @contextmanager
 def memory_cap(limit_bytes: int) -> Iterator[MemoryCap]:
-    """Sets a limit, by a control group of our own or else by systemd, and removes it at the end."""
+    """Set a limit with our own control group or else with systemd, and remove it at the end."""
     folder: Path | None = None
     try:
         try:
@@ -90,7 +90,7 @@ def memory_cap(limit_bytes: int) -> Iterator[MemoryCap]:
 
 
 def why_unavailable() -> str | None:
-    """Why memory cannot be capped here, in one line; None where a trial succeeds."""
+    """Why memory cannot be capped here, in one line; None if a trial succeeds."""
     try:
         with memory_cap(_TRIAL_BYTES) as cap:
             done = subprocess.run(cap.wrap(["true"]), capture_output=True, text=True, check=False)
@@ -100,7 +100,7 @@ def why_unavailable() -> str | None:
 
 
 def forget(files: Iterable[Path]) -> None:
-    """Has the kernel drop what it keeps of files, as far as they are not mapped."""
+    """Drop files from the page cache, except mapped pages."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -110,7 +110,7 @@ def forget(files: Iterable[Path]) -> None:
 
 
 def drop_page_cache() -> bool:
-    """Empties the page cache, so that the next run starts cold; False without the rights to."""
+    """Empty the page cache for a cold start; return False without permission."""
     os.sync()
     try:
         _DROP_CACHES.write_text("3")
@@ -121,7 +121,7 @@ def drop_page_cache() -> bool:
 
 @contextmanager
 def interruptions_held() -> Iterator[None]:
-    """Holds Ctrl-C and SIGTERM back until the block is left; then they arrive."""
+    """Defer Ctrl-C and SIGTERM to the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
     try:
         yield
@@ -130,7 +130,7 @@ def interruptions_held() -> Iterator[None]:
 
 
 def usable_parents(root: Path, memberships: str, *, unified: bool) -> list[Path]:
-    """Groups in which another one with a memory limit might be made, the nearest first."""
+    """Groups that may hold a new group with a memory limit, the nearest first."""
     rows = [line.split(":", 2) for line in memberships.splitlines()]
     wanted = "" if unified else "memory"
     own = next((path for _, names, path in rows if wanted in names.split(",")), "/")
@@ -140,7 +140,7 @@ def usable_parents(root: Path, memberships: str, *, unified: bool) -> list[Path]
 
 
 def make_group(parents: Sequence[Path]) -> Path:
-    """Makes a group in the first of the parents that lets us."""
+    """Create a group in the first parent that permits it."""
     problem = f"no group of {CGROUP_ROOT} hands down its memory controller"
     for parent in parents:
         try:
@@ -151,7 +151,7 @@ def make_group(parents: Sequence[Path]) -> Path:
 
 
 def set_limit(folder: Path, limit_bytes: int, *, unified: bool) -> None:
-    """Limits a group's memory, and its swap to none."""
+    """Limit a group's memory, and its swap to zero."""
     limit = folder / ("memory.max" if unified else "memory.limit_in_bytes")
     swap = folder / ("memory.swap.max" if unified else "memory.memsw.limit_in_bytes")
     try:
@@ -168,7 +168,7 @@ def set_limit(folder: Path, limit_bytes: int, *, unified: bool) -> None:
 def require_scopes(
     reason: CapUnavailableError, find: Callable[[str], str | None] = shutil.which
 ) -> str:
-    """The path of ``systemd-run``, where it gives this user scopes whose limit is in force."""
+    """The path of ``systemd-run``, if this user gets scopes whose limit is enforced."""
     program = find("systemd-run")
     if program is None:
         raise CapUnavailableError(f"{reason}; there is no systemd-run either; run as root")
@@ -203,7 +203,7 @@ def _hands_down(group: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    # A group stays busy for a moment after its last process has ended.
+    # A group stays busy briefly after its last process has ended.
     for _ in range(_REMOVAL_ATTEMPTS):
         try:
             folder.rmdir()

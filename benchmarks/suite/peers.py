@@ -1,4 +1,4 @@
-"""Peers: which there are, the environment each runs in, and the process that answers.
+"""Peers: their names, their environments, and the processes that run them.
 
 A peer is asked in lines of JSON; ``peers/host.py`` is the other end.
 """
@@ -29,7 +29,7 @@ from moe_runtime.files import at_home
 
 _FOLDER = Path(__file__).resolve().parents[1] / "peers"
 _SHOWN = 300
-# What an interpreter that is too old says of -P.
+# The error of an interpreter that is too old for -P.
 _OLD_PYTHON = "unknown option -P"
 
 
@@ -46,7 +46,7 @@ class PeerProgram:
 
 
 class PeerProcess:
-    """A running peer; one that stands still runs only while it is asked."""
+    """A running peer. With ``stands_still`` its threads run only while it answers."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class PeerProcess:
         return answer
 
     def _signal(self, number: signal.Signals) -> None:
-        """Stops or continues all threads; a stop has come to all of them when this returns."""
+        """Stop or continue all threads; returns once they have stopped."""
         if self._stands_still and self._process.poll() is None:
             os.killpg(self._process.pid, number)
             if number == signal.SIGSTOP:
-                # an end is left to be seen by `wait`
+                # leaves the exit status to `wait`
                 os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _line(self, what: str) -> bytes:
@@ -120,14 +120,14 @@ class PeerProcess:
 def started(
     program: PeerProgram, timeout_s: float, *, stands_still: bool = False
 ) -> Iterator[PeerProcess]:
-    """Runs a peer within the block; it is killed with all that it started when the block ends."""
+    """Run a peer within the block. At its end the peer and all its children are killed."""
     if program.failure is not None:
         raise PeerFailedError(program.failure)
     threads = program.settings["num_threads"]
     command = ["env", f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1"]
     command += [] if program.cache is None else [f"XDG_CACHE_HOME={program.cache}"]
     command += [] if program.gpus is None else [f"CUDA_VISIBLE_DEVICES={program.gpus}"]
-    # -P: the folder of host.py is no place to import from.
+    # -P keeps the folder of host.py off sys.path.
     command += [str(program.python), "-P", str(_FOLDER / "host.py"), str(program.file)]
     if not program.python.is_file():
         raise PeerFailedError(f"{program.python} is not there")
@@ -145,7 +145,7 @@ def started(
 
 
 def why_unable(program: PeerProgram, timeout_s: float) -> str | None:
-    """Why a peer cannot run, in one line; None where it starts in its environment."""
+    """Why a peer cannot run, in one line; None if it starts in its environment."""
     try:
         with started(replace(program, cap_bytes=None), timeout_s) as process:
             process.ask("start", settings=program.settings)
@@ -155,7 +155,7 @@ def why_unable(program: PeerProgram, timeout_s: float) -> str | None:
 
 
 def files_under(model: Path) -> list[Path]:
-    """The file, or all files of the folder, that a model is."""
+    """All files of a model, which is a file or a folder."""
     return [file for file in (model, *model.rglob("*")) if file.is_file()]
 
 
@@ -166,11 +166,11 @@ def this_python() -> Path:
 _NOT_PEERS = ("__init__", "host")
 OURS = "moe_runtime"
 GGUF_PEERS = ("llama_cpp",)
-"""Peers that read GGUF files alone."""
+"""Peers that read only GGUF files."""
 EXPORTED_PEERS = ("openvino",)
-"""Peers that read a folder which another program makes of a checkpoint."""
+"""Peers that read a folder exported from a checkpoint by another program."""
 TEXT_CASES = ("latency", "throughput")
-"""What a peer takes part in that names nothing else."""
+"""The cases of a peer that names none."""
 _OPTIONAL: dict[str, Any] = {
     "VARIANTS": (),
     "CASES": TEXT_CASES,
@@ -185,7 +185,7 @@ def peer_names() -> list[str]:
 
 
 def peer_file(name: str, case: str | None = None) -> Path:
-    """The file of a peer: of the package by its name, any other by a path that ends in ``.py``."""
+    """The file of a peer: one of the package by name, any other by a path ending in ``.py``."""
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ValueError(f"--peer {name}: no such file")
@@ -202,7 +202,7 @@ def peer_file(name: str, case: str | None = None) -> Path:
 
 
 def describe_peer(file: Path) -> dict[str, Any]:
-    """``INSTALL``, ``PACKAGES`` and other constants of a peer's file, which is not run."""
+    """Read ``INSTALL``, ``PACKAGES`` and other constants of a peer's file without running it."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), file.name)
         found = {
@@ -232,8 +232,7 @@ def describe_peer(file: Path) -> dict[str, Any]:
 
 
 def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> PeerProgram:
-    """Reads ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in
-    ``llama_cpp@peers/bin/python=olmoe.gguf``."""
+    """Parse ``NAME[:VARIANT][@PYTHON][=MODEL]``, as in ``llama_cpp@bin/python=olmoe.gguf``."""
     name, variant, python, model = split_peer(asked)
     file = peer_file(name, case)
     described = describe_peer(file)
@@ -268,7 +267,7 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
 
 
 def _lacking(methods: Sequence[str], case: str) -> list[str]:
-    """Methods that a case calls and a peer does not have, as far as its file says."""
+    """Methods that a case calls and the peer's class lacks, as far as its source shows."""
     if not methods or case not in TEXT_CASES:
         return []
     ways = [["stream"], ["prefill_batch", "step_batch"], ["prefill", "step"]]
@@ -279,7 +278,7 @@ def _lacking(methods: Sequence[str], case: str) -> list[str]:
 def find_peers(
     asked: Sequence[str], settings: dict[str, Any], case: str = "latency", names: Sequence[str] = ()
 ) -> list[PeerProgram]:
-    """Reads all of ``--peer``; of several of one name each is called after what sets it apart."""
+    """Parse all ``--peer`` options. Peers of one name get a suffix that tells them apart."""
     programs = [find_peer(one, settings, case) for one in asked]
     taken = {OURS, *names}
     of_name = Counter([*taken, *(program.name for program in programs)])
@@ -294,7 +293,7 @@ def find_peers(
 
 
 def _difference(asked: str) -> str:
-    """What is said of a peer's environment and of its model, without the folders they lie in."""
+    """A suffix made of the environment and the model, without their folders."""
     _, _, python, model = split_peer(asked)
     place = Path(python).absolute()
     environment = place.parent.parent if place.parent.name == "bin" else place
@@ -304,7 +303,7 @@ def _difference(asked: str) -> str:
 
 
 def require_takes_shapes(programs: Sequence[PeerProgram]) -> None:
-    """Refuses peers that random weights are written in no form for."""
+    """Refuse peers whose file format ``--shape`` cannot write."""
     for one in programs:
         if one.file.stem in EXPORTED_PEERS and "model" not in one.settings:
             raise ValueError(
@@ -315,12 +314,12 @@ def require_takes_shapes(programs: Sequence[PeerProgram]) -> None:
 
 
 def writes_own_text(program: PeerProgram) -> bool:
-    """Whether a peer generates by itself, so that no text can be given to it."""
+    """Whether a peer generates on its own, so that it cannot be given tokens."""
     return "stream" in describe_peer(program.file)["METHODS"]
 
 
 def split_peer(asked: str) -> tuple[str, str, str, str]:
-    """Name, variant, interpreter and model of ``NAME[:VARIANT][@PYTHON][=MODEL]``."""
+    """The name, variant, interpreter and model in ``NAME[:VARIANT][@PYTHON][=MODEL]``."""
     ways = [
         (at_home(name), variant, at_home(python), at_home(model))
         for words, model in _ways(asked, "=")
@@ -331,7 +330,7 @@ def split_peer(asked: str) -> tuple[str, str, str, str]:
 
 
 def _ways(text: str, sign: str) -> Iterator[tuple[str, str]]:
-    """Every way to divide a text at a sign, the first one first; undivided last."""
+    """All splits of a text at a sign, the first sign first; last the whole text."""
     for place in (place for place, char in enumerate(text) if char == sign):
         yield text[:place], text[place + 1 :]
     yield text, ""
@@ -348,6 +347,6 @@ def _is_there(name: str, variant: str, python: str, model: str) -> bool:
 
 
 def our_program(settings: dict[str, Any], cap_bytes: int | None = None) -> PeerProgram:
-    """This project as a peer among the others, its memory capped if need be."""
+    """This project as a peer, optionally with capped memory."""
     file, python = _FOLDER / f"{OURS}.py", this_python()
     return PeerProgram(name=OURS, file=file, python=python, settings=settings, cap_bytes=cap_bytes)

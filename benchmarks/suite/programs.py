@@ -1,4 +1,4 @@
-"""Programs that a benchmark starts, and that do not outlive it."""
+"""Programs that a benchmark starts and stops."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 _LOOK_S = 0.05
-_KILLED_S = 10.0  # until what was killed is gone
+_KILLED_S = 10.0  # how long killed processes may take to disappear
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def running(
     grace_s: float = 0.0,
     **options: Any,
 ) -> "Iterator[subprocess.Popen[Any]]":
-    """Runs a program within the block, in a session of its own: Ctrl-C reaches this process alone.
+    """Run a program within the block, in its own session, so that Ctrl-C reaches only this process.
 
     When the block ends, what is left of the session gets the signal ``asked``, if one is named, and
     after ``grace_s`` seconds it is killed.
@@ -41,7 +41,7 @@ def running(
             process.wait()
             _wait(process, _KILLED_S)
             for stream in filter(None, (process.stdin, process.stdout)):
-                with suppress(BrokenPipeError):  # what a dead program never read cannot be flushed
+                with suppress(BrokenPipeError):  # a dead program's input cannot be flushed
                     stream.close()
 
 
@@ -57,7 +57,7 @@ def _wait(process: "subprocess.Popen[Any]", patience_s: float) -> None:
 
 
 def _is_left(process: "subprocess.Popen[Any]") -> bool:
-    """Whether a process of the session runs: the first one may end before others."""
+    """Whether any process of the session still runs: the first may end before others."""
     if process.poll() is None:
         return True
     for one in psutil.process_iter(["status"]):

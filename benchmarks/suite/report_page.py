@@ -1,4 +1,4 @@
-"""Results files as a page with plots, as a Markdown table and as CSV."""
+"""Show results files as a page with plots, as a Markdown table, and as CSV."""
 
 import csv
 import io
@@ -21,7 +21,7 @@ _HOW_DRAWN = (
     "counts with their median; dots: p50, p90 and p99 of all values."
 )
 _BOUNDS = {"bound_s": "|", "optimum_bound_s": "x"}
-"""Marks in bars of ``step_s``: no run that reads as much, or as the optimum does, is quicker."""
+"""Marks in the bars of ``step_s``: lower bounds by the bytes read, and by the optimum's."""
 _HEADER = ("repetitions", "mean", "95 % interval", "p50", "p90", "p99", "unit")
 
 
@@ -39,7 +39,7 @@ class ResultRow:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """The same for rows that stand side by side."""
+        """Rows with the same group stand side by side."""
         return self.case, self.work, self.metric
 
     def cells(self) -> list[str]:
@@ -77,7 +77,7 @@ def result_rows(named: Sequence[tuple[str, dict[str, Any]]]) -> list[ResultRow]:
 
 
 def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool) -> Page:
-    """Lays out results files, those of several machines side by side."""
+    """Lay out results files; several machines stand side by side."""
     rows = result_rows(named)
     groups: dict[tuple[str, str, str], list[ResultRow]] = {}
     for row in rows:
@@ -114,7 +114,7 @@ def results_page(named: Sequence[tuple[str, dict[str, Any]]], *, has_plots: bool
 
 
 def to_markdown(rows: Sequence[ResultRow]) -> str:
-    """A table of all rows; names of files are escaped."""
+    """A table of all rows, with file names escaped."""
     header = ["case", "measured", "system", "metric", *_HEADER]
     lines = [_line(header), _line(["---"] * len(header))]
     lines += [_line([row.case, row.work, row.label, row.metric, *row.cells()]) for row in rows]
@@ -122,7 +122,7 @@ def to_markdown(rows: Sequence[ResultRow]) -> str:
 
 
 def to_csv(rows: Sequence[ResultRow]) -> str:
-    """All rows with full precision, in the units of the results files."""
+    """All rows in full precision, in the units of the results files."""
     names = ["unit", "better", "judged", "median", "mean", "low", "high", "p50", "p90", "p99"]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -134,14 +134,14 @@ def to_csv(rows: Sequence[ResultRow]) -> str:
 
 
 def _anchor(name: str, taken: Container[str]) -> str:
-    """A name for links and files: without spaces, and with a number where it is taken."""
+    """A unique name without spaces, for links and files."""
     plain = re.sub(r"[^\w.]+|_+", "-", name).strip("-.")
     numbered = (f"{plain}-{number}" for number in count(2))
     return next(one for one in chain([plain], numbered) if one not in taken)
 
 
 def _few(names: Sequence[str]) -> str:
-    """The first of many names, and how many there are besides."""
+    """The first names, and how many more there are."""
     shown = names if len(names) <= 6 else names[:3]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more, named below" if rest else "")
@@ -175,7 +175,7 @@ def _metric_section(
 
 
 def draw_metric(rows: Sequence[ResultRow], bounds: Sequence[ResultRow] = ()) -> "Figure":
-    """A bar for each row, with its interval, its percentiles, and bounds of its system."""
+    """A bar for each row, with its interval, percentiles and the bounds of its system."""
     scale, unit = rows[0].scale
     with chart(1.0 + 0.55 * len(rows)) as (figure, axes):
         for place, row in enumerate(rows):

@@ -29,7 +29,7 @@ class ConfigShape:
     total_bytes: int
 
     def write(self, folder: Path, progress: Any = None) -> None:
-        """Draws the weights and writes a checkpoint, all at once."""
+        """Draw the weights and write a checkpoint."""
         del progress
         import torch
 
@@ -54,7 +54,7 @@ class ConfigShape:
 
 
 def read_config_shape(path: Path) -> ConfigShape:
-    """The shape of a ``config.json``."""
+    """The shape in a ``config.json``."""
     import torch
 
     raw = read_bounded(path, max_bytes=_MAX_BYTES)
@@ -91,7 +91,7 @@ def read_config_shape(path: Path) -> ConfigShape:
 
 
 def model_of(content: dict[str, Any]) -> Any:
-    """transformers' model with weights in bf16, drawn as it draws them."""
+    """A transformers model with bf16 weights, initialised as transformers does."""
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""GGUF files: of random blocks with a model's layers, and of the weights of synthetic checkpoints.
+"""Write GGUF files: random blocks in a model's layout, or the weights of a synthetic checkpoint.
 
 The first kind has Qwen3.5 MoE's architecture in the types of a Q4_K_M file. The second kind has
 matrices in bf16, experts of gpt-oss in MXFP4 as they are, FP8 in blocks as Q8_0, and the rest in
@@ -39,14 +39,14 @@ _BLOCKS = {
     **{"F32": (1, 4), "BF16": (1, 2), "MXFP4": (MXFP4_GROUP, 1 + MXFP4_GROUP // 2)},
     **{"Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)},
 }
-"""Values of a block, and its bytes."""
+"""Values per block, and its bytes."""
 _SCALES = {"Q4_K": (0, 350.0), "Q6_K": (208, 1400.0), "Q8_0": (0, 74.0)}
-"""Where the fp16 number of a block lies, in bytes, and the spread of random codes without it; of
-Q4_K a second one follows."""
+"""Offsets of a block's fp16 scale and the spread of random codes without it; Q4_K has a second
+scale right after it."""
 
 
 class WrittenTensor(NamedTuple):
-    """A tensor of a file: its type, the shape of its values, and what gives its content."""
+    """A tensor of a file: type, shape, and a function that returns its content."""
 
     name: str
     kind: str
@@ -71,11 +71,11 @@ def _write_file(
     metadata: Mapping[str, Any],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes one tensor at a time; the file gets its name when it is complete."""
+    """Write one tensor at a time; rename the file when complete."""
     gguf = importlib.import_module("gguf")
     tensors = list(tensors)
     with write_atomically(target) as file:
-        # The package opens its file by a name.
+        # The package opens files by name.
         writer = gguf.GGUFWriter(f"/proc/self/fd/{file.fileno()}", architecture)
         if "file_type" in metadata:
             metadata = {**metadata, "file_type": gguf.LlamaFileType[metadata["file_type"]]}
@@ -107,7 +107,7 @@ def _write_file(
 
 
 def _add_vocabulary(writer: Any, gguf: Any, tokenizer: Path) -> None:
-    """Adds the tokenizer that `write_tokenizer` wrote, in llama.cpp's words."""
+    """Add the tokenizer of `write_tokenizer` in llama.cpp's format."""
     model, kinds = json.loads(tokenizer.read_text())["model"], gguf.TokenType
     ids = model["vocab"]
     writer.add_tokenizer_model("gpt2")
@@ -140,12 +140,12 @@ class GgufShape:
 
     @property
     def total_bytes(self) -> int:
-        """Of all matrices."""
+        """Bytes of all matrices."""
         every = self._tensors(np.random.default_rng(0))
         return sum(one.num_bytes for one in every if one.kind != "F32")
 
     def write(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-        """Writes file and tokenizer.
+        """Write the file and a tokenizer.
 
         Raises:
             UnsupportedModelError: the `gguf` package is missing.
@@ -159,14 +159,14 @@ class GgufShape:
         _write_file(folder / FILE_NAME, _RANDOM, tokenizer, tensors, metadata, progress)
 
     def write_settings(self, folder: Path) -> None:
-        """Writes the tokenizer, and a configuration by which transformers finds it."""
+        """Write the tokenizer and a configuration that lets transformers find it."""
         write_tokenizer(folder, self.sizes["V"])
         positions = FAMILIES[_RANDOM]["gguf"]["context_length"]
         settings = {"model_type": "gpt2", "n_positions": positions}
         (folder / "config.json").write_text(f"{json.dumps(settings)}\n")
 
     def _dims(self) -> dict[str, Any]:
-        """Sizes with those that follow: Q queries, KV keys, S values and M all of linear layers."""
+        """Sizes with derived ones: Q queries, KV keys, S values and M all of linear layers."""
         of, queries = self.sizes, self.sizes["H"] * self.sizes["d"]
         found = {**of, "L": self.num_layers, "name": self.name, "Q": queries, "2Q": 2 * queries}
         found |= {"KV": of["A"] * of["d"], "S": of["T"] * of["s"], "taps": 4}
@@ -188,7 +188,7 @@ class GgufShape:
 def _numbers(
     scale: str, shift: str, name: str, shape: tuple[int, ...], generator: np.random.Generator
 ) -> np.ndarray:
-    """Norms, routers and what linear attention has in fp32."""
+    """Norms, routers and the fp32 parameters of linear attention."""
     values = generator.standard_normal(shape, dtype=np.float32)
     values *= np.float32(shape[-1] ** -0.5 if scale == "root" else float(scale))
     return -np.exp(values) if name == "ssm_a" else values + np.float32(shift)
@@ -197,7 +197,7 @@ def _numbers(
 def _blocks(
     kind: str, name: str, shape: tuple[int, ...], generator: np.random.Generator
 ) -> np.ndarray:
-    """Random codes, with scales for numbers of a standard deviation of one over the root of K."""
+    """Random codes, scaled to a standard deviation of 1 / sqrt(K)."""
     (values, num_bytes), (place, spread) = _BLOCKS[kind], _SCALES[kind]
     count = math.prod(shape) // values
     blocks = np.frombuffer(generator.bytes(count * num_bytes), np.uint8)
@@ -234,7 +234,8 @@ def write_gguf(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`.
+    """Write the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`. Several
+    processes may do so at once.
 
     Several processes may write it at a time. Needs the `gguf` package (extra `peers`).
 
@@ -255,7 +256,7 @@ def write_gguf(
 
 
 def require_copy(shape: Any) -> None:
-    """Raises `UnsupportedModelError` for what `write_gguf` would refuse."""
+    """Raise `UnsupportedModelError` for shapes that `write_gguf` would refuse."""
     if not isinstance(shape, ModelShape) or facts_of(shape.family)["architecture"] is None:
         raise UnsupportedModelError(f"no GGUF file is made of {shape.name}: give llama_cpp=FILE")
     _require_gguf()
@@ -271,7 +272,7 @@ def _plan(shape: ModelShape, places: Mapping[str, TensorPlace]) -> Iterator[Writ
             full = f"model.layers.{layer}.{key}"
             each = range(shape.num_experts if "{e}" in key else 1)
             keys, names = [full.format(e=expert) for expert in each], names.split(",")
-            # Rows of two take turns in the checkpoint and lie apart in the GGUF file.
+            # Gate and up rows alternate in the checkpoint and are separate in the GGUF file.
             for first, name in enumerate(names):
                 part = slice(first, None, len(names))
                 yield _tensor(f"blk.{layer}.{name}", keys, places, part)
@@ -280,8 +281,8 @@ def _plan(shape: ModelShape, places: Mapping[str, TensorPlace]) -> Iterator[Writ
 def _tensor(
     name: str, keys: list[str], places: Mapping[str, TensorPlace], rows: slice
 ) -> WrittenTensor:
-    """Tensors as they are, or in fp32 where llama.cpp wants that or a checkpoint has FP8; several
-    are stacked. `rows` are taken of rows of experts."""
+    """Tensors unchanged, or in fp32 where llama.cpp requires it or the checkpoint has FP8; several
+    are stacked. `rows` selects rows of experts."""
     if f"{keys[0]}_blocks" in places:
         return _mxfp4(name, places[f"{keys[0]}_blocks"], places[f"{keys[0]}_scales"], rows)
     found, (*lead, last) = [places[key] for key in keys], places[keys[0]].shape
@@ -304,7 +305,7 @@ def _tensor(
 
 
 def _from_fp8(matrix: TensorPlace, scales: TensorPlace) -> np.ndarray:
-    """Codes in E4M3 times the scale of their block of 128 x 128."""
+    """E4M3 codes times the scales of their blocks of 128 x 128."""
     import torch
 
     rows, cols = matrix.shape
@@ -318,7 +319,7 @@ def _from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def _as_q8_0(tensor: WrittenTensor) -> WrittenTensor:
-    """A matrix in Q8_0; what llama.cpp wants in fp32 stays."""
+    """Matrices in Q8_0; tensors that llama.cpp needs in fp32 stay."""
     if tensor.name.endswith(_FLOAT32_PARTS):
         return tensor
 
@@ -343,7 +344,7 @@ def _mxfp4(name: str, codes: TensorPlace, scales: TensorPlace, rows: slice) -> W
     def read() -> np.ndarray:
         blocks = np.empty((num_experts, num_rows, num_groups, _BLOCKS["MXFP4"][1]), np.uint8)
         each = zip(codes.read_bits(), scales.read_bits(), blocks, strict=True)
-        for pairs, exponents, block in each:  # what is written out stays in the cache
+        for pairs, exponents, block in each:  # free the page cache of what is written
             block[..., 0] = exponents[rows]
             low, high = pairs[rows, :, :half], pairs[rows, :, half:]
             block[..., 1::2] = low & 15 | high << 4

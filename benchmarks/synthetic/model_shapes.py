@@ -1,4 +1,4 @@
-"""Shapes of models by name: their tensors, configurations and sizes, from ``families.json``.
+"""Model shapes by name: tensors, configurations and sizes, from ``families.json``.
 
 Attention and expert outputs are scaled down and token embeddings up, so that routing depends on the
 token; a plain random model would route nearly all tokens alike and flatter every cache.
@@ -41,7 +41,7 @@ _SCALES = {"one": None, "std": WEIGHT_STD, "small": SMALL_STD}
 
 
 class StoredPart(NamedTuple):
-    """A tensor of the file, as its header describes it."""
+    """A tensor of the file, as described by its header."""
 
     name: str
     dtype: str
@@ -54,7 +54,7 @@ class StoredPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One weight to write; `std` None stands for a tensor of ones (normalisation weights)."""
+    """A weight to write; `std` None means a tensor of ones (normalisation weights)."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class TensorPlan:
 
 
 def facts_of(family: str) -> dict[str, Any]:
-    """What a family says of itself, over what it is based on."""
+    """The facts of a family, merged over those of its base."""
     own = FAMILIES[family]
     if family == "common":
         return own
@@ -93,8 +93,8 @@ def facts_of(family: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a checkpoint of a family, every block a Mixture of Experts; without heads of keys
-    each query has its own."""
+    """Sizes of a checkpoint in which every block is a Mixture of Experts. Without key heads each
+    query has its own."""
 
     name: str
     num_layers: int
@@ -125,7 +125,7 @@ class ModelShape:
         }
 
     def tensors(self) -> Iterator[TensorPlan]:
-        """Every weight in the order of layers."""
+        """Every weight in layer order."""
         table = (self.vocab_size, self.model_width)
         yield TensorPlan("model.embed_tokens.weight", table, EMBEDDING_STD)
         for layer in range(self.num_layers):
@@ -152,13 +152,13 @@ class ModelShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert, scales and biases included."""
+        """Bytes of one expert, with scales and biases."""
         of_layer = [one.num_bytes for one in self.layer("") if ".experts" in one.name]
         return sum(of_layer) // self.num_experts
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of everything that is not an expert."""
+        """Bytes of everything but the experts."""
         around = 2 * BF16_BYTES * self.vocab_size * self.model_width + BF16_BYTES * self.model_width
         of_layer = [one.num_bytes for one in self.layer("") if ".experts" not in one.name]
         return around + self.num_layers * sum(of_layer)
@@ -168,11 +168,11 @@ class ModelShape:
         return self.num_layers * self.num_experts * self.expert_bytes + self.dense_bytes
 
     def write(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-        """Writes a checkpoint; ``progress`` is called with the bytes written and those in all."""
+        """Write a checkpoint; ``progress`` gets the bytes written and the total."""
         write_checkpoint(self, folder, progress=progress)
 
     def write_settings(self, folder: Path) -> None:
-        """Writes what a checkpoint has beside its weights: configuration and tokenizer."""
+        """Write everything but the weights: configuration and tokenizer."""
         write_tokenizer(folder, self.vocab_size)
         (folder / "config.json").write_text(_as_json(self.config()))
         (folder / "generation_config.json").write_text(_as_json({"do_sample": False}))
@@ -183,7 +183,7 @@ class ModelShape:
 
 
 def filled(table: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of a family, in which ``$D`` and its like are sizes."""
+    """A table of a family with sizes in place of ``$D`` and the like."""
     return {
         key: sizes[value[1:]] if isinstance(value, str) and value[:1] == "$" else value
         for key, value in table.items()
@@ -198,7 +198,7 @@ _MB, _GB = 10**6, 10**9
 
 
 def make_shape(*sizes: Any) -> ModelShape:
-    """A shape from its sizes in the order of ``_SIZES``, the last two where heads share keys."""
+    """A shape from its sizes in the order of ``_SIZES``; the last two only if heads share keys."""
     return ModelShape(**dict(zip(_SIZES, sizes, strict=False)))
 
 
@@ -212,7 +212,7 @@ SHAPES: dict[str, ModelShape] = {
         make_shape("qwen3_moe", "qwen3-30b-a3b", *_QWEN3),
         make_shape("mixtral", "mixtral-8x7b", 32, 8, 2, 4096, 14336, 32, 32000, 5 * _GB, 8, 128),
         make_shape("qwen3_moe_fp8", "qwen3-30b-a3b-fp8", *_QWEN3),
-        # A quarter of the layers: for a machine whose disk has no room for two files of 30 GB.
+        # A quarter of the layers, for disks without room for two files of 30 GB.
         make_shape("qwen3_moe_fp8", "qwen3-30b-a3b-fp8-12-layers", 12, *_QWEN3[1:]),
         make_shape("qwen3_moe_fp8", "qwen3-tiny-fp8", 3, 16, 4, 256, 128, 4, 4096, 3 * _MB, 2, 64),
         make_shape("gpt_oss", "gpt-oss-20b", 24, 32, 4, 2880, 2880, 64, 201088, 5 * _GB, 8, 64),
@@ -240,15 +240,15 @@ TRAINING_SHAPES = {
     "small": LayerSizes(64, 8, 512, 256),
     "300m": LayerSizes(64, 4, 512, 512),
     "qwen3-30b-a3b": LayerSizes(128, 8, 2048, 768),
-    # Of which steps of 8 sequences of 256 tokens have 2,000 tokens an expert: products are the
-    # limit of offloaded training. Steps of 32 tokens of the other have 8: the disk is.
+    # Steps of 8 sequences of 256 tokens give 2,000 tokens per expert of the first: products limit
+    # offloaded training. Steps of 32 tokens give 8 per expert of the second: the disk does.
     "many": LayerSizes(32, 28, 128, 384),
     "few": LayerSizes(16, 4, 256, 1024),
 }
 
 
 def with_layers(shapes: Mapping[str, S], name: str, num_layers: int | None) -> S:
-    """One of some shapes, with fewer layers if wanted, which its name says then."""
+    """A named shape, optionally with fewer layers, which its name then says."""
     require_known("shape", name, tuple(shapes))
     shape = shapes[name]
     if num_layers is not None and not 1 <= num_layers <= shape.num_layers:
@@ -264,10 +264,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def make_parts(plan: TensorPlan, seed: int) -> list[np.ndarray]:
-    """The contents of `plan.parts`; a function of seed and name only, whatever the order."""
+    """The contents of `plan.parts`; depends only on seed and name, not on the order."""
     import torch
 
-    # transformers is imported here: its lazy modules do not bear imports by several threads
+    # transformers' lazy modules cannot be imported by several threads
     store = _fp8() if plan.stored == "fp8" else {"bf16": _bf16, "mxfp4": _mxfp4}[plan.stored]
     rows, cols = math.prod(plan.shape[:-1]), plan.shape[-1]
 
@@ -296,7 +296,7 @@ def _bf16(values: Any) -> tuple[Any]:
 
 
 def _fp8() -> Callable[[Any], tuple[Any, Any]]:
-    """The quantiser of transformers, which needs whole blocks; scales are rounded to bf16."""
+    """transformers' FP8 quantiser, which needs whole blocks; scales are rounded to bf16."""
     from types import SimpleNamespace
 
     from transformers import FineGrainedFP8Config
@@ -327,7 +327,7 @@ def write_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     make: Callable[[TensorPlan, int], Sequence[Any]] = make_parts,
 ) -> None:
-    """Writes the checkpoint of `shape` into `folder`."""
+    """Write the checkpoint of `shape` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     shards = _split_into_shards(list(shape.tensors()), shape.shard_bytes)
     weight_map: dict[str, str] = {}
@@ -363,7 +363,7 @@ def _split_into_shards(plans: list[TensorPlan], shard_bytes: int) -> list[list[T
 
 
 def _safetensors_header(parts: Sequence[StoredPart]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file, and the first byte of each tensor in it."""
+    """The header of a file, and the first byte of each tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
     end = 0
@@ -375,8 +375,8 @@ def _safetensors_header(parts: Sequence[StoredPart]) -> tuple[bytes, dict[str, i
             "data_offsets": [begins[part.name], end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # As the safetensors library does: pad with spaces to a multiple of eight bytes and no more,
-    # so that tensors start where they start in published checkpoints, not at a disk block.
+    # Pad with spaces to a multiple of eight bytes, as safetensors does, so that tensors start where
+    # they do in published checkpoints.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + begin for name, begin in begins.items()}
@@ -388,14 +388,14 @@ def _as_json(content: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor of a file, and its shape."""
+    """The place of a tensor in a file, and its shape."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
 
     def read_bits(self) -> np.ndarray:
-        """The tensor in its shape: bf16 as uint16, codes of a byte as uint8."""
+        """Read the tensor: bf16 as uint16, codes of one byte as uint8."""
         import torch
 
         with safe_open(self.path, framework="pt") as file:
@@ -404,7 +404,7 @@ class TensorPlace:
 
 
 def locate_tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Maps every tensor name of the sharded checkpoint in `folder` to its place."""
+    """The place of every tensor of the sharded checkpoint in `folder`, by name."""
     weight_map: dict[str, str] = json.loads((folder / INDEX_NAME).read_text())["weight_map"]
     places: dict[str, TensorPlace] = {}
     for path in sorted({folder / name for name in weight_map.values()}):

@@ -1,4 +1,4 @@
-"""The checkpoint of a named shape in the user's cache folder: removed after a run, or kept."""
+"""The checkpoint of a named shape in the user's cache folder, removed after a run or kept."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,20 +26,20 @@ from moe_runtime.files import (
     write_text,
 )
 
-# What stays free of the disk, and never more than the files themselves.
+# Free space to leave on the disk, at most the size of the files.
 _SPARE_BYTES = 2 << 30
 _LINES = 10
-"""Lines of progress of a file."""
+"""Lines of progress for a file."""
 
 _MARK = "shape.json"
-"""Written last: what the files beside it are."""
+"""Written last: describes the files in the folder."""
 
 Say = Callable[[str], None]
 Shape = ModelShape | ConfigShape | GgufShape
 
 
 class ShapeFiles(NamedTuple):
-    """Where a model lies: as a folder of safetensors, and the same weights as a GGUF file."""
+    """A model as a folder of safetensors files, and the same weights as a GGUF file."""
 
     checkpoint: Path
     gguf: Path
@@ -53,7 +53,7 @@ def shapes_folder() -> Path:
 def shape_checkpoint(
     shape: Shape, folder: Path, *, keep: bool, needs_gguf: bool, say: Say
 ) -> Iterator[ShapeFiles]:
-    """The files of a shape, which are there within the block."""
+    """The files of a shape, which exist within the block."""
     place = folder / shape.name
     kept = _files_in(place)
     needs_copy = needs_gguf and not kept.gguf.is_file()
@@ -82,7 +82,7 @@ def shape_checkpoint(
 def _write_missing(
     shape: Shape, kept: ShapeFiles, new: ShapeFiles, *, needs_gguf: bool, say: Say
 ) -> ShapeFiles:
-    """Writes what is not kept yet; says where each file lies now."""
+    """Write the missing files; return where each file is."""
     has_checkpoint, has_gguf = _is_complete(shape, kept.checkpoint), kept.gguf.is_file()
     files = ShapeFiles(
         (kept if has_checkpoint else new).checkpoint, (kept if has_gguf else new).gguf
@@ -104,7 +104,7 @@ def _write_missing(
 
 
 def _made_of(shape: Shape, folder: Path) -> str:
-    """The shape, and its files with their sizes; with digests where they are no weights."""
+    """The shape and the sizes of its files, with digests of all but weights."""
     files = sorted(one for one in folder.glob("*") if one.is_file() and one.name != _MARK)
     plain = [one.suffix == ".json" and digest(one.read_bytes()) for one in files]
     sizes = [(one.name, one.stat().st_size) for one in files]
@@ -122,7 +122,7 @@ def _files_in(place: Path) -> ShapeFiles:
 
 @contextmanager
 def _removed_after(place: Path) -> Iterator[Path]:
-    """A folder of this run; were the process killed, the next one would remove it."""
+    """A folder of this run. If the process is killed, the next run removes it."""
     folder = partial_name(place)
     with new_held_folder(folder, place):
         try:
@@ -142,7 +142,7 @@ def _require_room(folder: Path, num_bytes: int, name: str) -> None:
 
 
 def _progress(say: Say, what: str) -> Callable[[int, int], None]:
-    """Says about every tenth how much is written."""
+    """Report progress about every tenth."""
     said = 0
 
     def progress(done: int, total: int) -> None:

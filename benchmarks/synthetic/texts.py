@@ -1,4 +1,4 @@
-"""The text that systems are asked, Python's language reference, and a tokenizer of it.
+"""The text of benchmark prompts, Python's language reference, and a tokenizer trained on it.
 
 Texts are cut as a published tokenizer of English would cut them; unused ids fill the vocabulary.
 """
@@ -20,9 +20,9 @@ def language_reference() -> str:
 
 
 def cut_prompts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[list[int]]:
-    """Prompts of equal length, one after another from the language reference."""
+    """Prompts of equal length, consecutive parts of the language reference."""
     wanted = num_prompts * num_tokens
-    # No token of a text in English is as long as 40 characters on average.
+    # English tokens have fewer than 40 characters on average.
     ids = tokenizer(language_reference()[: 40 * wanted], add_special_tokens=False)["input_ids"]
     if len(ids) < wanted:
         raise ValueError(
@@ -33,7 +33,7 @@ def cut_prompts(tokenizer: Any, num_prompts: int, num_tokens: int) -> list[list[
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json`; the end of a text has the last id."""
+    """Write `tokenizer.json` and `tokenizer_config.json`; the last id is the end of a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab, merges = _learned(vocab_size - 1)
@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 @cache
 def _learned(vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary and merges of byte pairs learned from the language reference."""
+    """The vocabulary and byte-pair merges learned from the language reference."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Block-sparse matrix products: sampled dense-dense, and sparse-dense either way round."""
+"""Block-sparse products: sampled dense-dense (`sdd`), and sparse-dense both ways (`dsd`, `dds`)."""
 
 from moe_runtime.kernels.block_sparse.op import dds, dsd, sdd
 from moe_runtime.kernels.block_sparse.topology import (

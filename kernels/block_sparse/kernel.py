@@ -1,8 +1,7 @@
 """Triton kernels of the block-sparse products, and their launchers.
 
-Strips may be short: rows and columns past the end of one are stored as zeros, never read from a
-dense operand and never written to a dense result. No atomics: every value is summed by one program
-in one order. Addresses are 64-bit.
+Strips may be short: rows and columns past their end are stored as zeros, and never read from or
+written to dense matrices. No atomics: one program sums a value in one order. Addresses are 64-bit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def block_sparse_sdd(
     GATHER_DIVISOR: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`values[block] = a[rows of the block] @ b[:, its columns]`; zeros where none is.
+    """`values[block] = a[rows of the block] @ b[:, its columns]`; zeros past the ends of strips.
 
     GATHER_DIVISOR is 0 for row r of `a`, else the row is `order[r] // GATHER_DIVISOR`.
     """
@@ -41,13 +40,13 @@ def block_sparse_sdd(
     strip = tl.load(row_of_block_ptr + block)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    # A block of no strip is summed over nothing, and no row of it is stored as anything but zero.
+    # a block of no strip sums over nothing and stores zeros
     dim_k = tl.where(strip < 0, 0, dim_k)
     strip = tl.maximum(strip, 0)
     row_end = tl.load(row_end_ptr + strip)
     rows = tl.load(row_first_ptr + strip) + offs_m
     mask_m = (rows < row_end) & (dim_k > 0)
-    # Rows past the end repeat the last one: loads need no mask.
+    # rows past the end repeat the last one: loads need no mask
     rows = tl.maximum(tl.minimum(rows, row_end - 1), 0)
     if GATHER_DIVISOR > 0:
         rows = tl.load(order_ptr + rows) // GATHER_DIVISOR
@@ -94,9 +93,9 @@ def block_sparse_dsd(
 ):  # fmt: skip
     """`out[own strip] = sum over its blocks of values[block] @ b[strip across]`.
 
-    Own strips are those of rows, or of columns where the matrix is transposed; then a value's
-    neighbours in memory lie along the own side. A strip without blocks gets zeros from the same
-    loop, run no times. GATHER_DIVISOR as in `block_sparse_sdd`, for the rows of `b`.
+    Own strips are those of rows, or of columns of a transposed matrix, whose values are then
+    contiguous along the own side. A strip without blocks gets zeros from the same loop.
+    GATHER_DIVISOR as in `block_sparse_sdd`, for the rows of `b`.
     """
     STEPS: tl.constexpr = BLOCK_ACROSS // BLOCK_K
     strip, tile_n = tile_of_program(num_strips, tl.cdiv(dim_n, BLOCK_N), GROUP_M)
@@ -108,7 +107,7 @@ def block_sparse_dsd(
     offs_k = tl.arange(0, BLOCK_K)
     columns = offs_n.to(tl.int64)[None, :] * stride_bn
     acc = tl.zeros([BLOCK_OWN, BLOCK_N], dtype=tl.float32)
-    # Where the next block is is known one step ahead, so that no load waits for another one.
+    # the next block's place is loaded one step ahead, so that no load waits for another
     block, first, end = _place(
         block_ptr, first_across_ptr, end_across_ptr, first_place, end_place, IS_TRANSPOSED
     )
@@ -129,13 +128,13 @@ def block_sparse_dsd(
             rows = tl.load(order_ptr + rows, mask=mask_k, other=0) // GATHER_DIVISOR
         mask_b = mask_k[:, None] if EVEN_N else mask_k[:, None] & mask_n
         b = tl.load(b_ptr + rows[:, None] * stride_bk + columns, mask=mask_b, other=0.0)
-        # What an activation makes of the zeros past a strip's end need not be a number.
+        # an activation of the zeros past a strip's end may be NaN
         if IS_TRANSPOSED:
             ptrs = block_ptrs + across[:, None] * stride_va + offs_m[None, :] * stride_vo
             values = tl.trans(tl.load(ptrs, mask=mask_k[:, None], other=0.0))
         else:
             ptrs = block_ptrs + offs_m[:, None] * stride_vo + across[None, :] * stride_va
-            # Chosen after the load: a mask along neighbours would split it into single elements.
+            # chosen after the load: a mask along neighbours would split it into single elements
             values = tl.load(ptrs)
             if not IS_FULL_ACROSS:
                 values = tl.where(mask_k[None, :], values, 0.0)
@@ -149,9 +148,9 @@ def block_sparse_dsd(
 def choose_tile(block_m: int, block_n: int, x: Tensor, device: GpuLimits | None = None) -> Tile:
     """The tile of a product: as large as the block, as deep as the shared memory allows."""
     block_k = 32 if x.dtype == torch.float32 else 64
-    # Sums that fill the registers of four warps at 16 bits; at 32, operands need some of them too.
+    # at 16 bits sums fill the registers of four warps; at 32, operands need registers too
     num_warps = 8 if block_m * block_n * x.element_size() > 64 * 128 * 2 else 4
-    # With three stages two programs of square tiles share a multiprocessor.
+    # with three stages two programs of square tiles share a multiprocessor
     tile = Tile(block_m, block_n, block_k, num_warps, 3 if block_m == block_n == 128 else 4)
     return tile.fitted(x.element_size(), device or describe_device(x.device))
 
@@ -159,8 +158,8 @@ def choose_tile(block_m: int, block_n: int, x: Tensor, device: GpuLimits | None 
 def choose_dsd_tile(block_m: int, x: Tensor, device: GpuLimits | None = None) -> Tile:
     """The tile of a product with the sparse matrix on the left.
 
-    Before Hopper operands reach the matrix units through registers, which a transposed block takes
-    more of: fewer columns.
+    Before Hopper operands reach the matrix units through registers, and a transposed block takes
+    more of them: fewer columns.
     """
     device = device or describe_device(x.device)
     wide = 256 if block_m == 128 and x.element_size() == 2 else 128
@@ -172,7 +171,7 @@ def choose_dsd_tile(block_m: int, x: Tensor, device: GpuLimits | None = None) ->
 
 
 def _gathering(topology: BlockTopology, gather: Gather | None) -> dict[str, Any]:
-    """Which rows a kernel reads; any tensor where it reads them in order."""
+    """Kernel arguments for gathered rows; any tensor if rows are read in order."""
     if gather is None:
         return {"order_ptr": topology.launch_order_B, "GATHER_DIVISOR": 0}
     return {"order_ptr": gather.sorted_tokens.order_R, "GATHER_DIVISOR": gather.num_choices}
@@ -188,7 +187,7 @@ def launch_sdd(
 ) -> Tensor:
     """The values of `a @ b` in the topology's blocks, `[B, block_rows, block_columns]`.
 
-    `a` is `[R, K]`, or `[T, K]` where rows are gathered.
+    `a` is `[R, K]`, or `[T, K]` if rows are gathered.
     """
     values = torch.empty(topology.values_shape, dtype=a.dtype, device=a.device)
     if not values.numel():

@@ -1,8 +1,8 @@
-"""`sdd`, `dsd` and `dds`: validation and choice of the implementation.
+"""`sdd`, `dsd` and `dds`: block-sparse products.
 
-The letters say, as in MegaBlocks (Gale et al., 2022), what result, left and right operand are:
-sparse (S) or dense (D). Shape suffixes: T tokens, R rows and N columns of the sparse matrix, K and
-D other dimensions, B stored blocks.
+The letters, as in MegaBlocks (Gale et al., 2022), are the result, left and right operand: sparse
+(S) or dense (D). Shape suffixes: T tokens, R rows and N columns of the sparse matrix, K and D other
+dimensions, B stored blocks, M rows and J columns of a block.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
 
 def to_dense(values_BMJ: Tensor, topology: BlockTopology) -> Tensor:
-    """The matrix `[R, N]` of these values, zero where no block is stored."""
+    """The matrix `[R, N]` of these values, zero outside the blocks."""
     rows_BM, columns_BJ = _indices(topology)
     dense = values_BMJ.new_zeros(topology.num_rows + 1, topology.num_columns + 1)
     places = (rows_BM[:, :, None], columns_BJ[:, None, :])
-    # Only the row and the column of padding are written more than once.
+    # only the row and the column of padding are written more than once
     return dense.index_put(places, values_BMJ)[:-1, :-1]
 
 
@@ -52,7 +52,7 @@ def dsd_reference(
 
 
 def _indices(topology: BlockTopology) -> tuple[Tensor, Tensor]:
-    """Rows `[B, M]` and columns `[B, J]` of each block; R and N where there is none."""
+    """Rows `[B, M]` and columns `[B, J]` of each block; R and N outside."""
     is_block = topology.row_of_block_B >= 0
     strip_B = topology.row_of_block_B.clamp(min=0).long()
     rows = topology.rows
@@ -69,9 +69,9 @@ def _indices(topology: BlockTopology) -> tuple[Tensor, Tensor]:
 
 
 class Rectangle(NamedTuple):
-    """Blocks that lie side by side in the matrix and one after the other in memory.
+    """Blocks that are side by side in the matrix and consecutive in memory.
 
-    Where in the matrix (`rows`, `columns`), where in the values (`blocks`), and how many strips.
+    Their `rows` and `columns` in the matrix, `blocks` in the values, and number of strips.
     """
 
     rows: slice
@@ -98,8 +98,8 @@ class Rectangle(NamedTuple):
 def rectangles(topology: BlockTopology) -> list[Rectangle]:
     """The rectangles of a topology, from top to bottom; copies its lists to the host.
 
-    Neighbouring strips with the same columns are taken together, so that a layer of experts is one
-    product an expert, whatever the block size.
+    Neighbouring strips with the same columns are merged, so that a layer takes one product per
+    expert.
     """
     found: list[Rectangle] = []
     for new in _runs(topology):
@@ -123,14 +123,14 @@ def rectangles(topology: BlockTopology) -> list[Rectangle]:
 
 
 def _runs(topology: BlockTopology) -> Iterator[Rectangle]:
-    """The blocks of each strip of rows, cut where the next one is not beside the one before."""
+    """The blocks of each strip of rows, split where consecutive blocks are not adjacent."""
     strips = topology.rows
     lists = (strips.first, strips.end, strips.offsets[:-1], strips.offsets[1:])
     first_column, end_column = strips.first_across.tolist(), strips.end_across.tolist()
     for first, end, begin, stop in zip(*(x.tolist() for x in lists), strict=True):
         start = begin
         for place in range(begin, stop):
-            # Only a full strip of columns may have a neighbour in the same dense row.
+            # only a full strip of columns may have a neighbour in the same dense row
             continues = (
                 place + 1 < stop
                 and first_column[place] + topology.block_columns == end_column[place]
@@ -205,9 +205,9 @@ def _dsd(
     return launch_dsd(values.contiguous(), b, topology, out=out, **how)
 
 
-# Each gradient is one of the same two products. With `s = sdd(a, b)`: `da = ds @ b.T` and
-# `db = (ds.T @ a).T`. With `y = s @ b`: `ds = sdd(dy, b.T)` and `db = s.T @ dy`; with
-# `y = s.T @ b`: `ds = sdd(b, dy.T)` and `db = s @ dy`.
+# Gradients are the same two products. With `s = sdd(a, b)`: `da = ds @ b.T`, `db = (ds.T @ a).T`.
+# With `y = s @ b`: `ds = sdd(dy, b.T)`, `db = s.T @ dy`; with `y = s.T @ b`: `ds = sdd(b, dy.T)`,
+# `db = s @ dy`.
 class _Sdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b_KN: Tensor, *rest: Any) -> Tensor:
@@ -265,26 +265,26 @@ def sdd(
     gathers_choices: int = 0,
     impl: BlockSparseImpl = "auto",
 ) -> Tensor:
-    """Sampled dense-dense: the blocks of `a @ b` that the topology has, and no others.
+    """Sampled dense-dense: the topology's blocks of `a @ b`.
 
     Differentiable in both operands, without atomics: the same bits in every run.
 
     Args:
-        a: `[R, K]`; with `gathers_choices` `[T, K]` in token order, gathered while it is read.
-        b_KN: `[K, N]`, any strides.
+        a: `[R, K]`; with `gathers_choices` `[T, K]` in token order.
+        b_KN: Any strides.
         topology: The blocks of the `[R, N]` result.
         sorted_tokens: The order of the rows, needed to gather.
-        gathers_choices: Choices of a token, if rows are gathered.
-        impl: `triton` needs a GPU; `torch` is the CPU path, one product a rectangle of blocks, in
-            the dtype of `a`; `reference` is the specification, in fp32 (fp64 for fp64). `auto` is
-            `triton` on a GPU and `torch` elsewhere.
+        gathers_choices: Choices of a token if rows are gathered, else 0.
+        impl: `triton` needs a GPU; `torch` is the CPU path, one product per rectangle of blocks, in
+            the dtype of `a`; `reference` is the specification, in fp32 (fp64 for fp64). `auto`
+            chooses by device.
 
     Returns:
         Values `[B, block_rows, block_columns]`, zero past the ends of strips.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not belong together, or `impl` cannot run here.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        ValueError: Shapes, dtypes or devices do not fit, or `impl` cannot run here.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     chosen = resolve_impl(impl, a.device, IMPLS)
     gather = _gather(a, topology, sorted_tokens, gathers_choices)
@@ -308,18 +308,18 @@ def dsd(
     is_transposed: bool = False,
     impl: BlockSparseImpl = "auto",
 ) -> Tensor:
-    """Dense from sparse times dense: `s @ b`, or `s.T @ b`. Differentiable as `sdd` is.
+    """Dense from sparse times dense: `s @ b`, or `s.T @ b`. Differentiable like `sdd`.
 
     Args:
-        values: `[B, block_rows, block_columns]`: the blocks of `s`. What lies past the ends of
-            strips and in unused blocks has no effect.
+        values: `[B, block_rows, block_columns]`: the blocks of `s`; contents past the ends of
+            strips and of unused blocks have no effect.
         b: `[N, D]`, or `[R, D]` if `is_transposed`; any strides.
         topology: The blocks of `s`.
-        is_transposed: Whether the transposed matrix is multiplied; no value is moved for it.
-        impl: As in `sdd`, and so the errors.
+        is_transposed: Multiplies the transposed matrix without moving values.
+        impl: As in `sdd`, like the errors.
 
     Returns:
-        `[R, D]`, or `[N, D]` if `is_transposed`; zero in rows that have no block.
+        `[R, D]`, or `[N, D]` if `is_transposed`; zero in rows without a block.
     """
     chosen = resolve_impl(impl, values.device, IMPLS)
     summed = topology.num_rows if is_transposed else topology.num_columns
@@ -342,8 +342,8 @@ def dds(
 ) -> Tensor:
     """Dense from dense times sparse: `a @ s`, or `a @ s.T`, as the transpose of a `dsd`.
 
-    `a` is `[D, R]`, or `[D, N]` if `is_transposed`, at any strides; the result, `[D, N]` or
-    `[D, R]`, is a transposed view. The rest is as in `dsd`.
+    `a` is `[D, R]`, or `[D, N]` if `is_transposed`, at any strides; the result, `[D, N]` or `[D,
+    R]`, is a transposed view.
     """
     if a.ndim != 2:
         raise ValueError(f"a must have two dimensions, got {list(a.shape)}")

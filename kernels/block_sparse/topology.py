@@ -1,11 +1,9 @@
-"""Which blocks of a matrix are stored, listed by rows and by columns, in device memory.
+"""The stored blocks of a matrix, listed by rows and by columns, on the device.
 
-The matrix is cut along its rows and along its columns into strips that need not be full: the last
-strip of an expert's rows, or of its columns, is as short as it is, so nothing is padded in any
-dense matrix. A block is where two strips cross; those that exist are stored one after the other by
-rows, and a second list names the same blocks by columns, so that a product with the transposed
-matrix moves no values: the hybrid of blocked CSR and COO with transposed indices of MegaBlocks
-(Gale et al., 2022).
+Rows and columns are cut into strips; an expert's last strip is as short as it must be, so no dense
+matrix is padded. A block is where two strips cross. Blocks are stored by rows, and a second list
+names them by columns, so that a transposed product moves no values: the hybrid blocked CSR and COO
+with transposed indices of MegaBlocks (Gale et al., 2022).
 
 Shape suffixes: R rows, N columns, E experts, G strips of rows, C strips of columns, B blocks.
 """
@@ -21,8 +19,7 @@ from torch import Tensor
 from moe_runtime.kernels.grouped_gemm.columns import ExpertColumns, check_block
 from moe_runtime.kernels.token_sort import SortedTokens
 
-# Strips of rows that go over a strip of columns while its operand lies in the cache.
-_BAND = 8
+_BAND = 8  # strips of rows that use a strip of columns while it is cached
 
 
 class Strips(NamedTuple):
@@ -31,7 +28,7 @@ class Strips(NamedTuple):
     Attributes:
         first: First row (or column) of each strip, int64; `end`: the one after its last.
         offsets: Strip g has places `offsets[g]` to `offsets[g + 1]` of the lists below; int32.
-        block: Where the block of each place is stored, int32; None if in the same place.
+        block: Stored block of each place, int32; None if they are the same.
         first_across: First column (row) of the block of each place, int64, and `end_across`.
     """
 
@@ -56,7 +53,7 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockTopology:
-    """The blocks of an `[R, N]` matrix that exist. Values are `[B, block_rows, block_columns]`.
+    """The stored blocks of an `[R, N]` matrix. Values are `[B, block_rows, block_columns]`.
 
     Attributes:
         block_rows: Most rows of a strip.
@@ -64,8 +61,8 @@ class BlockTopology:
         has_full_columns: Whether every strip of columns is full.
         rows: Strips of rows; block i of the list is stored in place i.
         columns: Strips of columns.
-        row_of_block_B: Strip of rows of each stored block, int32; -1 for room that no block needs.
-        launch_order_B: The blocks in an order that reuses what both operands bring to the cache.
+        row_of_block_B: Strip of rows of each stored block, int32; -1 for unused room.
+        launch_order_B: The blocks in an order that reuses cached operands.
     """
 
     num_rows: int
@@ -80,7 +77,7 @@ class BlockTopology:
 
     @property
     def num_blocks(self) -> int:
-        """Stored blocks, those that no entry of the matrix needs among them."""
+        """Stored blocks, including unused room."""
         return len(self.row_of_block_B)
 
     @property
@@ -92,7 +89,7 @@ class BlockTopology:
         return self.num_blocks, self.block_rows, self.block_columns
 
     def trimmed(self) -> BlockTopology:
-        """The same blocks without room for more. Waits for the device to learn how many there are.
+        """The same blocks without unused room; waits for the device to learn their number.
 
         Without it there is room for the worst case, every row on the widest expert.
         """
@@ -122,8 +119,7 @@ def expert_topology(
     Made on the device from the token counts; the host does not wait.
 
     Args:
-        offsets_E1: `[E + 1]` int64 first row of each expert, as `token_sort` gives them.
-        columns: The experts' columns.
+        offsets_E1: int64 first row of each expert, as `token_sort` gives them.
         num_rows: R; rows from the last offset on have no block.
         block_rows: Most rows of a strip.
 
@@ -139,13 +135,13 @@ def expert_topology(
         )
     if device != columns.first.device:
         raise ValueError(f"offsets are on {device}, columns on {columns.first.device}")
-    # The rows without an expert are one more expert, with no columns.
+    # rows without an expert form one more expert, with no columns
     row_ends = torch.cat([offsets_E1[1:], offsets_E1.new_full((1,), num_rows)])
     row_begins = torch.cat([offsets_E1[:-1], offsets_E1[-1:]])
     tiles = (row_ends - row_begins + block_rows - 1) // block_rows
     last_tile = tiles.cumsum(0)
 
-    # Every expert may end with a short strip, and so may the rows without an expert.
+    # every expert may end with a short strip, and so may the rows without an expert
     strip_G = torch.arange(min(num_rows, num_rows // block_rows + num_experts + 1), device=device)
     expert_G = torch.searchsorted(last_tile, strip_G, right=True)
     is_used = expert_G <= num_experts
@@ -156,7 +152,7 @@ def expert_topology(
     across = torch.nn.functional.pad(columns.strips_E, (0, 1))
     tiles_of_column = tiles[:-1].repeat_interleave(columns.strips_E, output_size=len(columns.first))
 
-    # Both orders keep an expert's blocks together: it has the same places in either.
+    # both orders keep an expert's blocks together, at the same places
     blocks = tiles[:-1] * columns.strips_E
     last_block = blocks.cumsum(0)
     place_B = torch.arange(columns.most_blocks(num_rows, block_rows), device=device)

@@ -1,8 +1,7 @@
 """Triton kernels of `combine` and their launchers.
 
 Forward: one program per token and slice of D adds the token's K rows in order. Backward: one
-program per row; it alone writes the row's gradient and the gradient of its gate weight, so nothing
-needs atomics.
+program per row writes the row's gradient and its gate weight's, so nothing needs atomics.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _combine_bwd(
         offs_g = offs_d.to(tl.int64) * stride_gd
         dout = tl.load(dout_ptr + token * stride_gt + offs_g, mask=mask, other=0.0).to(tl.float32)
         if NEEDS_DY:
-            # Rows without an expert get zeros: their dout was masked.
+            # rows without an expert get zeros
             dy = tl.where(is_real, dout * weight, 0.0)
             tl.store(dy_ptr + row * stride_dyr + offs_d, dy, mask=offs_d < dim)
         if NEEDS_DWEIGHTS:
@@ -108,7 +107,7 @@ def launch_combine_bwd(
     needs_dy: bool,
     needs_dweights: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`(dy_RD, dweights_TK)` in the dtypes of what they are gradients of; None where not needed."""
+    """`(dy_RD, dweights_TK)` in the dtypes of `y` and the weights; None if not needed."""
     num_rows_all, dim = y_RD.shape
     dy_RD = torch.empty_like(y_RD) if needs_dy else None
     dweights = None

@@ -1,4 +1,4 @@
-"""`combine` and `combine_assignments`: validation, specification, choice of the implementation.
+"""`combine` and `combine_assignments`: the weighted sums of expert outputs.
 
 Shape suffixes: T tokens, K choices a token, D model, E experts, R = T*K routed rows.
 """
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NEEDS_TORCH,
     STATUS_NO_MEMORY,
+    kernel_problem,
     native_library,
-    needs_torch,
     require_native,
 )
 from moe_runtime.kernels.operands import check_choice, precise_dtype
@@ -25,10 +24,8 @@ from moe_runtime.kernels.triton_support import resolve_impl
 CombineImpl = Literal["auto", "triton", "torch", "reference"]
 IMPLS: tuple[CombineImpl, ...] = ("auto", "triton", "torch", "reference")
 AssignmentsImpl = Literal["auto", "native", "reference"]
-MAX_CHOICES = 1024
-"""Most experts a token of the C kernel, which keeps their weights on the stack."""
-# Tokens summed at once in plain torch, which copies their rows in fp32.
-_TOKENS_PER_PRODUCT = 256
+MAX_CHOICES = 1024  # of a token in the C kernel, which keeps their weights on the stack
+_TOKENS_PER_PRODUCT = 256  # in torch, which copies their rows in fp32
 
 
 def combine(
@@ -42,24 +39,22 @@ def combine(
     """Adds up the expert outputs of each token, weighted by its gate.
 
     `out[t] = sum_k weights[t, k] * y[row of assignment t * K + k]`, over the assignments that have
-    an expert, in order of k with sums in fp32. No atomics: the same bits in every run.
-    Differentiable in `y` and in the weights; gradients of assignments and rows without an expert
-    are zero.
+    an expert, in order of k with fp32 sums. No atomics: the same bits in every run. Differentiable
+    in `y` and the weights; gradients of assignments and rows without an expert are zero.
 
     Args:
-        y_RD: `[R, D]`, rows in the order of `sorted_tokens`. Rows past the last real one may hold
-            anything.
-        weights_TK: `[T, K]` in any floating dtype, or None for weights of 1.
+        y_RD: Rows in the order of `sorted_tokens`; rows past the last real one may hold anything.
+        weights_TK: Any floating dtype, or None for weights of 1.
         sorted_tokens: Of the same ids.
-        num_choices: K, needed when `weights_TK` is None.
+        num_choices: K, needed if `weights_TK` is None.
         impl: As in `token_sort`.
 
     Returns:
         `[T, D]` in the dtype of `y`.
 
     Raises:
-        ValueError: Shapes do not belong together, or `impl` cannot run here.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        ValueError: Shapes do not fit, or `impl` cannot run here.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     if weights_TK is not None:
         if weights_TK.ndim != 2:
@@ -97,8 +92,8 @@ def combine_reference(
 ) -> Tensor:
     """The specification of `combine`: `[T, D]`, in order of k, differentiable.
 
-    Sums are kept in fp32 (fp64 for fp64) and rounded once. A slot whose row is not below `num_rows`
-    adds nothing, whatever its weight and whatever lies in `y` there.
+    Sums are in fp32 (fp64 for fp64) and rounded once. A slot whose row is not below `num_rows` adds
+    nothing, whatever its weight and its row of `y`.
     """
     precise = precise_dtype(y_RD)
     num_tokens, num_choices = inverse_TK.shape
@@ -107,7 +102,7 @@ def combine_reference(
         is_real = (inverse_TK[:, k] < num_rows)[:, None]
         rows_TD = y_RD[inverse_TK[:, k]].to(precise)
         if weights_TK is not None:
-            # Chosen before the product: what was never written may be infinite, and 0 * inf is NaN.
+            # chosen before the product: unwritten rows may be infinite, and 0 * inf is NaN
             rows_TD = torch.where(is_real, rows_TD, 0)
             rows_TD = rows_TD * weights_TK[:, k, None].to(precise)
         total = total + torch.where(is_real, rows_TD, 0)
@@ -117,21 +112,20 @@ def combine_reference(
 def combine_assignments(
     y_RD: Tensor, weights_TK: Tensor, *, impl: AssignmentsImpl = "auto"
 ) -> Tensor:
-    """`combine` of rows that lie in the order of choices, without Triton.
+    """`combine` of rows in the order of choices, without Triton.
 
-    `out[t] = sum_k weights[t, k] * y[t * K + k]` with sums in fp32, rounded once.
+    `out[t] = sum_k weights[t, k] * y[t * K + k]` with fp32 sums, rounded once.
 
     Args:
         y_RD: `[T * K, D]`.
-        weights_TK: `[T, K]` in any floating dtype.
-        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
-            the native one where it is able. A named implementation never falls back.
+        weights_TK: Any floating dtype.
+        impl: `native` (C, CPU, inference only), `reference` (torch), or `auto`: native if possible.
 
     Returns:
         `[T, D]` in the dtype of `y`.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     if weights_TK.ndim != 2 or y_RD.ndim != 2 or y_RD.shape[0] != weights_TK.numel():
@@ -160,7 +154,7 @@ def combine_assignments(
 
 
 def combine_assignments_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
-    """The specification of `combine_assignments`, in plain torch; in fp64 when `y` is fp64."""
+    """The specification of `combine_assignments` in torch; in fp64 if `y` is fp64."""
     wide = precise_dtype(y_RD)
     num_choices = weights_TK.shape[1]
     parts = zip(
@@ -177,12 +171,6 @@ def combine_assignments_reference(y_RD: Tensor, weights_TK: Tensor) -> Tensor:
 
 def _native_problem(y: Tensor, weights: Tensor) -> str | None:
     """Why the C kernel cannot take these, or None."""
-    if not (y.is_cpu and weights.is_cpu):
-        return f"it needs CPU tensors, got {y.device} and {weights.device}"
-    if y.dtype not in DTYPE_CODES or weights.dtype not in DTYPE_CODES:
-        return f"it knows fp32, bf16 and fp16, got {y.dtype} and {weights.dtype}"
     if not 0 < weights.shape[1] <= MAX_CHOICES:
         return f"it takes 1 to {MAX_CHOICES} choices a token, got {weights.shape[1]}"
-    if needs_torch(y, weights):
-        return NEEDS_TORCH
-    return None
+    return kernel_problem(y, weights)

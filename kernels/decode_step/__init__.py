@@ -1,1 +1,1 @@
-"""What layers do for one token of each sequence, or a few: a file an operation, or `prepared`."""
+"""Operations of one token (or a few) per sequence: one file each; `prepared` has linear layers."""

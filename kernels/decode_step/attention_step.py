@@ -1,10 +1,10 @@
 """`attention_step`: an attention layer for one new token of each sequence.
 
-`attention_heads` is its part between the products and the scores, for whole sequences.
+`attention_heads` is the part before the scores, for whole sequences.
 
-Shape suffixes: B sequences, D model, N values of a row of queries, keys and values, M mixed ones,
-R turned values of a head, H query heads, G key heads, S tokens, K key width, V value width,
-T tokens of a sequence, Q values of all queries.
+Shape suffixes: B sequences, T tokens of a sequence, D model, N values of a row of queries, keys
+and values, R rotated values of a head, H query heads, G key heads, S cached tokens, K key width,
+V value width, Q values of all queries, M attention outputs of all heads.
 """
 
 from __future__ import annotations
@@ -42,12 +42,9 @@ _PLACE = struct.Struct("10q").pack
 
 
 class RowNorm(NamedTuple):
-    """A root-mean-square normalisation of queries or keys, before they are turned.
+    """RMS normalisation of queries or keys before the rotary embedding.
 
-    Attributes:
-        weight: As long as a head, which it then normalises, or as all heads together.
-        eps: Added to the mean of squares.
-        form: As of `rms_norm`.
+    `weight` has the width of a head (each head is normalised), or of all heads together.
     """
 
     weight: Tensor
@@ -57,25 +54,22 @@ class RowNorm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionWeights:
-    """The weights of an attention layer, with the C struct that the native kernel reads.
+    """The weights of an attention layer, and the C struct that the native kernel reads.
 
-    It remembers addresses: make it once for a place in memory, anew when the place changes.
+    The struct holds addresses: make a new object when a weight moves.
 
     Attributes:
-        qkv: `[N, D]`, the rows of all queries, then keys, then values, one head after another; it
-            may be quantised, and so may the output weights.
-        output: `[D, M]`, M the values of all query heads.
+        qkv: `[N, D]`: queries of all heads, then keys, then values. May be quantised, like
+            `output`.
+        output: `[D, M]`.
         qkv_bias: `[N]` or None.
         output_bias: `[D]` or None.
-        q_norm: Normalises queries, or None.
-        k_norm: Normalises keys, or None.
         num_heads: Query heads, a multiple of `num_key_heads`.
         scale: Factor of the scores.
-        sinks: `[num_heads]`, a further score of each query head whose weight is left out, or None.
-        pairs_share: Whether cosines and sines come once for the two values of a pair.
-        dtype: Of all tensors.
+        sinks: `[num_heads]`: an extra score per query head, which only adds to the softmax's sum.
+        pairs_share: Cosines and sines are given once for both values of a rotated pair.
         num_queries: Values of all queries of a token.
-        c_struct: The C struct `AttentionLayer`, or None when the kernel cannot use these weights.
+        c_struct: The C struct `AttentionLayer`; None if the kernel cannot use these weights.
     """
 
     qkv: Tensor
@@ -96,7 +90,7 @@ class AttentionWeights:
     c_struct: bytes | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError where shapes or dtypes do not belong together."""
+        """Raises ValueError if shapes or dtypes do not fit together."""
         object.__setattr__(self, "dtype", self.qkv.dtype)
         object.__setattr__(self, "num_queries", self.num_heads * self.key_dim)
         if self.num_key_heads < 1 or self.num_heads % self.num_key_heads:
@@ -137,7 +131,7 @@ class AttentionWeights:
         return self.num_key_heads * self.key_dim
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that there are, but the sinks, whose dtype may be another."""
+        """All tensors except the sinks, which may have another dtype."""
         norms = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
         biases = [bias for bias in (self.qkv_bias, self.output_bias) if bias is not None]
         return [self.qkv, self.output, *biases, *norms]
@@ -185,31 +179,26 @@ def attention_step(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Computes an attention layer for one new token of each sequence, and caches key and value.
+    """Computes an attention layer for one new token per sequence and caches its key and value.
 
-    Queries and keys are normalised, if the layer does that, and turned by the angles of their
-    position (rotary embedding, Su et al., 2021, in halves as Llama has it). Every operation is
-    rounded to the dtype, as if it stood alone.
+    Queries and keys are normalised if the layer has norms, then rotated (RoPE, Su et al., 2021, in
+    halves as in Llama). Every operation is rounded to the dtype.
 
     Args:
-        x_BD: `[B, D]`; fp32, bf16 or fp16, the dtype of everything else but the mask.
-        weights: The layer.
-        cos_BR: `[B, R]`, or `[1, R]` for all sequences; R even, at most the width of a key. The
-            rest of a head is not turned. Where pairs share their angles, 2 R values are.
-        sin_BR: Likewise.
-        key_BGSK: `[B, G, S, K]`, unit stride along K; the last token of each is overwritten. Keys
-            and values may be rounded to int8, as `round_rows` gives them.
-        value_BGSV: `[B, G, S, V]`, likewise.
-        mask_BS: `[B, S]` fp32 to be added to the scores, or None.
-        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
-            the native one where it is able. A named implementation never falls back.
+        x_BD: fp32, bf16 or fp16, as everything else except the mask.
+        cos_BR: `[B, R]`, or `[1, R]` for all sequences; R even, at most the key width. The rest of
+            a head is not rotated. With `pairs_share`, 2 R values are rotated.
+        key_BGSK: Unit stride along K; the last token is overwritten. Keys and values may be int8,
+            as `round_rows` gives them.
+        mask_BS: fp32, added to the scores, or None.
+        impl: `native` (C, CPU, inference only), `reference` (torch), or `auto`: native if possible.
 
     Returns:
-        `[B, D]` in the dtype of `x`. The native kernel gives the same bits for a sequence whatever
-        the others are, and those of `linear`, `rms_norm` and `single_query_attention` one by one.
+        `[B, D]` in the dtype of `x`. The kernel's result for a sequence does not depend on the
+        others, and has the bits of `linear`, `rms_norm` and `single_query_attention` in turn.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     arguments = (x_BD, weights, cos_BR, sin_BR, key_BGSK, value_BGSV)
@@ -231,15 +220,10 @@ def attention_steps(
     sin_BR: Tensor,
     cached: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """`attention_step` of several sequences, in the bits of each alone where the kernel computes.
+    """`attention_step` of several sequences with caches of different lengths.
 
-    Args:
-        x_BD: As in `attention_step`, and so what is not listed.
-        weights: The layer.
-        cos_BR: `[B, R]`.
-        sin_BR: Likewise.
-        cached: Keys `[1, G, S, K]` and values `[1, G, S, V]` of each sequence, anywhere and of any
-            length, with a place for the new token at the end.
+    `cached` has the keys `[1, G, S, K]` and values `[1, G, S, V]` of each sequence, with room for
+    the new token at the end. A sequence gets the bits of a call of its own.
     """
     library = native_library()
     rows = [
@@ -316,11 +300,11 @@ def _run_native(
     library: NativeLibrary, x: Tensor, weights: AttentionWeights, cos: Tensor, sin: Tensor,
     cached: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The kernel alone; the sequences are divided evenly between the cached keys and values."""
+    """The kernel alone. Sequences are split evenly between the pairs of `cached`."""
     batch, size = x.shape[0], x.element_size()
     mask = None if mask is None else mask.contiguous()
     places = b""
-    for key, value in cached:  # written out: a call for each would be the larger part of the work
+    for key, value in cached:  # a function call for each would take longer than the work itself
         (k_outer, k_inner, k_row, _), (v_outer, v_inner, v_row, _) = key.stride(), value.stride()
         kept = key.element_size()
         places += _PLACE(
@@ -347,18 +331,15 @@ def _run_native(
 def attention_heads(
     query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalises, if the layer does that, and turns queries and keys of whole sequences.
+    """Normalises (if the layer does) and rotates the queries and keys of whole sequences.
 
     Args:
-        query_BTQ: `[B, T, Q]`; fp32, bf16 or fp16, the dtype of everything else.
-        key_BTN: `[B, T, N]`.
-        weights: The layer.
+        query_BTQ: fp32, bf16 or fp16, as everything else.
         cos_BTR: `[B, T, R]`, or `[1, T, R]` for all sequences, as in `attention_step`.
-        sin_BTR: Likewise.
 
     Returns:
-        `[B, H, T, K]` and `[B, G, T, K]`, by the native kernel where it is able; it gives a row the
-        same bits whatever the others are and however many threads work.
+        Queries `[B, H, T, K]` and keys `[B, G, T, K]`, by the native kernel if possible. A row has
+        the same bits whatever the other rows and the number of threads are.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -411,7 +392,7 @@ def attention_step_reference(
     value_BGSV: Tensor,
     mask_BS: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `attention_step`: plain torch, every operation rounds to the dtype."""
+    """The specification of `attention_step` in torch; every operation rounds to the dtype."""
     qkv_BN = linear_reference(x_BD, weights.qkv, weights.qkv_bias)
     num_values = weights.num_key_heads * weights.value_dim
     if weights.pairs_share:
@@ -433,7 +414,7 @@ def attention_step_reference(
 def heads_reference(
     query_BTQ: Tensor, key_BTN: Tensor, weights: AttentionWeights, cos_BTR: Tensor, sin_BTR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`attention_heads` in plain torch; every operation rounds to the dtype of the queries."""
+    """The specification of `attention_heads` in torch; every operation rounds to the dtype."""
     batch, tokens = query_BTQ.shape[:2]
     if weights.pairs_share:
         cos_BTR, sin_BTR = (torch.cat((angles, angles), dim=-1) for angles in (cos_BTR, sin_BTR))

@@ -11,21 +11,20 @@ from moe_runtime.kernels.triton_support import check_triton_dtype, resolve_impl
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 SCORES: tuple[Scores, ...] = ("softmax", "softmax_of_chosen", "sigmoid")
-MOST_EXPERTS, MOST_CHOICES = 512, 16
-"""Of the Triton kernel."""
+MOST_EXPERTS, MOST_CHOICES = 512, 16  # of the Triton kernel
 
 ChoiceImpl = Literal["auto", "triton", "reference"]
 
 
 class ChoiceForm(NamedTuple):
-    """What weights are made of.
+    """How the weights of the chosen experts are computed.
 
     Attributes:
-        scores: `softmax` over all experts (Mixtral, OLMoE, Qwen3), `softmax_of_chosen` over those
-            that were chosen by their logits (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
-        normalises: Whether they are divided by their sum.
-        factor: Of the weights, after that.
-        least_sum: Added to the sum before it divides: 1e-20 in DeepSeek-V3.
+        scores: `softmax` over all experts (Mixtral, OLMoE, Qwen3), `softmax_of_chosen` over the
+            chosen ones (gpt-oss, Granite), or `sigmoid` (DeepSeek-V3).
+        normalises: Weights are divided by their sum.
+        factor: Multiplies the weights afterwards.
+        least_sum: Added to the sum before the division: 1e-20 in DeepSeek-V3.
     """
 
     scores: Scores
@@ -43,27 +42,26 @@ def choose_experts(
     dtype: torch.dtype = torch.float32,
     impl: ChoiceImpl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of each token by its logits, and weighs them.
+    """Chooses the experts of each token by its logits and computes their weights.
 
-    Of equals the first expert comes first. As in `torch.topk`, a NaN is greater than any number; it
+    Equal experts come in ascending order. As in `torch.topk`, NaN is greater than any number; it
     makes the weights of a softmax NaN.
 
     Args:
-        logits_TE: `[T, E]`, fp32, bf16 or fp16; computed with in fp32.
+        logits_TE: fp32, bf16 or fp16; computed in fp32.
         num_choices: K, at most E.
-        form: What the weights are made of.
-        bias_E: `[E]`, added to sigmoids for the choice alone, or None.
-        dtype: Of the weights, which are rounded to it at last.
-        impl: `triton` is one kernel for up to 512 experts and 16 choices, for inference only;
-            `auto` takes it on a GPU. A named implementation never falls back.
+        bias_E: Added to sigmoids for the choice only, or None.
+        dtype: Of the weights.
+        impl: `triton` (up to 512 experts and 16 choices, inference only), `reference`, or `auto`:
+            triton on a GPU.
 
     Returns:
-        `(ids_TK, weights_TK)`, int64 and `dtype`, the most preferred expert of a token first. The
-        kernel gives the same bits for a token whatever the other ones are.
+        `(ids_TK, weights_TK)`, int64 and `dtype`, best expert first. With the kernel, a token's
+        result does not depend on the other tokens.
 
     Raises:
         ValueError: Shapes do not fit, a name is unknown, or the kernel cannot take the input.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     if logits_TE.ndim != 2 or not 0 < num_choices <= logits_TE.shape[1]:
         raise ValueError(
@@ -98,7 +96,7 @@ def choose_experts_reference(
     bias_E: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """The specification in plain torch: in fp32, and rounds the weights once."""
+    """The specification in torch: computes in fp32 and rounds the weights once."""
     ranked = rank_experts(logits_TE, form, bias_E)
     ranked = ranked.where(~ranked.isnan(), torch.nan)  # CUDA sorts a negative NaN last
     ids_TK = ranked.argsort(dim=-1, descending=True, stable=True)[:, :num_choices]
@@ -116,7 +114,7 @@ def rank_experts(logits_TE: Tensor, form: ChoiceForm, bias_E: Tensor | None = No
 def weigh_experts(
     logits_TE: Tensor, ids_TK: Tensor, form: ChoiceForm, dtype: torch.dtype
 ) -> Tensor:
-    """The weights `[T, K]` of experts that were chosen in any way."""
+    """The weights `[T, K]` of chosen experts."""
     logits = logits_TE.float()
     if form.scores == "softmax":
         weights = logits.softmax(-1).gather(1, ids_TK)

@@ -1,7 +1,7 @@
-"""The Triton kernel of `choose_experts`: a warp a token.
+"""The Triton kernel of `choose_experts`: one warp per token.
 
-A value and its place are one integer, ordered as the values are and among equals by place, so each
-choice is one maximum.
+A value and its index form one integer, ordered by value and then by index. So each choice is one
+maximum.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from moe_runtime.kernels.triton_support import PreparedLaunch, dependent_launch, power_of_2
 
-_MOST_PREPARED = 256
-"""Layers of other sizes, times numbers of tokens."""
-_Form = tuple[str, bool, float, float]
-"""The fields of `ChoiceForm`."""
+_MOST_PREPARED = 256  # layer sizes times numbers of tokens
+_Form = tuple[str, bool, float, float]  # the fields of `ChoiceForm`
 
 
 @triton.jit
@@ -29,7 +27,6 @@ def choose_experts_fwd(
     NUM_CHOICES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """The ids of the largest values in their order, and what they weigh."""
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
@@ -103,7 +100,7 @@ def launch_choose_experts(
     bias_E: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """As `choose_experts`, for what it has checked."""
+    """`choose_experts` for checked arguments."""
     logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     num_tokens, num_experts = logits_TE.shape
     ids_TK = logits_TE.new_empty((num_tokens, num_choices), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The experts that a gate prefers for a hidden state, best first, and a look-ahead made of it."""
+"""Ranks experts by a gate's logits, and the native look-ahead predictor built on it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.nn.functional import linear
 
 from moe_runtime.kernels.native import DTYPE_CODES, native_library, require_native
 
-MOST_TOKENS = 16
-"""Tokens of a step that are looked ahead for, one of each sequence: more visit most experts."""
+MOST_TOKENS = 16  # of a step with look-ahead; more tokens visit most experts
 _MOST_DIMS, _MOST_EXPERTS = 16384, 1024
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -22,17 +21,14 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class GateRanking:
     """Ranks experts by a gate's logits.
 
-    One row on the CPU is one native call: in torch a product, a conversion and a sort of a few
-    dozen numbers take longer than the arithmetic. Logits are sums in fp32 in another order than
-    torch's, so experts whose logits all but agree may change places.
+    One row on a CPU is one native call; in torch the product, conversion and sort of a few dozen
+    numbers take longer than the arithmetic. The order of fp32 sums differs from torch's, so experts
+    with nearly equal logits may swap places. Raises ValueError if shapes do not fit.
 
     Args:
-        weight_ED: Any floating type.
-        bias_E: None where there is none.
-        num_ranks: How many experts to name, at most E.
-
-    Raises:
-        ValueError: The shapes do not fit, or there are fewer experts.
+        weight_ED: Any floating dtype.
+        bias_E: Or None.
+        num_ranks: Experts to name, at most E.
     """
 
     def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, num_ranks: int) -> None:
@@ -50,7 +46,7 @@ class GateRanking:
         self._structs = self._make_structs()
 
     def __call__(self, hidden_BD: Tensor) -> list[list[int]]:
-        """The `num_ranks` experts of largest logit for each row, the largest first."""
+        """The `num_ranks` experts with the largest logits for each row, best first."""
         is_one_row = hidden_BD.shape == (1, self._weight.shape[1])
         struct = self._structs.get(hidden_BD.dtype) if is_one_row else None
         library = native_library()
@@ -60,11 +56,12 @@ class GateRanking:
         return [self._ranked[:]]
 
     def c_struct(self, dtype: torch.dtype) -> bytes | None:
-        """The C struct `Gate` for hidden states of a type, or None; valid while this lives."""
+        """The C struct `Gate` for hidden states of a dtype, or None; valid as long as this
+        object.
+        """
         return None if native_library() is None else self._structs.get(dtype)
 
     def _reference(self, hidden_BD: Tensor) -> Tensor:
-        """Of equal logits the first expert comes first."""
         logits_BE = linear(hidden_BD.float(), self._weight.float(), self._bias)
         return logits_BE.argsort(dim=1, descending=True, stable=True)[:, : self._num_ranks]
 
@@ -80,29 +77,23 @@ class GateRanking:
 
 
 class NativeLookAhead:
-    """Names the likely experts of the next layers from the input of a layer's gate.
+    """Predicts the experts of the next layers from the input of a layer's gate, in one native call.
 
-    The object of `policies/prediction` is the specification. Here each layer is one native call:
-    prediction must not take longer than it saves.
+    Specified by `LookaheadPredictor` of `policies/prediction`. Raises NativeUnavailableError
+    without the native library, and ValueError for gates of another dtype or size.
 
     Args:
-        gates_DL: The gate to ask about a layer, by distance and layer.
-        num_experts: Experts of a layer.
-        top_k: Experts that a token visits in a layer.
+        gates_DL: The gate of each layer, by distance.
+        top_k: Experts per token and layer.
         dtype: Of the hidden states.
-        prior: Lists of all layers together that weigh as much as one of the layer's own.
-        remembered: Weight that a list keeps with each further one of its layer.
-        believed: `[R]` probability of each rank while nothing is known.
-        least_chance: What is less probable is not named.
+        prior: Observations of all layers together that count as much as one of the layer itself.
+        remembered: Weight that an observation keeps with each later one of its layer.
+        believed: `[R]` initial probability of each rank.
+        least_chance: Less probable experts are not named.
 
     Attributes:
-        experts: `layer * E + expert` of those that the last call named, nearest layer first, and in
-            a layer the likeliest first.
+        experts: `layer * E + expert` of the last call, nearest layer and likeliest expert first.
         chances: Their probabilities.
-
-    Raises:
-        NativeUnavailableError: There is no native library.
-        ValueError: It cannot ask gates of this type or size.
     """
 
     def __init__(
@@ -148,23 +139,22 @@ class NativeLookAhead:
         self._look, self._forget = library.look_ahead, library.look_ahead_anew
 
     def begin_step(self) -> None:
-        """Forgets what was guessed for a step that ended."""
+        """Forgets the predictions of the last step."""
         self._forget(self._state)
 
     def look(self, layer: int, ids_TK: Tensor, hidden_TD: Tensor, horizon: int) -> int:
-        """Notes where a layer sent the tokens, and names how many experts are in `experts`.
+        """Records where a layer sent its tokens and returns the number of predicted `experts`.
 
-        Args:
-            layer: Which one.
-            ids_TK: int64, contiguous: the experts that they go to; at most `MOST_TOKENS`.
-            hidden_TD: Contiguous, the input of the gate.
-            horizon: How many layers to look ahead.
+        `ids_TK` are contiguous int64 ids of at most `MOST_TOKENS` tokens; `hidden_TD` is the
+        contiguous input of the gate; `horizon` is the number of layers to look ahead.
         """
         ids, hidden = ids_TK.data_ptr(), hidden_TD.data_ptr()
         return self._look(self._state, layer, ids, ids_TK.shape[0], hidden, horizon)
 
     def take_counts(self) -> tuple[int, int, int]:
-        """Experts visited, guessed, and guessed rightly one layer ahead since the last call."""
+        """Experts visited, predicted, and predicted correctly one layer ahead since the last
+        call.
+        """
         counts = self._arrays[-1]
         visited, guessed, found = counts.tolist()
         counts[:] = 0

@@ -1,7 +1,7 @@
-"""`latent_attention`: validation and choice of the implementation.
+"""`latent_attention`: multi-head latent attention (DeepSeek-V2) of one query per sequence.
 
-Shape suffixes: B queries, H heads, S cached tokens, R rank of a latent, N key width without
-positions, P key width with positions, D = N + P, V value width, W = N + V.
+Shape suffixes: B queries, H heads, S cached tokens, R latent rank, N key width without positions,
+P key width with positions, D = N + P, V value width, W = N + V.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from torch import Tensor
 from moe_runtime.kernels.decode_step.single_query_attention import Impl
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
     chosen_library,
+    kernel_problem,
     native_library,
-    needs_torch,
 )
 from moe_runtime.kernels.operands import precise_dtype
 
 
 class Tokens(NamedTuple):
-    """What one query attends to.
+    """The cached tokens of one query.
 
     Attributes:
         latents: `[S, R]`, S at least 1.
-        turned: `[S, P]`, the part of the keys with positions, which all heads share.
-        mask: `[S]` fp32 to be added to the scores, or None.
+        turned: `[S, P]`: the rotated part of the keys, shared by all heads.
+        mask: `[S]` fp32, added to the scores, or None.
     """
 
     latents: Tensor
@@ -51,24 +50,23 @@ def latent_attention(
 ) -> Tensor:
     """Computes `softmax(scale * query . keys + mask) . values`, each query over its own tokens.
 
-    A head's key of a token is `weight[:N] . latent` and then `turned`, its value `weight[N:] .
-    latent`. The native kernel multiplies by the weights the query and what was mixed of latents,
-    and expands no token (DeepSeek-V2, 2024, section 2.1.2).
+    A token's key is `weight[:N] . latent` followed by `turned`; its value is `weight[N:] . latent`.
+    The native kernel multiplies the weights by queries and by mixed latents and expands no token
+    (DeepSeek-V2, 2024, section 2.1.2).
 
     Args:
-        query_BHD: `[B, H, N + P]`; fp32, bf16 or fp16.
-        tokens: Of each query, in its dtype, with unit stride along their columns.
-        weight_HWR: `[H, N + V, R]` in that dtype, heads one after another.
-        scale: Factor of the scores.
-        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
-            the native one where it is able. A named implementation never falls back.
+        query_BHD: fp32, bf16 or fp16.
+        tokens: Of each query, in its dtype, with unit stride along columns.
+        weight_HWR: In that dtype, heads one after another.
+        impl: As in `attention_step`.
 
     Returns:
-        `[B, H, V]` in the dtype of the query; sums are in fp32. The native kernel gives a query the
-        same bits whatever the others are and however many threads work.
+        `[B, H, V]` in the dtype of the query; sums are in fp32. With the native kernel, a query's
+            bits
+        do not depend on other queries or on threads.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     arguments = (query_BHD, tokens, weight_HWR, scale)
@@ -82,7 +80,9 @@ def latent_attention(
 def native_latent_attention(
     query_BHD: Tensor, tokens: Sequence[Tokens], weight_HWR: Tensor, scale: float
 ) -> Tensor | None:
-    """`latent_attention` by the C kernel, or None where it is not able; nothing else is checked."""
+    """`latent_attention` by the C kernel without further checks, or None if it cannot take
+    these.
+    """
     library = native_library()
     if library is None or _native_problem(query_BHD, tokens, weight_HWR):
         return None
@@ -115,19 +115,14 @@ def _problem(query: Tensor, tokens: Sequence[Tokens], weight: Tensor) -> str | N
 
 def _native_problem(query: Tensor, tokens: Sequence[Tokens], weight: Tensor) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
-    parts = [part for latents, turned, _ in tokens for part in (latents, turned)]
-    if query.dtype not in DTYPE_CODES:
-        return f"it knows fp32, bf16 and fp16, got {query.dtype}"
-    for tensor in (query, weight, *parts):
-        if tensor.dtype is not query.dtype or not tensor.is_cpu:
-            return f"it needs CPU tensors of {query.dtype}, got {tensor.dtype} on {tensor.device}"
-    if any(part.stride(-1) != 1 for part in (weight, *parts)):
-        return "weights, latents and turned parts need unit stride"
+    parts = [weight, *(part for latents, turned, _ in tokens for part in (latents, turned))]
+    if any(part.dtype is not query.dtype or part.stride(-1) != 1 for part in parts):
+        return f"weights, latents and turned parts need unit stride and {query.dtype}"
     if weight.stride(0) != weight.shape[1] * weight.stride(1):
         return f"heads must lie one behind another, got strides {weight.stride()}"
     if len({turned.shape[1] for _, turned, _ in tokens}) != 1:
         return "it needs turned parts of one width"
-    return NEEDS_TORCH if needs_torch(query, weight, *parts) else None
+    return kernel_problem(query, *parts)
 
 
 def _run(
@@ -157,7 +152,7 @@ def _run(
 def latent_attention_reference(
     query_BHD: Tensor, tokens: Sequence[Tokens], weight_HWR: Tensor, scale: float
 ) -> Tensor:
-    """The specification in plain torch: expands keys and values, rounds once."""
+    """The specification in torch: expands keys and values, rounds once."""
     wide = precise_dtype(query_BHD)
     weight = weight_HWR.to(wide)
     mixed = []

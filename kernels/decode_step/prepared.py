@@ -1,9 +1,9 @@
-"""Products, normalisations and experts of few rows, with what they ask about weights answered once.
+"""Linear layers, normalisations and experts of few rows, with checks of the weights done once.
 
-Products and normalisations remember a weight's address, dtype, shape and strides, and check again
-when these change.
+Linear layers and norms remember a weight's address, dtype, shape and strides, and check again when
+these change.
 
-Shape suffixes: T tokens, K choices a token, D model in, O model out, R routed rows = T * K.
+Shape suffixes: T tokens, K choices per token, D model in, O model out, R routed rows = T * K.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ RowIds = Tensor | Sequence[int]
 
 
 class PreparedLinear:
-    """The native product with one weight, for rows of the weight's dtype."""
+    """The native product with one weight, for rows in its dtype."""
 
     def __init__(self) -> None:
         self._place: tuple[Any, ...] = ()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `linear`.
+        """`x @ weight.T + bias`, `[..., K]` to `[..., N]`, with the bits of `linear`.
 
-        None for what has to go through `linear`: many rows, another type, gradients, autocast.
+        None for cases that `linear` handles: many rows, another dtype, gradients, autocast.
         """
         place: tuple[Any, ...] = weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
         if bias is not None:
@@ -112,16 +112,15 @@ class PreparedLinear:
 
 
 class PreparedRMSNorm:
-    """The native normalisation with one weight, for rows of the weight's dtype."""
+    """The native normalisation with one weight, for rows in its dtype."""
 
     def __init__(self, form: NormForm) -> None:
         self._place: tuple[Any, ...] = ()
         self._form = FORMS.index(form)
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """`rms_norm` of `[..., D]`, in its bits.
-
-        None for what has to go through `rms_norm`: another type, gradients enabled.
+        """The bits of `rms_norm` for `[..., D]`; None for another dtype or where gradients are
+        enabled.
         """
         place = weight.data_ptr(), weight.dtype, weight.shape, weight.stride(), eps
         if place != self._place:
@@ -159,14 +158,12 @@ class PreparedRMSNorm:
 
 
 class PreparedQuantizedLinear:
-    """The native product with one weight, which lies where it lies and never changes.
+    """The native product with one quantised weight that never moves or changes.
 
-    Attributes:
-        row_limit: rows up to which it is taken.
+    `row_limit` is the largest number of rows it takes. The caller keeps the weight alive.
     """
 
     def __init__(self, weight: QuantizedMatrix | PlanesMatrix) -> None:
-        """Notes where the parts are; the weight must be kept as long as this."""
         self._dim_out, self._dim_in = weight.shape
         self.row_limit, library, struct = 0, native_library(), weight.native_struct()
         if library is not None and struct is not None:
@@ -179,7 +176,9 @@ class PreparedQuantizedLinear:
         self._bias_dtypes = (torch.bfloat16,) if is_bf16 else tuple(DTYPE_CODES)
 
     def address(self, dtype: torch.dtype) -> int:
-        """Where the C struct `Matrix` is; 0 where kernels cannot multiply rows of a dtype by it."""
+        """The address of the C struct `Matrix`; 0 if kernels cannot multiply rows of this dtype
+        by it.
+        """
         return self._address if self.row_limit and dtype in self._dtypes else 0
 
     def _takes_bias(self, bias: Tensor) -> bool:
@@ -187,9 +186,9 @@ class PreparedQuantizedLinear:
         return is_whole and bias.dtype in self._bias_dtypes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """`x @ weight.T + bias`: `[..., K]` to `[..., N]`, in the bits of `quantized_linear`.
+        """`x @ weight.T + bias`, `[..., K]` to `[..., N]`, with the bits of `quantized_linear`.
 
-        None for what has to go through that: many rows, another type, gradients, autocast.
+        None for cases that it handles: many rows, another dtype, gradients, autocast.
         """
         shape, dtype = x.shape, x.dtype
         num_rows = x.numel() // self._dim_in if shape and shape[-1] == self._dim_in else 0
@@ -228,9 +227,7 @@ class KernelActivation(NamedTuple):
 
 @lru_cache(maxsize=64)
 def kernel_activation(activation: str | ActivationSpec) -> KernelActivation | None:
-    """Code and numbers that the C kernels are given; no numbers for the function alone, None for
-    what they do not know.
-    """
+    """An activation's code and numbers for the C kernels; None if they do not know it."""
     if isinstance(activation, str):
         code = ACTIVATION_CODES.get(activation)
         return None if code is None else KernelActivation(code, None)
@@ -246,7 +243,7 @@ def is_coded(shape: ExpertShape) -> bool:
 
 
 def row_limit(library: NativeLibrary, shape: ExpertShape) -> int:
-    """Rows of an expert up to which `impl="auto"` takes the native kernel."""
+    """The most rows of an expert for which `impl="auto"` takes the native kernel."""
     if is_coded(shape):
         is_rounded = any(getattr(kind, "int8_activations", False) for kind in shape.formats)
         return UNLIMITED if is_rounded else quantized_row_limit(library)
@@ -268,12 +265,13 @@ def call_kernel(
     added: Tensor | None = None,
     hidden: Tensor | None = None,
 ) -> None:
-    """The C kernel of whole experts, for what `expert_ffn` has checked.
+    """The C kernel of whole experts, for arguments that `expert_ffn` has checked.
 
-    `structs` are the C structs `Expert`, one after another. With `decodes` quantised experts are
-    multiplied by their values, in the dtype of `x`. `added`, in fp32, is added to the
-    pre-activations of each row, those of the gate first; hidden values are also written to
-    `hidden`, `[R, F]` in fp32.
+    Args:
+        structs: C structs `Expert`, concatenated.
+        decodes: Multiply quantised experts by their values, in the dtype of `x`.
+        added: fp32, added to each row's pre-activations, gate first.
+        hidden: `[R, F]` fp32, receives the hidden values.
 
     Raises:
         CheckpointError: Lossless code is damaged.
@@ -303,14 +301,14 @@ def call_kernel(
 
 
 def _int64(rows: RowIds) -> Tensor | bytes:
-    """Row numbers as contiguous 64-bit integers that the C code can read."""
+    """Row numbers as contiguous int64 that the C code can read."""
     if isinstance(rows, Tensor):
         return rows.to(device="cpu", dtype=torch.int64).contiguous()
     return array("q", rows).tobytes()
 
 
 def _refuse(status: int, rule: str, num_rows: int) -> None:
-    """Raises the error of a kernel of experts by its status; `rule` is that of row numbers."""
+    """Raises the error of an expert kernel's status; `rule` describes valid row numbers."""
     if status == STATUS_BAD_ROW:
         raise ValueError(rule)
     if status == STATUS_NO_MEMORY:
@@ -322,14 +320,13 @@ def _refuse(status: int, rule: str, num_rows: int) -> None:
         )
 
 
-STEP_ROWS = 64
-"""Routed rows of a step: with more, what is checked for every call is a small part of it."""
+STEP_ROWS = 64  # routed rows of a step; with more, checks are a small part of a call
 
 
 class ExpertStep:
-    """`expert_ffn` and `combine_assignments` in their bits, checked once instead of in every call.
+    """`expert_ffn` and `combine_assignments` with the same bits, checked once instead of per call.
 
-    `most_rows` routed rows a step at most; 0 where the native kernel takes none.
+    `most_rows` is the largest number of routed rows of a step; 0 if the native kernel takes none.
     """
 
     def __init__(self, shape: ExpertShape, activation: str | ActivationSpec) -> None:
@@ -352,21 +349,19 @@ class ExpertStep:
         expert_of_row_R: Sequence[int],
         experts: Sequence[ExpertWeights],
     ) -> Tensor | None:
-        """A whole layer: the sums `[T, O]` over each token's experts, weighted by its gate.
+        """A whole layer: the weighted sums `[T, O]` over each token's experts.
 
         Args:
-            x_TD: `[T, D]`.
             weights_TK: Gate weights.
-            expert_of_row_R: The place in `experts` of every token's choices, one after another.
+            expert_of_row_R: For every choice of every token, its index in `experts`.
             experts: Each once.
 
         Returns:
-            None for what has to go through `expert_ffn`: many rows, another type or shape,
-            gradients enabled.
+            None for cases that `expert_ffn` handles: many rows, another dtype or shape, gradients.
 
         Raises:
-            MemoryError: No memory to work in.
-            ValueError: A row is of no expert.
+            MemoryError: There is no memory to work in.
+            ValueError: A row names no expert.
         """
         num_tokens, num_choices = weights_TK.shape
         num_rows = num_tokens * num_choices
@@ -416,8 +411,10 @@ class ExpertStep:
         destinations_R: Sequence[int],
         out_RO: Tensor,
     ) -> bool:
-        """Rows of some experts, unsummed: `expert_ffn`, of whose arguments these are some; False
-        for what has to go through it."""
+        """Rows of some experts, not summed, with arguments as in `expert_ffn`.
+
+        Returns False for cases that `expert_ffn` handles.
+        """
         library = native_library()
         if (
             library is None

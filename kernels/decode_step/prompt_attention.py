@@ -1,4 +1,4 @@
-"""`prompt_attention`: attention of many queries over keys and values, with no mask in memory.
+"""`prompt_attention`: attention of many queries without a mask in memory.
 
 Shape suffixes: B batch, H query heads, G key heads, Q queries, S tokens, D key width, V value
 width.
@@ -16,21 +16,20 @@ from torch import Tensor
 from moe_runtime.kernels.decode_step.single_query_attention import Impl
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
     chosen_library,
+    kernel_problem,
     native_library,
-    needs_torch,
 )
 from moe_runtime.kernels.operands import precise_dtype
 
 
 class Sight(NamedTuple):
-    """Which keys queries see: query q those up to `place + q`, the last `window` of them.
+    """The keys that queries see: query q sees keys up to `place + q`, the last `window` of them.
 
     Attributes:
-        place: of the first query among the keys, at least 0.
+        place: Index of the first query among the keys.
         window: None for all keys.
     """
 
@@ -38,7 +37,7 @@ class Sight(NamedTuple):
     window: int | None = None
 
     def allows(self, num_queries: int, length: int) -> Tensor:
-        """`[Q, S]`, bool."""
+        """`[Q, S]` bool: which keys each query sees."""
         keys = torch.arange(length)
         ends = torch.arange(self.place, self.place + num_queries)[:, None]
         allowed = keys <= ends
@@ -57,27 +56,23 @@ def prompt_attention(
 ) -> Tensor:
     """Computes `softmax(scale * query . keys) . values` over the keys that each query sees.
 
-    Consecutive query heads share a key head; a sink is a further score of its head, as in
-    `single_query_attention`. Scores are kept for a few queries and keys at a time (FlashAttention,
-    Dao et al., 2022).
+    Consecutive query heads share a key head; sinks are as in `single_query_attention`. Scores exist
+    for a few queries and keys at a time (FlashAttention, Dao et al., 2022).
 
     Args:
-        query_BHQD: `[B, H, Q, D]`, H a multiple of G; fp32, bf16 or fp16.
-        key_BGSD: `[B, G, S, D]`, in that dtype; all three have unit stride along their columns.
-        value_BGSV: `[B, G, S, V]`, likewise.
-        sight: Which keys the queries see.
-        scale: Factor of the scores.
-        sinks_H: `[H]`, fp32, bf16 or fp16, or None.
-        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
-            the native one where it is able. A named implementation never falls back.
+        query_BHQD: H a multiple of G; fp32, bf16 or fp16.
+        key_BGSD: In that dtype; all three have unit stride along columns.
+        sinks_H: fp32, bf16 or fp16, or None.
+        impl: As in `attention_step`.
 
     Returns:
-        `[B, Q, H, V]` in the dtype of the query. Sums are in fp32; before the product with bf16
-        values the kernel rounds the exponentials of scores to bf16. It gives a query the same bits
-        whatever the other queries are and however many threads work.
+        `[B, Q, H, V]` in the dtype of the query. Sums are in fp32; the kernel rounds exponentials
+            to
+        bf16 before their product with bf16 values. A query's bits do not depend on other queries or
+        on threads.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     arguments = (query_BHQD, key_BGSD, value_BGSV, sight, scale, sinks_H)
@@ -97,11 +92,7 @@ def native_prompt_attention(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor | None:
-    """`prompt_attention` by the C kernel, or None where it is not able.
-
-    Raises:
-        ValueError: Shapes do not fit.
-    """
+    """`prompt_attention` by the C kernel, or None if it cannot take these."""
     if native_library() is None or _native_problem(query_BHQD, key_BGSD, value_BGSV, sinks_H):
         return None
     arguments = (query_BHQD, key_BGSD, value_BGSV, sight, scale, sinks_H)
@@ -133,16 +124,10 @@ def _problem(
 
 def _native_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
-    if query.dtype not in DTYPE_CODES:
-        return f"it knows fp32, bf16 and fp16, got {query.dtype}"
     for tensor in (query, key, value):
-        if tensor.dtype is not query.dtype or not tensor.is_cpu:
-            return f"it needs CPU tensors of {query.dtype}, got {tensor.dtype} on {tensor.device}"
-        if tensor.stride(-1) != 1:
-            return f"queries, keys and values need unit stride, got {tensor.stride()}"
-    if sinks is not None and (sinks.dtype not in DTYPE_CODES or not sinks.is_cpu):
-        return f"sinks must be fp32, bf16 or fp16 on the CPU, got {sinks.dtype} on {sinks.device}"
-    return NEEDS_TORCH if needs_torch(query, key, value, sinks) else None
+        if tensor.dtype is not query.dtype or tensor.stride(-1) != 1:
+            return f"queries, keys and values need unit stride and {query.dtype}"
+    return kernel_problem(query, key, value, sinks)
 
 
 def _run(
@@ -175,7 +160,7 @@ def prompt_attention_reference(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The specification in plain torch: in fp32, or in fp64 for an fp64 query, rounded once."""
+    """The specification in torch, in fp32 (fp64 for fp64), rounded once."""
     wide, shared = precise_dtype(query_BHQD), query_BHQD.shape[1] // key_BGSD.shape[1]
     key_BHSD, value_BHSV = (
         part.to(wide).repeat_interleave(shared, dim=1) for part in (key_BGSD, value_BGSV)

@@ -1,7 +1,7 @@
-"""`delta_rule_step` and `conv_step`: steps of one token in layers with recurrent states.
+"""`delta_rule_step` and `conv_step`: one token's step in layers with recurrent state.
 
-Shape suffixes: B sequences, H heads, G groups of heads (with keys and queries of their own), K key
-width, V value width; C channels, L inputs that a convolution remembers, N taps.
+Shape suffixes: B sequences, H heads, G head groups with their own keys and queries, K key width,
+V value width, C channels, L inputs that a convolution remembers, N taps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_runtime.kernels.decode_step.single_query_attention import Impl
-from moe_runtime.kernels.native import DTYPE_CODES, chosen_library, needs_torch
+from moe_runtime.kernels.native import DTYPE_CODES, chosen_library, kernel_problem, needs_torch
 
-MOST_WIDTH = 8192
-"""Of a head's keys and values, which lie on the stack of a thread."""
+MOST_WIDTH = 8192  # of a head's keys and values, which the kernel keeps on the stack
 
 
 def delta_rule_step(
@@ -31,31 +30,29 @@ def delta_rule_step(
     unit_eps: float | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """A step of the gated delta rule (Gated DeltaNet, 2024, equation 10).
+    """One step of the gated delta rule (Gated DeltaNet, 2024, equation 10).
 
-    A head's state decays, forgets a share of what it knows for the key, and learns the value:
     ``S = decay * S``; ``S += key (beta * (value - key . S))``; the result is ``query . S``.
 
     Args:
-        state_BHKV: fp32 without gaps; changed in place.
-        query_BGK: fp32, bf16 or fp16, as the key; G divides H.
-        key_BGK: Likewise.
-        value_BHV: In any precision, as beta.
-        log_decay: At most 0, `[B, H, 1]`; or `[B, H, K]`, of each channel (Kimi Linear, 2025).
+        state_BHKV: fp32, contiguous; updated in place.
+        query_BGK: fp32, bf16 or fp16, the dtype of the key; G divides H.
+        value_BHV: In any of these dtypes, like `beta_BH`.
+        log_decay: At most 0: `[B, H, 1]`, or `[B, H, K]` per channel (Kimi Linear, 2025).
         beta_BH: Between 0 and 1.
         scale: Factor of the query.
-        unit_eps: Queries and keys are divided by their length, the root of the sum of squares and
-            this; None leaves them as they are.
-        impl: `native` is the C kernel (CPU), `reference` plain torch, both for inference only;
-            `auto` takes the native one where it is able. A named implementation never falls back.
+        unit_eps: If given, queries and keys are divided by the root of their sum of squares plus
+            this.
+        impl: `native` (C, CPU), `reference` (torch), or `auto`: native if possible. Inference only.
 
     Returns:
-        `[B, H, V]` in fp32. The native kernel gives a sequence the same bits whatever the others
-        are and however many threads work.
+        `[B, H, V]` in fp32. With the native kernel, a sequence's bits do not depend on the others
+            or
+        on threads.
 
     Raises:
-        ValueError: Shapes do not fit, something asks for gradients, `impl` is unknown, or
-            `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, a gradient is needed, `impl` is unknown, or the named kernel
+            cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     parts = (query_BGK, key_BGK, value_BHV, log_decay, beta_BH)
@@ -88,23 +85,16 @@ def conv_step(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """A step of a causal depthwise convolution: a channel's last N inputs by its taps.
+    """One step of a causal depthwise convolution: each channel's last N inputs times its taps.
 
     Args:
-        state_BCL: The inputs before `x`, without gaps, `L >= N - 1`; changed in place: the oldest
-            goes, `x` comes last.
+        state_BCL: Earlier inputs, contiguous, `L >= N - 1`; updated in place: `x` is appended.
         x_BC: fp32, bf16 or fp16, as all others.
-        taps_CN: The last one is of `x`.
-        bias_C: Added to the sums.
-        impl: As of `delta_rule_step`.
+        taps_CN: The last tap belongs to `x`.
+        impl: As in `delta_rule_step`, like the errors.
 
     Returns:
-        `[B, C]` in the dtype of `x`; sums are in fp32 and rounded once.
-
-    Raises:
-        ValueError: Shapes do not fit, something asks for gradients, `impl` is unknown, or
-            `impl="native"` cannot take the input.
-        NativeUnavailableError: `impl="native"` and the library was not built.
+        `[B, C]` in the dtype of `x`; sums are in fp32, rounded once.
     """
     bias = () if bias_C is None else (bias_C,)
     problem = _conv_problem(state_BCL, x_BC, taps_CN, bias_C)
@@ -186,7 +176,7 @@ def _in_place_problem(state: Tensor, *others: Tensor | None) -> str | None:
 
 
 def _tell_of_change(state: Tensor) -> None:
-    """As torch's own operations do: a backward pass must not take the old state for this one."""
+    """Marks the state as changed, so that a backward pass cannot use it as the old one."""
     if not state.is_inference():
         torch.autograd.graph.increment_version(state)
 
@@ -196,12 +186,7 @@ def _native_problem(*tensors: Tensor) -> str | None:
     widths = tensors[0].shape[2:] if tensors[0].ndim == 4 else ()
     if not all(1 <= width <= MOST_WIDTH for width in widths):
         return f"it knows keys and values of 1 to {MOST_WIDTH}, got {list(widths)}"
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor):
-            return "fake tensors have no values"
-        if tensor.dtype not in DTYPE_CODES or not tensor.is_cpu:
-            return f"it needs fp32, bf16 or fp16 on the CPU, got {tensor.dtype} on {tensor.device}"
-    return None
+    return kernel_problem(*tensors)
 
 
 def delta_rule_step_reference(
@@ -214,7 +199,7 @@ def delta_rule_step_reference(
     scale: float,
     unit_eps: float | None,
 ) -> Tensor:
-    """`delta_rule_step`: small products read the states, and two operations change them."""
+    """`delta_rule_step` in torch: small products read the states, two operations update them."""
     heads = state_BHKV.shape[1]
     query_BGK, key_BGK = query_BGK.float(), key_BGK.float()
     if unit_eps is not None:
@@ -225,7 +210,7 @@ def delta_rule_step_reference(
     both = both.repeat_interleave(heads // query_BGK.shape[1], dim=1).flatten(0, 1)
     known = torch.bmm(both * decay, state)
     learnt = (value - known[:, 1]) * beta_BH.float().flatten()[:, None]
-    # not as a product: MKL rounds one of a single sequence otherwise than several
+    # not a product: MKL rounds one sequence differently from several
     state.mul_(decay.transpose(1, 2)).addcmul_(both[:, 1, :, None], learnt[:, None])
     overlap = torch.linalg.vecdot(both[:, 0], both[:, 1])[:, None]
     return torch.addcmul(known[:, 0], overlap, learnt).view_as(value_BHV)
@@ -234,7 +219,7 @@ def delta_rule_step_reference(
 def conv_step_reference(
     state_BCL: Tensor, x_BC: Tensor, taps_CN: Tensor, bias_C: Tensor | None
 ) -> Tensor:
-    """`conv_step`: sums in fp32, rounded once."""
+    """`conv_step` in torch: sums in fp32, rounded once."""
     inputs_BCL = torch.cat((state_BCL, x_BC[..., None]), dim=-1)
     state_BCL.copy_(inputs_BCL[..., 1:])
     products_BCN = inputs_BCL[..., -taps_CN.shape[1] :].float() * taps_CN.float()

@@ -1,6 +1,6 @@
-"""Rows of keys and values in int8, 32 values to a scale in fp16: blocks of ggml's q8_0.
+"""Keys and values in int8 with an fp16 scale per 32 values: blocks of ggml's q8_0.
 
-Shape suffixes: R bytes of a row; leading dimensions are whatever a cache has.
+R in shape suffixes is bytes per row; leading dimensions are those of the cache.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ _LARGEST, _LARGEST_SCALE = 127, 65504.0
 
 
 def row_bytes(dim: int) -> int:
-    """Bytes of a row of `dim` values. Raises ValueError: they are no whole groups of 32."""
+    """Bytes of a row of `dim` values; ValueError if `dim` is no multiple of 32."""
     if dim % GROUP:
         raise ValueError(f"rows are rounded in groups of {GROUP} values, got {dim} values")
     return dim // GROUP * _GROUP_BYTES
 
 
 def width_of(rows: Tensor) -> int:
-    """Values of each of some rows, which are rounded where they are bytes."""
+    """Values per row; rows of bytes are rounded ones."""
     width = rows.shape[-1]
     return width // _GROUP_BYTES * GROUP if rows.dtype is torch.uint8 else width
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """The nearest codes of rows `[..., D]`, D a multiple of 32, as `uint8 [..., R]`.
+    """Rounds rows `[..., D]`, D a multiple of 32, to `uint8 [..., R]`.
 
-    A value differs by half a scale at most: a 254th of the largest of its 32, where that is at
-    least 0.01 (smaller scales have fewer bits in fp16) and at most 8.3e6 (larger ones are clamped).
-    A NaN spoils its group.
+    The error is at most half a scale: 1/254 of the largest of 32 values, if that is between 0.01
+    (smaller scales lose bits in fp16) and 8.3e6 (larger ones are clamped). A NaN spoils its group.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     scales = (groups.abs().amax(-1, keepdim=True) / _LARGEST).clamp(max=_LARGEST_SCALE).half()

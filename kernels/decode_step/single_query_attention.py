@@ -14,18 +14,16 @@ from moe_runtime.kernels.decode_step.rounded_rows import widen_rows, width_of
 from moe_runtime.kernels.native import (
     CACHED_CODES,
     DTYPE_CODES,
-    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
     chosen_library,
+    kernel_problem,
     native_library,
-    needs_torch,
 )
 from moe_runtime.kernels.operands import precise_dtype
 
 Impl = Literal["auto", "native", "reference"]
-MAX_COLUMNS = 8192
-"""Widest key: the kernel keeps one on the stack."""
+MAX_COLUMNS = 8192  # of a key, which the kernel keeps on the stack
 
 
 def single_query_attention(
@@ -38,27 +36,24 @@ def single_query_attention(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Computes `softmax(scale * query . keys + mask) . values` for one query in each head.
+    """Computes `softmax(scale * query . keys + mask) . values` for one query per head.
 
     Consecutive query heads share a key head (grouped-query attention, Ainslie et al., 2023). A sink
-    is a further score of its head, whose weight is left out (Xiao et al., 2023; gpt-oss).
+    is an extra score of its head that only adds to the softmax's sum (Xiao et al., 2023; gpt-oss).
 
     Args:
-        query_BHD: `[B, H, D]`, H a multiple of G; fp32, bf16 or fp16.
-        key_BGSD: `[B, G, S, D]`, S at least 1, unit stride along D, any other strides.
-        value_BGSV: `[B, G, S, V]`, likewise; both in the dtype of the query, or rounded to int8,
-            as `round_rows` gives them.
-        mask_BS: `[B, S]` fp32 to be added to the scores, or None.
-        scale: Factor of the scores.
-        sinks_H: `[H]`, fp32, bf16 or fp16, or None.
-        impl: `native` is the C kernel (CPU, inference only), `reference` plain torch; `auto` takes
-            the native one where it is able. A named implementation never falls back.
+        query_BHD: H a multiple of G; fp32, bf16 or fp16.
+        key_BGSD: S at least 1, unit stride along D. Keys and values have the dtype of the query, or
+            are int8, as `round_rows` gives them.
+        mask_BS: fp32, added to the scores, or None.
+        sinks_H: fp32, bf16 or fp16, or None.
+        impl: As in `attention_step`.
 
     Returns:
         `[B, H, V]` in the dtype of the query; sums are in fp32.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     arguments = (query_BHD, key_BGSD, value_BGSV, mask_BS, scale, sinks_H)
@@ -79,11 +74,7 @@ def native_attention(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor | None:
-    """`single_query_attention` by the C kernel, or None where it is not able.
-
-    Raises:
-        ValueError: Shapes do not fit.
-    """
+    """`single_query_attention` by the C kernel, or None if it cannot take these."""
     library = native_library()
     if library is None or _native_problem(query_BHD, key_BGSD, value_BGSV, sinks_H):
         return None
@@ -119,18 +110,14 @@ def _problem(
 
 def _native_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
-    if not (query.is_cpu and key.is_cpu and value.is_cpu):
-        return f"it needs CPU tensors, got {query.device}, {key.device} and {value.device}"
-    dtype = query.dtype
-    if dtype not in DTYPE_CODES or {key.dtype, value.dtype} not in ({dtype}, {torch.uint8}):
-        return f"it knows one of fp32, bf16 and fp16, got {dtype}, {key.dtype} and {value.dtype}"
+    cached = () if key.dtype is torch.uint8 else (key, value)
+    if any(part.dtype is not query.dtype for part in cached) or not (key.is_cpu and value.is_cpu):
+        return f"keys and values must be {query.dtype} or int8 on the CPU, got {key.dtype}"
     if query.shape[-1] > MAX_COLUMNS:
         return f"keys have at most {MAX_COLUMNS} elements, got {query.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
-    if sinks is not None and (sinks.dtype not in DTYPE_CODES or not sinks.is_cpu):
-        return f"sinks must be fp32, bf16 or fp16 on the CPU, got {sinks.dtype} on {sinks.device}"
-    return NEEDS_TORCH if needs_torch(query, key, value, sinks) else None
+    return kernel_problem(query, *cached, sinks)
 
 
 def _run_native(
@@ -176,7 +163,7 @@ def single_query_attention_reference(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The specification in plain torch: in fp32, or in fp64 for an fp64 query, rounded once."""
+    """The specification in torch, in fp32 (fp64 for fp64), rounded once."""
     wide = precise_dtype(query_BHD)
     if key_BGSD.dtype is torch.uint8:
         key_BGSD, value_BGSV = widen_rows(key_BGSD, wide), widen_rows(value_BGSV, wide)

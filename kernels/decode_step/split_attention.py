@@ -1,7 +1,7 @@
-"""`split_attention`: what lies between the products of an attention layer, for one new token.
+"""`split_attention`: attention of one new token per sequence on a GPU, between the linear layers.
 
-Shape suffixes: B sequences, N values of all heads of a token, R turned values of a head, A rows of
-angles, H query heads, G key heads, S places, D values of a query or key head, V of a value head.
+Shape suffixes: B sequences, N values of all heads of a token, R rotated values of a head, A rows of
+angles, H query heads, G key heads, S places, D width of queries and keys, V width of values.
 """
 
 from __future__ import annotations
@@ -36,41 +36,36 @@ def split_attention(
     counters: Tensor | None = None,
     impl: SplitImpl = "auto",
 ) -> Tensor:
-    """Attention of one token a sequence, whose key and value it puts into a cache.
+    """Attention of one token per sequence; its key and value are written to the cache.
 
-    Queries and keys are normalised and turned first. The rotary embedding (Su et al., 2021) is that
-    of Llama: the first R values of a head are turned in halves, the others stay; every such
-    operation is rounded to the dtype. Heads of queries share heads of keys. A token sees its own
-    place and those before it. The kernel reads the cached tokens in parts, whose length follows
-    from S, G and the GPU (Flash-Decoding; Dao et al., 2023).
+    Queries and keys are normalised and rotated first (RoPE in halves, as in Llama); every such
+    operation is rounded to the dtype. A token sees its own place and those before it. The kernel
+    splits the cached tokens into parts whose length depends on S, G and the GPU (Flash-Decoding,
+    Dao et al., 2023).
 
     Args:
-        qkv: Queries `[B, H * D]`, keys `[B, G * D]` and values `[B, G * V]` of one token a
-            sequence, all of one dtype.
-        angles: Cosines and sines, `[A, R]` each, in that dtype; A is B, or 1 for all sequences.
+        qkv: Queries `[B, H * D]`, keys `[B, G * D]` and values `[B, G * V]`, of one dtype.
+        angles: Cosines and sines `[A, R]` in that dtype; A is B, or 1 for all sequences.
         cache: Keys `[B, G, S, D]` and values `[B, G, S, V]`, contiguous, in that dtype.
-        place: int64: where in S the token goes, without dimensions for all sequences, or `[B]` for
-            each. It is read on the device.
-        norms: Of queries and of keys, before they are turned.
-        scale: Factor of the scores.
-        mask_BS: Places that are seen, bool `[B, S]`, or what is added to scores, of any floating
-            dtype. Where a token sees nothing, and has no sink, the output is zero.
-        sinks_H: `[H]`, of any floating dtype: a further score of a head, whose weight is left out.
-        window: Tokens that are seen at most, the new one among them; 0: all.
-        pairs_share: Whether angles come once for the two values of a pair, so that 2 R values are
-            turned.
-        counters: int32 `[1 + B * G]`, zero before and after, of this call alone. With it, a place
-            without dimensions is one more afterwards.
-        impl: `triton` is one kernel, for inference only; `auto` takes it on a GPU. A named
-            implementation never falls back.
+        place: int64, read on the device: index of the new token, one number or `[B]`.
+        norms: Of queries and of keys.
+        mask_BS: Visible places as bool, or numbers added to the scores. A token that sees nothing
+            and has no sink gives zeros.
+        sinks_H: Extra score per head, which only adds to the softmax's sum.
+        window: Visible tokens, the new one included; 0: all.
+        pairs_share: Angles are given once for both values of a pair, so 2 R values are rotated.
+        counters: int32 `[1 + B * G]`, zeros before and after, used by this call alone. If given, a
+            `place` without dimensions is advanced by one.
+        impl: `triton` (inference only), `reference`, or `auto`: triton on a GPU.
 
     Returns:
-        `[B, H, V]`. A place past the end is an error of the reference; the kernel, which nobody
-        waits for, leaves the cache alone then and gives NaN.
+        `[B, H, V]`. For a place past the end the reference raises; the kernel leaves the cache
+            alone
+        and gives NaN.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     query_BN, key_BN, value_BN = qkv
     keys_BGSD, values_BGSV = cache
@@ -149,7 +144,7 @@ def _attend(
     query_BHD: Tensor, cache: tuple[Tensor, Tensor], place: Tensor, scale: float,
     mask_BS: Tensor | None, sinks_H: Tensor | None, window: int,
 ) -> Tensor:  # fmt: skip
-    """The specification in plain torch, over what a token sees alone."""
+    """The specification in torch, over the visible places only."""
     keys_BGSD, values_BGSV = cache
     places_S = torch.arange(keys_BGSD.shape[2], device=place.device)
     last_B1 = place.reshape(-1, 1)
@@ -181,8 +176,10 @@ def turned_step(
     *,
     pairs_share: bool = False,
 ) -> Tensor:
-    """Queries `[B, H, 1, D]`, turned; keys and values go into the cache. In plain torch, every
-    operation rounded to the dtype of the queries."""
+    """Rotates queries to `[B, H, 1, D]` and writes keys and values to the cache, in torch.
+
+    Every operation is rounded to the dtype of the queries.
+    """
     query_BN, key_BN, value_BN = qkv
     keys_BGSD, values_BGSV = cache
     cos_AR, sin_AR = (torch.cat((a, a), dim=-1) if pairs_share else a for a in angles)

@@ -1,8 +1,8 @@
-"""The Triton kernel of `split_attention`: a program a key head and a part of the cached tokens.
+"""The Triton kernel of `split_attention`: one program per key head and part of the cached tokens.
 
-Every program turns the queries of its head; the one whose part has the new token turns its key and
-puts key and value into the cache. Of what the parts of a head found, the program that comes last
-makes the output, in the order of the parts.
+Every program rotates the queries of its head. The program whose part has the new token also rotates
+its key and writes key and value to the cache. The last program of a head to finish combines the
+parts, in their order.
 """
 
 from __future__ import annotations
@@ -19,21 +19,15 @@ from moe_runtime.kernels.grouped_gemm.tile import describe_device
 from moe_runtime.kernels.rms_norm.kernel import scaled_row
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, dependent_launch, power_of_2
 
-_MOST_PREPARED = 512
-"""Layers of other sizes, times numbers of sequences, times lengths of caches."""
-_BLOCK_N = 2048
-"""Values at a time of a row that is normalised as a whole."""
-_LEAST_ROWS = 16
-"""What a matrix instruction takes: query heads of a key head, values of a head."""
-_BLOCK_BYTES = 16384
-"""Of the keys of a step, at most."""
+_MOST_PREPARED = 512  # layer sizes times numbers of sequences times cache lengths
+_BLOCK_N = 2048  # values at a time of a row that is normalised as a whole
+_LEAST_ROWS = 16  # of a matrix instruction: query heads of a key head, values of a head
+_BLOCK_BYTES = 16384  # of a step's keys, at most
 _MOST_PARTS = 64
-_PROGRAMS_EACH = 2
-"""Programs that each multiprocessor should have for one sequence."""
+_PROGRAMS_EACH = 2  # per multiprocessor, for one sequence
 # pyright: reportArgumentType=false
 # Triton makes a constexpr of a number, which the type checker does not know of.
-_Norm = tuple[Tensor, float, str]
-"""The fields of `RowNorm`."""
+_Norm = tuple[Tensor, float, str]  # the fields of `RowNorm`
 
 
 @triton.jit
@@ -42,8 +36,10 @@ def _turned_heads(
     num_turned, eps, FORM: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Heads `[ROWS, BLOCK_D]` of a row, normalised and turned, each operation rounded to its type;
-    zero where there are none."""
+    """Heads `[ROWS, BLOCK_D]` of a row, normalised and rotated; zero beyond `num_rows`.
+
+    Each operation is rounded to the row's dtype.
+    """
     rows, offs = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     half = num_turned // 2
     other = tl.where(offs < half, offs + half, offs - half)
@@ -80,7 +76,7 @@ def _turned_heads(
 
 @triton.jit
 def _seen(scores, mask_ptr, places, is_there, MASK: tl.constexpr):
-    """Scores with the mask of some places, `-inf` where they are hidden; and which are seen."""
+    """Scores with the mask of some places, `-inf` where hidden; and which places are visible."""
     if MASK == "bool":
         is_there = is_there & (tl.load(mask_ptr + places, mask=is_there, other=0) != 0)
     elif MASK == "added":
@@ -92,7 +88,7 @@ def _seen(scores, mask_ptr, places, is_there, MASK: tl.constexpr):
 
 @triton.jit
 def _finite(largest):
-    """What is subtracted from scores, none of which may be seen."""
+    """The number subtracted from scores: 0 where no score is visible."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -101,7 +97,7 @@ def _with_sinks(
     largest, total, mixed, sinks_ptr, first_head, is_row, HAS_SINKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The weighted mean; zeros where nothing was seen."""
+    """The weighted mean; zeros where nothing is visible."""
     if HAS_SINKS:
         sinks = tl.load(sinks_ptr + first_head + tl.arange(0, ROWS), mask=is_row, other=0.0)
         sinks = sinks.to(tl.float32)
@@ -123,11 +119,10 @@ def split_attention_fwd(
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, PART: tl.constexpr, BLOCK_P: tl.constexpr,
     ADVANCES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Each part of PART places leaves its largest score, the sum of its weights, and the weighted
-    sum of its values.
+    """Each part of PART places stores its largest score, sum of weights and weighted sum of values.
 
-    MASK: `none`, `bool` or `added`. BLOCK_P: Most parts, a power of two. ADVANCES: The program that
-    arrives last, when all have read the place, moves it on.
+    MASK: `none`, `bool` or `added`. BLOCK_P: most parts, a power of two. ADVANCES: the program that
+    finishes last increments the place, which all have read by then.
     """
     sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_key_heads = tl.num_programs(1)
@@ -245,7 +240,7 @@ def split_attention_fwd(
 
 
 class _Sizes(NamedTuple):
-    """What a launch depends on but for its tensors."""
+    """A launch's parameters except its tensors."""
 
     num_heads: int
     cache_shape: tuple[int, ...]
@@ -267,7 +262,7 @@ class _Sizes(NamedTuple):
 
 @lru_cache(maxsize=_MOST_PREPARED)
 def _prepare(sizes: _Sizes) -> tuple[PreparedLaunch, int]:
-    """The launch, and the parts of a head."""
+    """The launch, and the number of parts per head."""
     num_sequences, num_key_heads, num_places, dim = sizes.cache_shape
     (query_form, query_eps, is_query_whole), (key_form, key_eps, is_key_whole) = sizes.norms
     block_d, block_v = (max(_LEAST_ROWS, power_of_2(n)) for n in (dim, sizes.value_dim))
@@ -311,7 +306,7 @@ def launch_split_attention(
     window: int,
     counters: Tensor | None,
 ) -> Tensor:
-    """As `split_attention`, for what it has checked."""
+    """`split_attention` for checked arguments."""
     query_BN, key_BN, value_BN = (row_BN.contiguous() for row_BN in qkv)
     cos_AR, sin_AR = (part.contiguous() for part in angles)
     keys_BGSD, values_BGSV = cache

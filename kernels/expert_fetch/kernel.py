@@ -1,6 +1,6 @@
-"""The Triton kernel of `fetch_experts`: a program a chunk of a chosen expert.
+"""The Triton kernel of `fetch_experts`: one program per chunk of a chosen expert.
 
-It is launched after the end of the kernel before it, which may read what lies in landing slots.
+It starts after the end of the kernel before it, which may read landing slots.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Words per program: 16 KiB if they have 8 bytes. About 80 kB in flight fill a link of 55 GB/s.
 BLOCK_W = 2048
-"""Words of a program: 16 KiB where they have 8 bytes. A link of 55 GB/s is busy with some 80 kB on
-their way."""
 LINE_BYTES = tl.constexpr(128)
 BLOCK_E = 32
 
@@ -61,7 +60,7 @@ def fetch_experts_fwd(
     for part in tl.static_range(NUM_PARTS):  # type: ignore[attr-defined]
         num_words = tl.load(parts_ptr + NUM_PARTS + part) // WORD_BYTES
         source = tl.load(sources_ptr + expert * NUM_PARTS + part)
-        # loads begin with a line, whose rest belongs to what lies before the part
+        # loads begin with a line, which may also hold the end of the part before
         lead = (source % LINE_BYTES) // WORD_BYTES
         offs = (chunk - before).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W) - lead
         mask = (offs >= 0) & (offs < tl.where(source != 0, num_words, 0))

@@ -1,4 +1,4 @@
-"""`fetch_experts`: experts that a step lacks, read by the GPU where they lie in host memory.
+"""`fetch_experts`: the GPU reads missing experts of a step from host memory.
 
 Shape suffixes: T tokens, K choices, E experts, P parts of an expert, L landing slots, S slots.
 """
@@ -16,14 +16,14 @@ from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2, resolve
 
 
 class FetchTables(NamedTuple):
-    """Where the experts of a layer lie, and where those that are fetched go; on the device.
+    """Where a layer's experts are, and where fetched ones go; on the device.
 
     Attributes:
-        residents_E: int32, the slot of each expert that is on the device, below 0 for the others.
-        sources_EP: int64, addresses of each expert's parts in host memory that the device can read;
+        residents_E: int32: slot of each expert on the device, negative for the others.
+        sources_EP: int64: addresses of each expert's parts in host memory that the device can read;
             0 for experts that are not there.
-        parts_2P: int64, where each part begins in a slot, and its bytes.
-        landing_L: int32, the slots that fetched experts go to.
+        parts_2P: int64: where each part begins in a slot, and its bytes.
+        landing_L: int32: the slots for fetched experts.
     """
 
     residents_E: Tensor
@@ -35,7 +35,7 @@ class FetchTables(NamedTuple):
 def fetch_experts_reference(
     ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int = 0
 ) -> None:
-    """As `fetch_experts`, for tensors of the CPU; addresses in the tables are read."""
+    """`fetch_experts` for CPU tensors; reads the addresses in the tables."""
     residents_E, sources_EP, parts_2P, landing_L = tables
     ids = ids_TK.flatten().tolist()
     found = residents_E.clone() if first == 0 else torch.full_like(residents_E, -1)
@@ -70,25 +70,23 @@ def fetch_experts(
 ) -> None:
     """Copies chosen experts that are not on the device from host memory to landing slots.
 
-    The device reads the host's memory itself, by loads of whole cache lines, which use the link as
-    well as a copy does (Min et al., "EMOGI", VLDB 2020), so that the host need not know what was
-    chosen. Of an expert that is named twice the first choice counts.
+    The device reads host memory by loads of whole cache lines, which use the link as well as a copy
+    does (Min et al., "EMOGI", VLDB 2020). So the host need not know the choices. If an expert is
+    named twice, its first choice counts.
 
     Args:
-        ids_TK: `[T, K]` int32 or int64; an id that names no expert is passed over.
-        tables: Where experts lie and go.
+        ids_TK: int32 or int64; an id of no expert is skipped.
         slots: `[S, B]` uint8, the memory of all slots.
-        slots_E: `[E]` int32, written: the slot of each expert that products may take now, below 0
-            for the others. With `first` 0 these are the residents and the fetched ones, else the
-            fetched ones alone.
-        first: Of the flattened ids, as many as there are landing slots are looked at from here on.
-        word_bytes: 1, 2, 4 or 8: addresses, places and sizes of all parts are multiples of it. With
-            1 and 2 a warp asks for a part of a line, and the link carries less.
-        impl: `triton` is one kernel; `auto` takes it on a GPU. A named one never falls back.
+        slots_E: int32, written: each expert's slot if products may use it now, else negative. With
+            `first` 0, residents and fetched experts; otherwise fetched ones only.
+        first: The flattened ids from here on, as many as there are landing slots, are considered.
+        word_bytes: 1, 2, 4 or 8: divides addresses, places and sizes of all parts. With 1 and 2, a
+            warp asks for a part of a line, and the link carries less.
+        impl: `triton`, `reference`, or `auto`: triton on a GPU.
 
     Raises:
         ValueError: Shapes or dtypes do not fit.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     num_experts, num_parts = tables.sources_EP.shape
     check_shape("residents", tables.residents_E, (num_experts,))
@@ -118,7 +116,7 @@ def fetch_experts(
 def launch_fetch_experts(
     ids_TK: Tensor, tables: FetchTables, slots: Tensor, slots_E: Tensor, first: int, word_bytes: int
 ) -> None:
-    """The Triton kernel, for what `fetch_experts` has checked."""
+    """The Triton kernel, for checked arguments."""
     from moe_runtime.kernels.expert_fetch.kernel import BLOCK_E, BLOCK_W, fetch_experts_fwd
 
     num_experts, num_parts = tables.sources_EP.shape

@@ -1,6 +1,6 @@
 """`expert_mlp`: the routed feed-forward of one layer, in torch, C and Triton.
 
-Each name is imported when it is asked for: what loads a model needs `expert_ffn` alone.
+Names are imported on first use: loading a model needs `expert_ffn` only.
 """
 
 from typing import TYPE_CHECKING

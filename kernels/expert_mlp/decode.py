@@ -1,9 +1,8 @@
-"""The routed feed-forward of a handful of tokens on a GPU: three launches for the whole layer.
+"""The routed feed-forward of a few tokens on a GPU: three launches for the whole layer.
 
-What counts is how many bytes are on their way at once, so the work is cut along the columns until
-there are programs for the whole GPU, and along the summed dimension if that is not enough. Such a
-step is as long as its launches take the host: what they need but for tensors is found once for
-each layer's shapes.
+The number of bytes in flight decides the speed. So the work is cut along the columns until the GPU
+is full, and along the summed dimension if that is not enough. A step takes as long as the host
+needs for its launches, so everything except tensors is prepared once per layer shape.
 
 Shape suffixes: T tokens, K top-k, S slots, E experts, D model, F hidden.
 """
@@ -45,26 +44,20 @@ from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.triton_support import PreparedLaunch, cdiv, is_interpreted, power_of_2
 
-# A tile holds every token; the smallest a matrix instruction takes.
-MAX_TOKENS = 16
-# Programs that each multiprocessor should have.
-_PROGRAMS_EACH = 2
+MAX_TOKENS = 16  # a tile holds every token: the least rows of a matrix instruction
+_PROGRAMS_EACH = 2  # per multiprocessor
 _MAX_PARTS = 8
 _BLOCK_N = 32
 _NUM_WARPS = 4
-# Bytes of a row of the weights a step, or half of them of each of two; and most steps under way.
-_ROW_BYTES = 512
-_NUM_STAGES = 4
-# Columns of the output that one program sums up.
-_BLOCK_D = 64
-# Summed elements a step with packed weights at most: decoded codes take registers.
-_DEPTH = 128
-# Weights of a program at a time for one token, of each of gate and up and of down: the best for the
-# layers of OLMoE and Qwen3-30B-A3B on an H200, of blocks of 2,048 to 16,384.
+_ROW_BYTES = 512  # of a row of weights per step, half of it for each of gate and up
+_NUM_STAGES = 4  # most steps in flight
+_BLOCK_D = 64  # output columns that one program sums
+_DEPTH = 128  # most summed elements per step of packed weights: decoded codes take registers
+# Weights per program and step for one token, of each of gate and up and of down: the best blocks
+# of 2,048 to 16,384 for the layers of OLMoE and Qwen3-30B-A3B on an H200.
 _ROW_UP, _ROW_DOWN = 4096, 2048
 _ROW_BLOCK_K = 256
-# Layers times numbers of tokens.
-_MOST_PREPARED = 2048
+_MOST_PREPARED = 2048  # layers times numbers of tokens
 
 _Strides = tuple[int, ...]
 
@@ -94,10 +87,10 @@ class _Rows(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """What the launch of a product depends on but for its rows.
+    """A launch's parameters except its rows.
 
-    `packed` says how packed weights are written. `is_row`: of one token, and weights whose rows are
-    whole, which kernels without matrix units multiply.
+    `packed` describes packed weights. `is_row`: one token and weights with whole rows, multiplied
+    by kernels without matrix units.
     """
 
     device: GpuLimits
@@ -125,7 +118,7 @@ class _Product(NamedTuple):
         }  # fmt: skip
 
     def row_arguments(self, rows: _Rows, num_weights: int, num_matrices: int) -> dict[str, Any]:
-        """Of one token; weights of a program at a time of each of so many matrices."""
+        """For one token; `num_weights` per program and step, of each of `num_matrices`."""
         kind = self.format
         if kind is None:
             block_k = min(_ROW_BLOCK_K, power_of_2(self.dim_k))
@@ -138,7 +131,7 @@ class _Product(NamedTuple):
         return found
 
     def depth(self, *, has_gate: bool) -> tuple[int, int]:
-        """`(summed elements a step, steps under way)`: as many as the shared memory holds."""
+        """`(summed elements per step, steps in flight)`: as many as fit the shared memory."""
         kind = self.format
         most = _ROW_BYTES // self.dtype.itemsize
         tile = Tile(MAX_TOKENS, _BLOCK_N, most, _NUM_WARPS, _NUM_STAGES)
@@ -159,8 +152,9 @@ def _prepare_up(
     spec: ActivationSpec,
     layout: GateLayout,
 ) -> PreparedLaunch:
-    """The first product with the activation; `distances` lead from the gate to up, in weights and
-    biases, where both are tensors of their own.
+    """The first product with the activation.
+
+    `distances` lead from the gate to up, in weights and biases, if these are separate tensors.
     """
     dim_f, stride_w, stride_b = product.dim_n, product.stride_w, product.stride_b
     # Rows from one hidden column to the next, and from a gate to its up.
@@ -191,8 +185,9 @@ def _prepare_up(
 def _prepare_down(
     rows: _Rows, product: _Product, given_parts: int | None
 ) -> tuple[PreparedLaunch, int]:
-    """The second product, and in how many parts it is summed: as many as are given, where the sums
-    of other experts are there already."""
+    """The second product and its number of parts: `given_parts` if other experts' sums are
+    there.
+    """
     dim_d, dim_f, stride_w, stride_b = (
         product.dim_n, product.dim_k, product.stride_w, product.stride_b,
     )  # fmt: skip
@@ -205,7 +200,7 @@ def _prepare_down(
         grid = (rows.num_slots, cdiv(dim_d, numbers["BLOCK_N"]))
         return PreparedLaunch(decode_down_row, grid, **numbers), 1
     block_k, num_stages = product.depth(has_gate=False)
-    # Parts so that the GPU has enough programs at once.
+    # enough parts to give the GPU enough programs
     programs = min(rows.num_slots, rows.num_experts) * cdiv(dim_d, _BLOCK_N)
     wanted = given_parts or cdiv(product.device.num_multiprocessors * _PROGRAMS_EACH, programs)
     num_steps = max(1, cdiv(dim_f, block_k))
@@ -225,7 +220,6 @@ def _prepare_down(
 def _prepare_sums(
     rows: _Rows, device: GpuLimits, num_parts: int, dim_d: int, stride_weights: _Strides
 ) -> PreparedLaunch:
-    """The sums of the parts and of the choices."""
     return PreparedLaunch(
         decode_combine, (rows.num_tokens, cdiv(dim_d, _BLOCK_D)),
         num_parts=num_parts, IS_ONE_PART=num_parts == 1, dim=dim_d,
@@ -243,11 +237,10 @@ def decode_expert_mlp(
     spec: ActivationSpec,
     device: GpuLimits | None = None,
 ) -> Tensor:
-    """The whole routed feed-forward of at most `MAX_TOKENS` tokens, without a backward pass.
+    """The routed feed-forward of at most `MAX_TOKENS` tokens, without a backward pass.
 
-    `ids` that name no expert add nothing, and a token may name an expert twice. Weights of the
-    experts have any strides, or are packed. `device` is what the kernels must fit in, instead of
-    the one that `x` lies on.
+    Ids of no expert add nothing, and a token may name an expert twice. Weights have any strides, or
+    are packed. `device` overrides the limits that the kernels must fit.
     """
     products = DecodeProducts(x_TD, ids_TK, weights_TK, experts.num_experts, device)
     products.add(experts, spec)
@@ -255,10 +248,10 @@ def decode_expert_mlp(
 
 
 class DecodeProducts:
-    """`decode_expert_mlp` of experts that come a few at a time, each once.
+    """`decode_expert_mlp` of experts that arrive a few at a time, each once.
 
-    Every expert's rows are computed by programs of its own and summed at the end, a token's choices
-    in their order: the bits do not depend on which came when.
+    Each expert's rows have programs of their own and are summed at the end in the order of a
+    token's choices, so the bits do not depend on the arrival order.
     """
 
     def __init__(
@@ -290,7 +283,7 @@ class DecodeProducts:
         product, operands = self._product(matrix, up and up[0], bias_SZ, dim_f, x_TD.shape[1])
         distances = None
         if not isinstance(matrix, Tensor):
-            # Of packed weights up is a tensor of its own, or there is no gate.
+            # packed weights of up are a separate tensor, unless there is no gate
             distances = 0, 0
             if up is not None:
                 to_bias = 0 if up[1] is None else distance(operands["bias_ptr"], up[1])
@@ -318,7 +311,7 @@ class DecodeProducts:
         *,
         is_whole: bool = True,
     ) -> tuple[_Product, dict[str, Tensor]]:
-        """A product and its tensors; `is_whole` unless it has to be summed in parts."""
+        """A product and its tensors; `is_whole` unless it is summed in parts."""
         codes, x_TD = codes_of(weight), self._x_TD
         tensors = {"weight_ptr": codes, "bias_ptr": codes[:, :, 0] if bias is None else bias}
         is_row = len(x_TD) == 1 and is_whole and codes.shape[2] > 0
@@ -343,12 +336,12 @@ class DecodeProducts:
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
         """Takes rows that were computed elsewhere, of experts that are never added here.
 
-        `rows_N` are places in the flattened ids; `y_ND` is not yet weighted.
+        `rows_N` are indices in the flattened ids; `y_ND` is not yet weighted.
         """
         self._dim = y_ND.shape[1]
         if self._partial is None:
             self._given.append((rows_N, y_ND))
-        else:  # at once: what is left when this is cut short would be of the next replay
+        else:  # at once: rows left over after an interrupt would belong to the next replay
             self._put(self._partial, rows_N, y_ND)
 
     def _put(self, partial: Tensor, rows_N: Tensor, y_ND: Tensor) -> None:
@@ -358,9 +351,7 @@ class DecodeProducts:
         partial[0].index_copy_(0, rows_N, y_ND.float())
 
     def sums(self, slot_of_expert: Tensor | None = None) -> Tensor:
-        """The output, once every expert was added that an id names and that has a slot in this
-        table.
-        """
+        """The output, after adding every named expert that has a slot in this table."""
         if self._partial is None and self._given:
             shape = 1, self._ids_TK.numel(), self._dim
             self._partial = self._x_TD.new_empty(shape, dtype=torch.float32)

@@ -1,11 +1,11 @@
-"""Triton kernels for a handful of tokens, where reading the active experts' weights is everything.
+"""Triton kernels for a few tokens, where reading the active experts' weights takes all the time.
 
-Nothing is sorted. A program belongs to one slot and some columns; it works only if its slot is the
-first one that names its expert, and then for all tokens that chose it: with at most BLOCK_T tokens
-they fit in one tile, in token order, and no expert's weights are read twice.
+Nothing is sorted. A program belongs to one slot and some columns. It works only if its slot is the
+first to name its expert, and then for all tokens that chose it. At most BLOCK_T tokens fit in one
+tile, in token order, so each expert's weights are read once.
 
-IS_CHAINED: Each kernel is launched while the one before it runs, and waits for it where it reads
-what that wrote.
+IS_CHAINED: each kernel starts while the one before it runs, and waits for it before it reads its
+results.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ def users(
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`(slot, leads, choice_T)`: where the expert of this program's slot lies (below 0: nowhere),
-    whether this slot is the first to name it, and the first choice of each token that names it
-    (NUM_CHOICES: none).
+    """`(slot, leads, choice_T)`: the slot of this program's expert (negative: none), whether this
+    program is the first for it, and each token's first choice of it (NUM_CHOICES: none).
     """
     own = tl.program_id(0)
     expert = tl.load(ids_ptr + own).to(tl.int64)
@@ -65,7 +64,7 @@ def decode_up(
 ):  # fmt: skip
     """`hidden[slot of (t, expert)] = activation(x[t] @ weight.T + bias)`; N: hidden columns.
 
-    With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
+    With FORMAT, weights are codes, addressed in bytes, with scales and zero points.
     """
     if IS_CHAINED:
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
@@ -147,7 +146,7 @@ def decode_down(
 ):  # fmt: skip
     """`partial[part, slot of (t, expert)]`: the down product over one part of the hidden columns.
 
-    Part p sums `split_k` columns, a multiple of BLOCK_K; the first one adds the bias.
+    Part p sums `split_k` columns, a multiple of BLOCK_K; the first part adds the bias.
     """
     slot, leads, choice_T = users(
         ids_ptr, slots_ptr, num_tokens, num_experts, NUM_CHOICES, HAS_SLOTS, BLOCK_T, BLOCK_C
@@ -204,7 +203,7 @@ def decode_combine(
     NUM_CHOICES: tl.constexpr, HAS_SLOTS: tl.constexpr, IS_ONE_PART: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """`out[t]`: the parts of every choice summed, then the choices by gate weight, in order."""
+    """`out[t]`: sums the parts of every choice, then the choices by gate weight, in order."""
     if IS_CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
     token = tl.program_id(0).to(tl.int64)
@@ -219,7 +218,7 @@ def decode_combine(
         is_real = is_real & (slots >= 0)
     weights_ptrs = weights_ptr + token * stride_wt + offs_c * stride_wk
     weights = tl.load(weights_ptrs, mask=is_real, other=0.0).to(tl.float32)
-    # A token that names an expert twice has one row for it, at the first of the two choices.
+    # a token that names an expert twice has one row for it, at the first of the two choices
     ids_again = tl.load(ids_ptrs + offs_c, mask=mask_c, other=-1).to(tl.int64)
     is_same = ids[:, None] == ids_again[None, :]
     rows = tl.min(tl.where(is_same, offs_c[None, :], NUM_CHOICES), axis=1)
@@ -252,7 +251,7 @@ def _tile(ptrs, first_k, mask_n, dim_k, EVEN_K: tl.constexpr, BLOCK_K: tl.conste
 
 @triton.jit
 def _row(ptr, first_k, dim_k, BLOCK_K: tl.constexpr):
-    """Values `[1, k]` of the row that is multiplied, in fp32."""
+    """Values `[1, k]` of the multiplied row, in fp32."""
     k = first_k + tl.arange(0, BLOCK_K)
     return tl.load(ptr + k, mask=k < dim_k, other=0.0).to(tl.float32)[None, :]
 
@@ -268,9 +267,8 @@ def decode_up_row(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """`hidden[choice] = activation(x @ weight[slot of its expert].T + bias)`.
-
-    FORMAT as in `decode_up`.
+    """`hidden[choice] = activation(x @ weight[slot of its expert].T + bias)`; FORMAT as in
+    `decode_up`.
     """
     if IS_CHAINED:
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
@@ -343,7 +341,7 @@ def decode_down_row(
     if FORMAT is None:
         weight_ptrs = weight_ptr + slot * stride_ws + offs_n.to(tl.int64)[:, None] * stride_wn
         weight_ptrs += tl.arange(0, BLOCK_K)[None, :]
-        # on its way while hidden values are computed
+        # loads while hidden values are computed
         weight = _tile(weight_ptrs, 0, mask_n, dim_k, EVEN_K, BLOCK_K)
         if IS_CHAINED:
             tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The weights of one expert, with the C struct that the native kernel reads prepared once.
+"""The weights of one expert, and the C struct that the native kernel reads.
 
 Shape suffixes: D model in, F hidden, O model out (usually D).
 """
@@ -23,13 +23,12 @@ Matrix: TypeAlias = "Tensor | QuantizedMatrix | PlanesMatrix"
 
 
 class ExpertShape(NamedTuple):
-    """What the experts of one call must have in common.
+    """The properties that the experts of one call must share.
 
     Attributes:
-        dtype: Of all tensors; where a matrix is quantised, bf16, and `formats` has the rest.
-        formats: Where a matrix is quantised or in the lossless code, or biases have a dtype of
-            their own and matrices bf16: of gate, up and down the format, the dtype of one that is
-            not quantised, or None for none; then the dtype of the biases, or None. Else empty.
+        dtype: Of all tensors; bf16 if a matrix is quantised.
+        formats: Empty for plain experts of one dtype. Otherwise the format (or dtype, or None) of
+            gate, up and down, then the dtype of the biases or None.
     """
 
     dim_in: int
@@ -45,27 +44,27 @@ class ExpertShape(NamedTuple):
 
     @property
     def row_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of rows that the native kernel takes: codes are multiplied by any, widened to fp32."""
+        """Dtypes of rows that the native kernel takes."""
         is_coded = bool(self.formats) and "planes" not in self.formats
         return (self.dtype, torch.float32, *([torch.float16] if is_coded else []))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Views of one expert's matrices, row-major: unit stride along the summed dimension.
+    """Views of one expert's row-major matrices: unit stride along the summed dimension.
 
-    Rows, and values of biases, may lie at any distance, so one half of a fused `[2F, D]` tensor
-    and every other row of an interleaved one are used where they lie. The object remembers
-    addresses: make it once for a place in memory. Each matrix may be quantised in a format of its
-    own; one that is not is bf16 then, and biases may have a dtype of their own.
+    Rows, and values of biases, may lie at any distance, so half of a fused `[2F, D]` tensor or
+    every other row of an interleaved one need no copy. The object holds addresses: make a new one
+    when memory moves. Each matrix may have its own quantised format; plain ones are bf16 then, and
+    biases may have a dtype of their own.
 
     Attributes:
         gate: `[F, D]`, or None for an expert without a gate.
         up: `[F, D]`.
         down: `[O, F]`.
-        gate_bias: `[F]` or None, as `up_bias`.
+        gate_bias: `[F]` or None, like `up_bias`.
         down_bias: `[O]` or None.
-        c_struct: The C struct that the native kernel reads; None when it cannot use these weights.
+        c_struct: None if the native kernel cannot use these weights.
     """
 
     gate: Matrix | None
@@ -79,11 +78,7 @@ class ExpertWeights:
     _described: list[object] = field(init=False, repr=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Checks the shapes and writes the C struct.
-
-        Raises:
-            ValueError: Shapes or dtypes do not belong together.
-        """
+        """Raises ValueError if shapes or dtypes do not fit together."""
         dim_hidden, dim_in = _matrix_shape("up", self.up)
         dim_out, down_hidden = _matrix_shape("down", self.down)
         if down_hidden != dim_hidden:

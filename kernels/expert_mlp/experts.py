@@ -1,14 +1,14 @@
 """The experts of one layer, stacked in every layout that checkpoints use, or of any widths.
 
 Shape suffixes: S slots, E experts, D model, F hidden, Z = 2F with a gate and F without, N hidden
-columns of all experts of a `PackedExperts` together.
+columns of all experts of a `PackedExperts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from moe_runtime.kernels.operands import GateLayout, check_like, check_shape
 
 
 class OneExpert(NamedTuple):
-    """Views of one expert's parameters, and how its pre-activations `[n, Z]` lie.
+    """Views of one expert's parameters, and the layout of its pre-activations `[n, Z]`.
 
-    The first product has one matrix ``[Z, D]``, or gate and up ``[F, D]`` each.
+    `inputs` is one matrix ``[Z, D]``, or gate and up ``[F, D]`` each.
     """
 
     inputs: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ def _check_tensors(experts: StackedExperts | PackedExperts, shapes: dict[str, li
 
 
 def check_slots(slots: Tensor | None) -> None:
-    """Refuses a `slot_of_expert` that is no list of integers."""
+    """Raises ValueError unless `slot_of_expert` is a list of integers."""
     if slots is not None and (slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64)):
         raise ValueError(
             f"slot_of_expert must be [E] of int32 or int64, got {list(slots.shape)} of "
@@ -56,7 +56,7 @@ def check_slots(slots: Tensor | None) -> None:
 
 
 def ids_in_slots(ids_TK: Tensor, slot_of_expert: Tensor | None) -> Tensor:
-    """Ids, -1 where their expert lies in no slot and takes no part."""
+    """Ids, with -1 for experts without a slot."""
     if slot_of_expert is None:
         return ids_TK
     is_expert = (ids_TK >= 0) & (ids_TK < len(slot_of_expert))
@@ -66,20 +66,20 @@ def ids_in_slots(ids_TK: Tensor, slot_of_expert: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StackedExperts:
-    """The parameters of all experts, and how they are laid out.
+    """The parameters of all experts, and their layout.
 
     Attributes:
-        gate_up: ``[S, 2F, D]``; ``[S, F, D]`` without a gate; the last two dimensions exchanged if
+        gate_up: ``[S, 2F, D]``; ``[S, F, D]`` without a gate; last two dimensions swapped if
             `is_transposed`.
         down: ``[S, D, F]``, or ``[S, F, D]`` if `is_transposed`.
         gate_up_bias: ``[S, 2F]`` (``[S, F]``) or None.
         down_bias: ``[S, D]`` or None.
         has_gate: Whether `gate_up` holds gate and up, or up alone.
         is_transposed: Whether the summed dimension of the matrices comes first.
-        is_concatenated: Whether all gate rows come before all up rows; otherwise they alternate,
-            gate first.
-        slot_of_expert: ``[E]`` integers: the slot that each expert lies in, below 0 for one that
-            takes no part, as if its ids named no expert. None: expert ``e`` lies in slot ``e``.
+        is_concatenated: Whether all gate rows precede all up rows; otherwise they alternate, gate
+            first.
+        slot_of_expert: ``[E]`` integers: each expert's slot, negative for one that takes no part.
+            None: expert ``e`` is in slot ``e``.
     """
 
     gate_up: Tensor
@@ -91,12 +91,11 @@ class StackedExperts:
     is_concatenated: bool = True
     slot_of_expert: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        """Checks that shapes, dtypes and devices fit each other; reads no values.
+    names: ClassVar[tuple[str, ...]] = ("gate_up", "down", "gate_up_bias", "down_bias")
+    num_inputs: ClassVar[int] = 1  # matrices of the first product
 
-        Raises:
-            ValueError: They do not.
-        """
+    def __post_init__(self) -> None:
+        """Raises ValueError if shapes, dtypes or devices do not fit; reads no values."""
         for name in ("gate_up", "down"):
             tensor: Tensor = getattr(self, name)
             if tensor.ndim != 3:
@@ -120,7 +119,6 @@ class StackedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Experts that ids may name."""
         return len(self.gate_up if self.slot_of_expert is None else self.slot_of_expert)
 
     @property
@@ -129,7 +127,7 @@ class StackedExperts:
 
     @property
     def dim_preactivation(self) -> int:
-        """Z: twice the hidden dimension with a gate, once without."""
+        """Z."""
         return self.gate_up.shape[2 if self.is_transposed else 1]
 
     @property
@@ -144,49 +142,39 @@ class StackedExperts:
     def device(self) -> torch.device:
         return self.gate_up.device
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of `tensors`."""
-        return "gate_up", "down", "gate_up_bias", "down_bias"
-
     def tensors(self) -> tuple[Any, ...]:
-        """The parameters: matrices of the first product, of the second, and their biases."""
+        """The parameters: matrices of the first product, of the second, then biases."""
         return self.gate_up, self.down, self.gate_up_bias, self.down_bias
 
     @property
-    def num_inputs(self) -> int:
-        """Matrices of the first product."""
-        return 1
-
-    @property
     def layout(self) -> GateLayout:
-        """Of the pre-activations."""
         return GateLayout(self.has_gate, self.is_concatenated)
 
     def static(self) -> dict[str, Any]:
-        """What makes experts of other such tensors, but for the slot table."""
+        """All fields except `tensors` and the slot table."""
         return {**self.layout._asdict(), "is_transposed": self.is_transposed}
 
     def products(self) -> tuple[Tensor, Tensor | None, None, Tensor]:
-        """As the launchers take them, ``[S, outputs, inputs]``: matrix and bias of the first
-        product, nothing of up alone, and the matrix of the second."""
+        """Matrix ``[S, outputs, inputs]`` and bias of the first product, None, matrix of the
+        second.
+        """
         gate_up, down = self.gate_up, self.down
         if self.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         return gate_up, self.gate_up_bias, None, down
 
     def slots(self) -> list[int]:
-        """The slot of every expert; copies a slot table on another device to the host."""
+        """Every expert's slot; copies a table on a device to the host."""
         if self.slot_of_expert is None:
             return list(range(self.num_experts))
         return self.slot_of_expert.tolist()
 
     def part(self, tensor: Tensor, slot: int) -> Tensor:
-        """What belongs to one slot of a parameter or its gradient, as it lies."""
+        """One slot's part of a parameter or its gradient."""
         return tensor[slot]
 
     def one(self, slot: int) -> OneExpert:
-        """Views of everything in one slot, whatever the layout."""
+        """Views of one slot, whatever the layout."""
         gate_up, down = self.gate_up[slot], self.down[slot]
         if self.is_transposed:
             gate_up, down = gate_up.T, down.T
@@ -203,11 +191,11 @@ class PackedExperts:
         gate: ``[N, D]``: expert 0's gate rows, then expert 1's; None without a gate.
         up: ``[N, D]``, likewise.
         down: ``[N, D]``: row n is what hidden column n adds to the output.
-        gate_bias: ``[N]`` or None, as `up_bias`.
+        gate_bias: ``[N]`` or None, like `up_bias`.
         down_bias: ``[E, D]`` or None.
-        columns: Which of the N columns are whose.
-        waits: On a GPU, waits once for the device to learn how much memory the hidden values need.
-            Else there is room for every row on the widest expert.
+        columns: Each expert's columns among the N.
+        waits: On a GPU, waits once for the device to learn the memory that hidden values need. Else
+            there is room for every row on the widest expert.
     """
 
     gate: Tensor | None
@@ -219,12 +207,10 @@ class PackedExperts:
     columns: ExpertColumns
     waits: bool = False
 
-    def __post_init__(self) -> None:
-        """Checks that shapes, dtypes and devices fit each other and the widths.
+    slot_of_expert: ClassVar[None] = None  # experts have no slots
 
-        Raises:
-            ValueError: They do not.
-        """
+    def __post_init__(self) -> None:
+        """Raises ValueError if shapes, dtypes or devices do not fit each other and the widths."""
         num_columns = self.columns.num_columns
         if self.up.ndim != 2 or len(self.up) != num_columns:
             raise ValueError(
@@ -259,47 +245,36 @@ class PackedExperts:
         return self.up.device
 
     @property
-    def slot_of_expert(self) -> None:
-        """Every expert lies in its own place."""
-        return None
-
-    @property
     def names(self) -> tuple[str, ...]:
-        """Names of `tensors`."""
         if self.gate is None:
             return "up", "down", "up_bias", "down_bias"
         return "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
 
     def tensors(self) -> tuple[Any, ...]:
-        """The parameters: matrices of the first product, of the second, and their biases."""
         return tuple(getattr(self, name) for name in self.names)
 
     @property
     def layout(self) -> GateLayout:
-        """Of the pre-activations: those of gates come before those of up."""
         return GateLayout(self.gate is not None)
 
     @property
     def num_inputs(self) -> int:
-        """Matrices of the first product."""
         return 1 if self.gate is None else 2
 
     def static(self) -> dict[str, Any]:
-        """What makes experts of other such tensors."""
         gate = {"gate": None} if self.gate is None else {}
         return {**gate, "columns": self.columns, "waits": self.waits}
 
     def slots(self) -> Sequence[int]:
-        """The number of every expert."""
         return range(self.num_experts)
 
     def part(self, tensor: Tensor, slot: int) -> Tensor:
-        """What belongs to one expert of an ``[N, ...]`` parameter or its gradient."""
+        """One expert's part of an ``[N, ...]`` parameter or its gradient."""
         first, last = self.columns.bounds[slot : slot + 2]
         return tensor[first:last]
 
     def one(self, slot: int) -> OneExpert:
-        """Views of everything of one expert."""
+        """Views of one expert."""
         first, last = self.columns.bounds[slot : slot + 2]
         rows = slice(first, last)
         pairs = [(self.gate, self.gate_bias), (self.up, self.up_bias)]

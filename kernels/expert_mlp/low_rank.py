@@ -1,6 +1,6 @@
-"""What adapters of low rank (LoRA) add to the products of experts, without merging.
+"""LoRA adapters of experts in inference, without merging.
 
-Their products are in fp32, or in fp64 for rows in fp64.
+Their products are in fp32, or in fp64 for fp64 rows.
 
 Shape suffixes: I inputs, O outputs, L rank, N rows, F hidden, P pre-activations: gate, then up.
 """
@@ -26,9 +26,7 @@ _NO_ACTIVATION = KernelActivation(-1, None)
 class LowRankFactors:
     """`scale * (x @ first.T) @ second.T`: an adapter of one matrix of one expert.
 
-    Args:
-        first_LI: `[L, I]` in fp32, bf16 or fp16.
-        second_OL: `[O, L]` in the same dtype.
+    Both factors have one dtype: fp32, bf16 or fp16.
     """
 
     def __init__(self, first_LI: Tensor, second_OL: Tensor, scale: float) -> None:
@@ -55,8 +53,9 @@ AdaptersOfRows = Sequence[LowRankExpert | None]
 def added_before(
     x_NI: Tensor, adapters_N: AdaptersOfRows, dim_hidden: int, *, has_gate: bool
 ) -> Tensor | None:
-    """What adapters add to pre-activations: `[N, P]`, zero for rows without one; None if none has
-    any."""
+    """The adapters' part `[N, P]` of pre-activations, zero for rows without one; None if none
+    has any.
+    """
     gate_N, up_N = ([one and one[place] for one in adapters_N] for place in range(2))
     if not any((*gate_N, *up_N)):
         return None
@@ -66,7 +65,7 @@ def added_before(
 
 
 def added_after(hidden_NF: Tensor, adapters_N: AdaptersOfRows, dim_out: int) -> Tensor:
-    """What adapters add to outputs: `[N, O]`, zero for rows without one."""
+    """The adapters' part `[N, O]` of outputs, zero for rows without one."""
     down_N = [one and one.down for one in adapters_N]
     return _products(hidden_NF.to(precise_dtype(hidden_NF)), down_N, dim_out)
 
@@ -76,7 +75,6 @@ def changes_outputs(adapters_N: AdaptersOfRows) -> bool:
 
 
 def _products(x_NI: Tensor, factors_N: Sequence[LowRankFactors | None], dim_out: int) -> Tensor:
-    """The products of all rows: `[N, O]`."""
     library = native_library()
     is_native = (
         library is not None and x_NI.is_cpu and x_NI.dtype == torch.float32
@@ -104,7 +102,7 @@ def _products(x_NI: Tensor, factors_N: Sequence[LowRankFactors | None], dim_out:
 def _runs(
     factors_N: Sequence[LowRankFactors | None],
 ) -> Iterator[tuple[LowRankFactors | None, int]]:
-    """Neighbouring rows of the same adapter, in the pieces that a call of the kernel takes."""
+    """Neighbouring rows of the same adapter, in pieces that one call of the kernel takes."""
     for factors, rows in groupby(factors_N):
         count = len([*rows])
         for start in range(0, count, ROWS_PER_CALL):
@@ -112,7 +110,7 @@ def _runs(
 
 
 def _kind_of(run: tuple[LowRankFactors | None, int]) -> object:
-    """What the runs of one call of the kernel have in common; None where it takes none."""
+    """The properties that runs of one kernel call share; None if the kernel cannot take the run."""
     factors = run[0]
     if factors is None or factors.weights.c_struct is None:
         return None

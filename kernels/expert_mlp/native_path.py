@@ -1,4 +1,4 @@
-"""The CPU path: the C kernels where an expert has few rows, torch's products where it has many.
+"""The CPU path: the C kernels for experts with few rows, torch's products for many.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, n rows of one expert, D model, F hidden,
 Z = 2F with a gate and F without.
@@ -123,11 +123,10 @@ class NativePath(TorchPath):
         self._library = require_native()
 
     def steps(self, activation: ActivationSpec) -> NativeSteps:
-        """The operations of one expert."""
         return NativeSteps(self._library, activation)
 
     def infer(self, batch: RoutedBatch) -> Tensor:
-        """As `Path.infer`: experts with few rows in one call of the C kernel, then the others."""
+        """Experts with few rows in one call of the C kernel, then the others."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         if isinstance(experts, PackedExperts) or weights_TK is None:
             return super().infer(batch)
@@ -160,7 +159,7 @@ class NativePath(TorchPath):
 
 
 def _fits_kernel(experts: StackedExperts, activation: ActivationSpec) -> bool:
-    """Whether the C kernel of whole experts can read these where they lie."""
+    """Whether the C kernel of whole experts can read these in place."""
     unit_stride = all(t.stride(-1) == 1 for t in experts.tensors() if t is not None)
     biases_apart = experts.is_concatenated or experts.gate_up_bias is None or not experts.has_gate
     return not experts.is_transposed and unit_stride and biases_apart and activation.is_plain

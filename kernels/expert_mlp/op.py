@@ -70,32 +70,30 @@ def expert_mlp(
     """Runs every token through its experts and sums the results by gate weight.
 
     ``out[t] = sum over k of weights[t, k] * expert[ids[t, k]](x[t])``, differentiable in `x`,
-    `weights` and every parameter. No token is dropped and none is padded.
+    `weights` and every parameter. No token is dropped or padded.
 
     Args:
-        x_TD: ``[T, D]`` in the dtype of the experts; any floating dtype for quantised ones.
-        ids_TK: ``[T, K]`` int32 or int64. An id that names no expert (negative, or the number of
-            experts and above) marks a slot that is not dispatched: it adds zero, reads no weight
-            and gives zero gradients.
-        weights_TK: ``[T, K]`` gate weights, any floating dtype.
-        experts: The parameters: `StackedExperts` of one width, `PackedExperts` of any widths, or
+        x_TD: In the dtype of the experts; any floating dtype for quantised ones.
+        ids_TK: int32 or int64. An id outside ``[0, E)`` marks a slot that is not dispatched: it
+            adds zero, reads no weight and gets zero gradients.
+        weights_TK: Gate weights, any floating dtype.
+        experts: `StackedExperts` of one width, `PackedExperts` of any widths, or
             `QuantizedExperts`, which are frozen.
         activation: A name, an `ActivationSpec`, or a function of the pre-activations as they lie.
-        impl: `auto` decides by device alone, and takes `reference` for forward-mode derivatives
-            and those of `torch.func`, as none else has them; a named one never falls back.
-        recompute: Computes the pre-activations again in the backward pass instead of keeping them.
-        checks_ids: Reports ids outside ``[-1, E]`` (waits for the device).
-        post_expert: Applied to every expert's output rows ``[R, D]`` before they are weighted.
-        gradients: Adds the parameters' gradients to those of earlier calls, or computes them for
-            some experts alone; None gives autograd all of them. Not with functions, nor with
-            experts that differ in width.
+        impl: `auto` chooses by device, and takes `reference` for forward-mode and `torch.func`
+            derivatives, which only it has. A named implementation never falls back.
+        recompute: Computes pre-activations again in the backward pass instead of keeping them.
+        checks_ids: Reports ids outside ``[-1, E]``; waits for the device.
+        post_expert: Applied to the output rows ``[R, D]`` before they are weighted.
+        gradients: Accumulates parameter gradients, or computes those of some experts only. Not for
+            functions, nor for experts that differ in width.
 
     Returns:
         ``[T, D]`` in the dtype of `x`.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, a name is unknown, or derivatives are
-            asked in a way that the implementation has none for.
+        ValueError: Shapes, dtypes or devices do not fit, a name is unknown, or the implementation
+            lacks the derivatives that are needed.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     spec = resolve_activation(activation)
@@ -172,11 +170,10 @@ def grouped_expert_mlp(
     """Runs rows that are already sorted by expert.
 
     Args:
-        x_RD: ``[R, D]`` in the dtype of the experts: the rows of expert 0 first, then those of
-            expert 1. Rows after the last expert's are allowed.
-        counts_E: ``[E]`` integers: rows of each expert, at most R together.
-        experts: The parameters.
-        activation: As in `expert_mlp`, and so `impl` and `recompute`.
+        x_RD: In the dtype of the experts, sorted by expert. Rows may follow those of the last
+            expert.
+        counts_E: ``[E]`` integers: rows of each expert, at most R in total.
+        activation: As in `expert_mlp`, like `impl` and `recompute`.
 
     Returns:
         ``[R, D]`` in the dtype of `x`; zero in the rows after the last expert's.
@@ -204,7 +201,7 @@ def grouped_expert_mlp(
 
 
 def differentiable_impl(impl: ExpertMlpImpl) -> ExpertMlpImpl:
-    """The implementation that is taken where `impl` is asked for.
+    """The implementation for a call that asks for `impl`, given the derivatives being computed.
 
     Raises:
         ValueError: The name is unknown, or it has no derivatives of this kind.
@@ -234,9 +231,9 @@ def _infer_quantized(
     activation: ActivationSpec,
     impl: str,
 ) -> Tensor:
-    """Products that read codes as they lie: by Triton on a GPU, as in `expert_ffn` on a CPU.
+    """Computes from packed codes: by Triton on a GPU, by `expert_ffn` otherwise. Rounds no weight.
 
-    No weight is rounded. What Triton cannot read waits for the device.
+    Formats that Triton cannot read wait for the device.
     """
     with torch.no_grad(), without_autocast(x_TD.device.type):
         if resolve_path(impl, x_TD) == "triton":
@@ -265,14 +262,16 @@ def _infer_quantized(
             activation=activation,
             impl=cast(Literal["auto", "native", "torch"], impl),
         )
-        # rows of no expert are zero, and stay so whatever their weight
+        # rows without an expert are zero, whatever their weight
         is_computed = (ids_TK >= 0) & (ids_TK < experts.num_experts)
         return combine_assignments(out_RD, weights_TK.where(is_computed, 0))
 
 
 class _Quantized(torch.autograd.Function):
-    """Gradients of `x` and the gate weights are those of the values, rounded to the dtype of `x`,
-    of the experts that are used; they are written out for the backward pass alone."""
+    """Gradients of `x` and the gate weights, from the experts' values rounded to the dtype of `x`.
+
+    Only the backward pass writes these values out, for the experts that were used.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, *rest: Any) -> Tensor:
@@ -307,11 +306,11 @@ def _summed_bias(ids_TK: Tensor, weights_TK: Tensor, bias_ED: Tensor) -> Tensor:
     """`out[t] = sum_k weights[t, k] * bias[ids[t, k]]`, in fp32 (fp64 for fp64)."""
     precise = precise_dtype(bias_ED)
     num_experts = len(bias_ED)
-    # The last column is for slots without an expert.
+    # the last column is for slots without an expert
     names = torch.where((ids_TK < 0) | (ids_TK > num_experts), num_experts, ids_TK).long()
     weights_TE1 = weights_TK.new_zeros(len(ids_TK), num_experts + 1, dtype=precise)
     for k in range(ids_TK.shape[1]):
-        # One choice at a time no two are added to the same place: the same bits in every run.
+        # one choice at a time, so that no two add to one place: the same bits in every run
         weights_TE1 = weights_TE1.scatter_add(
             1, names[:, k, None], weights_TK[:, k, None].to(precise)
         )
@@ -330,8 +329,7 @@ def _autocast(
 ) -> tuple[Tensor, AnyExperts]:
     """Input and parameters in the dtype of an enclosing `torch.autocast`, as for `F.linear`.
 
-    Parameters stay as they are where the implementation rounds each expert's when its turn comes,
-    to the same bits.
+    Parameters stay as they are if the implementation rounds one expert at a time, to the same bits.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -347,7 +345,7 @@ def _autocast(
 
 
 def check_impl(impl: str) -> None:
-    """Refuses names of no implementation."""
+    """Raises ValueError for an unknown implementation."""
     check_choice(impl, IMPLS)
 
 

@@ -1,7 +1,7 @@
-"""`expert_mlp` and the single products of experts as operators that torch and its compiler know.
+"""`expert_mlp` and the products of experts as operators that torch and its compiler know.
 
-An operator takes tensors, numbers and strings only, so the experts and the activation travel in
-pieces. The compiler sees one opaque call; what runs inside is chosen by the device.
+Operators take tensors, numbers and strings only, so experts and activation are passed in pieces.
+The compiler sees one opaque call; the device decides what runs inside.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, S slots, M in, N out, D model,
 Z = 2F with a gate and F without.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -40,41 +40,11 @@ from moe_runtime.kernels.operands import (
 )
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only, refuse
 
-
-class Path(Protocol):
-    """An implementation."""
-
-    def infer(self, batch: RoutedBatch) -> Tensor:
-        """The output ``[T, D]`` of tokens when nothing is kept for a backward pass."""
-        ...
-
-    def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """The output, and the pre-activations ``[R, Z]`` of the sorted rows if it `keeps` them.
-
-        Without gate weights the rows of `x` are sorted by expert already, and so is the output; it
-        is zero after the last expert's row. Experts of several widths take tokens alone, and keep
-        what `backward` reads in a form of their own.
-        """
-        ...
-
-    def backward(
-        self,
-        grad_TD: Tensor,
-        batch: RoutedBatch,
-        kept: Tensor,
-        needs: Sequence[bool],
-        parameter_gradients: ParameterGradients = EVERY_GRADIENT,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of the input, the gate weights and each of the experts' `tensors`.
-
-        Those that `needs` leaves out are empty. With empty `kept` it computes the pre-activations
-        again. Every element is written, zero for experts without rows, unless
-        `parameter_gradients` says otherwise.
-        """
-        ...
+if TYPE_CHECKING:
+    from moe_runtime.kernels.expert_mlp.triton_path import TritonPath
 
 
-def path_of(impl: str, x: Tensor) -> Path:
+def path_of(impl: str, x: Tensor) -> TorchPath | TritonPath:
     """The implementation of a name; arguments and errors as in `resolve_path`."""
     name = resolve_path(impl, x)
     if name == "triton":
@@ -85,8 +55,8 @@ def path_of(impl: str, x: Tensor) -> Path:
 
 
 def resolve_path(impl: str, x: Tensor) -> str:
-    """Which implementation a name means; `auto` is Triton on a GPU, the C kernels on a CPU that has
-    them, torch otherwise.
+    """The name of the implementation: `auto` is `triton` on a GPU, `native` on a CPU if it can take
+    `x`, else `torch`.
 
     Raises:
         NativeUnavailableError: `impl="native"` and the library was not built.
@@ -106,8 +76,7 @@ def resolve_path(impl: str, x: Tensor) -> str:
     return "native" if is_native and native_library() is not None else "torch"
 
 
-# Experts and what lies between their products, in pieces: what `StackedExperts` and the inverse of
-# `ActivationSpec.numbers` take, and the implementation.
+# The pieces: fields of `StackedExperts`, arguments of `ActivationSpec.from_numbers`, and `impl`.
 _EXPERTS = (
     "Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, Tensor? slot_of_expert, "
     "bool has_gate, bool is_transposed, bool is_concatenated"
@@ -119,7 +88,6 @@ BACKWARD = "moe_runtime::expert_mlp_backward"
 
 
 def _experts(*pieces: Any) -> tuple[StackedExperts, ActivationSpec]:
-    """The experts and the formula of an operator's arguments."""
     *experts, function, numbers = pieces
     named = dict(zip(_NAMES, experts, strict=True))
     return StackedExperts(**named), ActivationSpec.from_numbers(function, numbers)
@@ -136,10 +104,10 @@ def call(
     impl: str,
     recompute: bool,
 ) -> Tensor:
-    """Runs the operator: tokens with `ids_TK` and `weights_TK`, or sorted rows with `counts_E`.
+    """Runs the operator on tokens (`ids_TK` and `weights_TK`) or sorted rows (`counts_E`).
 
-    Where no mode, transform or compiler looks at operators, what it runs is called at once: a
-    decode step is as short as what stands in between.
+    If no mode, transform or compiler observes operators, the implementation is called directly,
+    which keeps decode steps short.
     """
     keeps = wants_gradient((x, weights_TK, *experts.tensors()))
     if _is_unobserved(x, experts.down):
@@ -156,7 +124,7 @@ def call(
 
 
 def _is_unobserved(*tensors: Tensor) -> bool:
-    """Whether no compiler, mode, subclass of tensors or transform takes part in this call."""
+    """Whether no compiler, dispatch mode, tensor subclass or transform takes part in this call."""
     return (
         not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
@@ -285,14 +253,14 @@ _register(
 def call_with_gradients(
     batch: RoutedBatch, gradients: ParameterGradients, *, impl: str, recompute: bool
 ) -> Tensor:
-    """`expert_mlp` outside the compiler: experts in any form, gradients as `gradients` says."""
+    """`expert_mlp` outside the compiler, with experts in any form."""
     tensors = (batch.x_TD, batch.weights_TK, *batch.experts.tensors())
     keeps = wants_gradient(tensors) and not recompute
     return cast(Tensor, _ExpertMlp.apply(*tensors, batch, gradients, impl, keeps))
 
 
 def wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether autograd will step back to one of these."""
+    """Whether autograd records these tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -340,8 +308,7 @@ def composed_expert_mlp(
 ) -> Tensor:
     """`expert_mlp` with functions of the caller between and after the products.
 
-    What lies between and after the products is ordinary torch code, which autograd and the compiler
-    see; only the products are opaque to them.
+    These are ordinary torch code for autograd and the compiler; only the products are opaque.
     """
     num_tokens, top_k = ids_TK.shape
     ids_TK = ids_in_slots(ids_TK, experts.slot_of_expert)
@@ -479,9 +446,8 @@ _register(
     _project_backward, _project_backward_fake, refuse,
 )  # fmt: skip
 
-# Floating-point operations for torch's counter. Lists of shapes leave open how many rows an expert
-# has, so each choice counts, also one that is not dispatched; only products count, as in torch's
-# own formulas. (torch's registry is not written to: importing it brings Triton.)
+# Floating-point operations for torch's counter: every choice counts, dispatched or not, and only
+# products count, as in torch's own formulas. (Importing torch's registry would import Triton.)
 Shape = Sequence[int]
 
 

@@ -30,25 +30,25 @@ from moe_runtime.kernels.linear.op import (
 )
 from moe_runtime.kernels.native import NativeLibrary, native_library
 
-# Rows from which torch's product takes less time than the C kernel's, measured with two threads on
-# Zen 4 and Cascade Lake: of fp32, of widened operands, and of bf16 by the processor's instruction.
+# Rows above which torch's product is faster than the C kernel, measured with two threads on Zen 4
+# and Cascade Lake: fp32, widened operands, and bf16 by the processor's instruction.
 _FEW_ROWS, _FEW_ROWS_WIDENED, _FEW_ROWS_HALF = 64, 256, 512
-# Of fp32 where this kernel uses vectors twice as wide as torch's (Zen 5: 1.6 times as fast).
+# fp32 where the kernel's vectors are twice as wide as torch's (Zen 5: 1.6 times as fast)
 _FEW_ROWS_WIDE = 512
-# A widened part of a matrix stays in the cache until the product has read it.
+# a widened part of a matrix fits the cache
 _BLOCK_BYTES = 8 << 20
 _MIN_BLOCK_ROWS = 64
 
 
 class Products:
-    """torch's own products, of operands as they are.
+    """torch's products, of operands as they are.
 
-    The number of an expert's rows changes with every step. Where torch would keep code for each,
-    small matrices are multiplied in fp32 and rows are padded to one of few numbers.
+    An expert has another number of rows in every step. Where torch would keep code for each, small
+    matrices are multiplied in fp32 and rows are padded to a few sizes.
     """
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What rows are to be given in, for experts of `dtype`; results have it as well."""
+        """The dtype of rows and results, for experts of `dtype`."""
         return dtype
 
     def forward(self, x_nK: Tensor, weight_NK: Tensor, bias: Tensor | None, out_nN: Tensor) -> None:
@@ -82,10 +82,9 @@ class Products:
 class NativeProducts(Products):
     """The C kernel for few rows, torch's products for many, in fp32 where that is faster.
 
-    A processor without instructions for half precision multiplies it several times slower than
-    fp32 (oneDNN converts element by element). There a part of the matrix at a time is widened; the
-    result is rounded once, at the end. `row_limit`: rows of an expert up to which the C kernel of
-    whole experts takes it with others.
+    Without instructions for half precision a processor multiplies it several times slower than fp32
+    (oneDNN converts every element). There a part of the matrix at a time is widened, and the result
+    is rounded once. `row_limit`: the most rows of an expert for the C kernel of whole experts.
     """
 
     def __init__(self, library: NativeLibrary, dtype: torch.dtype) -> None:
@@ -163,8 +162,7 @@ class NativeProducts(Products):
 class RoundedProducts(Products):
     """Products in a narrower dtype than that of the experts, as under autocast.
 
-    A matrix is rounded when its turn comes and its gradient widened when it is there, in memory
-    that one leaves to the next and that stays in the cache.
+    One matrix or gradient at a time is converted, in memory that stays in the cache.
     """
 
     def __init__(self, products: Products, dtype: torch.dtype) -> None:
@@ -195,12 +193,9 @@ class RoundedProducts(Products):
 
 
 class Adapter(NamedTuple):
-    """`W + scale * second @ first` of one matrix of a frozen expert.
+    """`W + scale * second @ first` of one matrix of a frozen expert, of rank L.
 
-    Attributes:
-        first_LK: `[L, K]` of rank `L`.
-        second_NL: `[N, L]`.
-        gradients: what is learned is added to these; None in a forward pass.
+    `gradients` are accumulated in the backward pass; None in a forward pass.
     """
 
     first_LK: Tensor
@@ -210,14 +205,14 @@ class Adapter(NamedTuple):
 
 
 class AdaptedProducts(Products):
-    """Products of one frozen expert and its adapters, `x @ W.T + scale * (x @ A.T) @ B.T`.
+    """Products of one frozen expert and its adapters: `x @ W.T + scale * (x @ A.T) @ B.T`.
 
-    Neither the sum of both matrices is made nor the gradient of a whole one. Products of adapters
-    are in their own dtype.
+    Neither the merged matrix nor a whole matrix's gradient is made. Adapters multiply in their own
+    dtype.
 
     Args:
-        adapters: by the address of the matrix that each is of.
-        is_turned: matrices lie with the summed dimension first, so sides of `outer` are exchanged.
+        adapters: By the address of their matrix.
+        is_turned: Matrices have the summed dimension first, so the sides of `outer` are swapped.
     """
 
     def __init__(
@@ -254,9 +249,7 @@ class AdaptedProducts(Products):
 
 
 def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory to be kept, and a view of it for a copy of a matrix in another dtype, which lies as it
-    does.
-    """
+    """Grown scratch memory, and a view of it with the layout of `matrix` in another dtype."""
     if scratch.numel() < matrix.numel():
         scratch = scratch.new_empty(matrix.numel())
     flat = scratch[: matrix.numel()]
@@ -266,9 +259,9 @@ def _memory_like(matrix: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padded(num_rows: int) -> int:
-    """As many rows or a few more, of which zeros add nothing to a sum over rows.
+    """The next of a few numbers of rows; zeros add nothing to a sum over rows.
 
-    Beyond the largest product of rows there are two numbers for every doubling.
+    Beyond the largest product of rows there are two sizes per doubling.
     """
     step = 2 ** (num_rows - 1).bit_length() // 4
     fitting = (size for size in ROWS_OF_A_PRODUCT if size >= num_rows)
@@ -276,7 +269,7 @@ def _padded(num_rows: int) -> int:
 
 
 def _blocks(matrix: Tensor) -> list[slice]:
-    """Rows of a matrix whose fp32 copy fits into the cache together."""
+    """Rows of a matrix whose fp32 copy fits the cache."""
     rows = max(_MIN_BLOCK_ROWS, _BLOCK_BYTES // (4 * matrix.shape[1]))
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
@@ -289,13 +282,12 @@ def experts_code_bytes(
     has_backward: bool,
     is_trained: bool,
 ) -> int:
-    """How much code oneDNN keeps of the products of all of a model's experts in training, in bytes.
+    """Bytes of code that oneDNN keeps for the products of all of a model's experts in training.
 
-    Rows forward are counted as `kept_code_bytes` does, and gradients of rows in portions of the
-    same numbers, one row included. A matrix's gradient is a sum over one of these numbers of rows,
-    or one of two more for every doubling beyond the largest. A matrix is multiplied as it lies in
-    one direction and turned in the other, so that each has code of its own; experts share it.
-    `num_rows` is the most that one expert gets: all tokens of a step.
+    Forward rows count as in `kept_code_bytes`; gradients of rows have the same sizes and one row; a
+    matrix's gradient has these sizes, and two more per doubling beyond the largest. Each direction
+    has its own code, which all experts share. `num_rows` is the most that one expert gets: all
+    tokens of a step.
     """
     library = native_library()
     if library is not None and is_faster_widened(library, dtype):

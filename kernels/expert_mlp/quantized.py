@@ -1,4 +1,4 @@
-"""The quantised experts of one layer, which lie in slots: parameters that are never trained.
+"""The quantised experts of one layer, in slots; they are never trained.
 
 Shape suffixes: T tokens, K top-k, S slots, E experts, D model, F hidden.
 """
@@ -20,13 +20,13 @@ from moe_runtime.kernels.quantized import QuantizedStack
 class QuantizedExperts:
     """Matrices as they lie in a checkpoint or a slab, and biases of one floating dtype.
 
-    Gate and up that one tensor holds are its `halves()`, or `alternating()` rows.
+    Gate and up of one tensor are its `halves()`, or `alternating()` rows.
 
     Attributes:
         gate: ``[S, F, D]``, or None for experts without a gate.
         up: ``[S, F, D]``.
         down: ``[S, D, F]``.
-        gate_bias: ``[S, F]`` or None, as `up_bias`, at any strides.
+        gate_bias: ``[S, F]`` or None, like `up_bias`, at any strides.
         down_bias: ``[S, D]`` or None.
         slot_of_expert: As in `StackedExperts`.
     """
@@ -40,11 +40,7 @@ class QuantizedExperts:
     slot_of_expert: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Checks that shapes and devices fit each other; reads no values.
-
-        Raises:
-            ValueError: They do not.
-        """
+        """Raises ValueError if shapes or devices do not fit; reads no values."""
         num_slots, dim_hidden, dim_model = self.up.shape
         stacks = {"gate": self.gate, "up": self.up, "down": self.down}
         for name, stack in stacks.items():
@@ -82,7 +78,6 @@ class QuantizedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Experts that ids may name."""
         return self.up.shape[0] if self.slot_of_expert is None else self.slot_of_expert.shape[0]
 
     @property
@@ -99,7 +94,6 @@ class QuantizedExperts:
 
     @property
     def layout(self) -> GateLayout:
-        """Of pre-activations: those of gates come before those of up."""
         return GateLayout(self.gate is not None)
 
     def products(
@@ -107,17 +101,19 @@ class QuantizedExperts:
     ) -> tuple[
         QuantizedStack, Tensor | None, tuple[QuantizedStack, Tensor | None] | None, QuantizedStack
     ]:
-        """Matrix and bias of the gate, or of up without one; those of up with a gate; down."""
+        """Matrix and bias of the first product (the gate, or up without one); up and its bias;
+        down.
+        """
         if self.gate is None:
             return self.up, self.up_bias, None, self.down
         return self.gate, self.gate_bias, (self.up, self.up_bias), self.down
 
     def named(self, ids_TK: Tensor) -> Tensor:
-        """Ids, -1 where their expert takes no part."""
+        """Ids, with -1 for experts that take no part."""
         return ids_in_slots(ids_TK, self.slot_of_expert)
 
     def weights(self, slot: int) -> ExpertWeights:
-        """Views of everything in one slot."""
+        """Views of one slot."""
         gate = None if self.gate is None else self.gate.matrix(slot)
         biases = (
             None if bias is None else bias[slot]
@@ -126,9 +122,7 @@ class QuantizedExperts:
         return ExpertWeights(gate, self.up.matrix(slot), self.down.matrix(slot), *biases)
 
     def widened(self, ids_TK: Tensor, dtype: torch.dtype) -> StackedExperts:
-        """The values, in `dtype`, of the experts that some id names (as `named` gives them), in
-        memory of their own; waits for the device.
-        """
+        """The values of the experts named by `ids_TK`, copied in `dtype`; waits for the device."""
         used_U, places_E = self._used(ids_TK)
 
         def bias(*parts: Tensor | None) -> Tensor | None:
@@ -146,7 +140,7 @@ class QuantizedExperts:
         )
 
     def _used(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots of the experts that are used, and the place of every expert among them."""
+        """Slots of the used experts, and every expert's index among them."""
         num_experts = self.num_experts
         slots_E = torch.arange(num_experts, device=self.device)
         if self.slot_of_expert is not None:

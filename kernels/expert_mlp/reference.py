@@ -30,8 +30,8 @@ def expert_mlp_reference(
 ) -> Tensor:
     """``out[t] = sum over k of weights[t, k] * expert[ids[t, k]](x[t])``, in fp32 (fp64 for fp64).
 
-    Nothing is rounded between the input and the output. Entries of `ids` that name no expert, or
-    one without a slot, add nothing, and their gate weight gets no gradient.
+    Nothing is rounded before the output. Ids of no expert, or of one without a slot, add nothing,
+    and their gate weight gets no gradient.
     """
     num_tokens, top_k = ids_TK.shape
     ids_R = ids_in_slots(ids_TK, experts.slot_of_expert).flatten()
@@ -59,7 +59,7 @@ def grouped_expert_mlp_reference(
     experts: RoutedExperts,
     activation: ActivationSpec | PreactivationFunction,
 ) -> Tensor:
-    """The experts' outputs ``[R, D]`` for rows sorted by expert, in fp32 (fp64 for fp64).
+    """The outputs ``[R, D]`` of rows sorted by expert, in fp32 (fp64 for fp64).
 
     Zero after the last expert's rows, and for an expert without a slot.
     """
@@ -93,5 +93,5 @@ def apply_activation(
     """Hidden values ``[R, F]`` of pre-activations ``[R, Z]``."""
     if not isinstance(activation, ActivationSpec):
         return activation(z_RZ)
-    # By name: torch 2.11 compiles no call of an object that is made in what it compiles.
+    # by name: torch 2.11 cannot compile calls of objects that are made in the compiled code
     return activation.__call__(*layout.split(z_RZ))

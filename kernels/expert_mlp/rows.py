@@ -1,4 +1,4 @@
-"""Which rows an expert computes, and which gradients a backward pass computes.
+"""The rows that each expert computes, and the gradients that a backward pass computes.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts.
 """
@@ -23,9 +23,9 @@ class SortedRows(NamedTuple):
     """Routed rows in the order of their experts.
 
     Attributes:
-        order_R: Flat position ``t * K + k`` of every sorted row; only the first ``offsets[-1]``
-            count. Empty when the rows of `x` are sorted already.
-        offsets_E1: ``[E + 1]`` int64: expert ``e`` has rows ``offsets[e]`` to ``offsets[e + 1]``.
+        order_R: Slot ``t * K + k`` of every sorted row; only the first ``offsets[-1]`` count. Empty
+            if the rows of `x` are sorted already.
+        offsets_E1: int64: expert ``e`` has rows ``offsets[e]`` to ``offsets[e + 1]``.
     """
 
     order_R: Tensor
@@ -50,11 +50,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RoutedBatch:
-    """What the experts of a layer are given in one call.
+    """The arguments of a layer's experts.
 
-    `x_TD` are tokens, or rows ``[R, D]`` in the order of their experts, which have no gate weights
-    and whose own outputs are wanted. `ids_TK` is None where `sorted_rows` says all about the
-    choices.
+    `x_TD` are tokens, or rows ``[R, D]`` sorted by expert without gate weights, whose own outputs
+    are wanted. `ids_TK` is None if `sorted_rows` is given.
     """
 
     x_TD: Tensor
@@ -66,7 +65,7 @@ class RoutedBatch:
 
     @cached_property
     def rows(self) -> SortedRows:
-        """Where each expert's rows are; sorts the choices when first asked for."""
+        """The rows of each expert; sorts the choices on first use."""
         if self.sorted_rows is not None:
             return self.sorted_rows
         assert self.ids_TK is not None, "rows are sorted, or there are choices to sort them by"
@@ -80,7 +79,7 @@ class RoutedBatch:
 
     @property
     def num_rows(self) -> int:
-        """R, those of no expert among them."""
+        """R, including rows without an expert."""
         return len(self.x_TD) if self.weights_TK is None else self.weights_TK.numel()
 
 
@@ -93,7 +92,7 @@ def sort_rows(ids_TK: Tensor, num_experts: int) -> SortedRows:
 
 
 def already_sorted(counts_E: Tensor) -> SortedRows:
-    """Rows that lie in `x` in the order of their experts."""
+    """Rows of `x` that are sorted by expert."""
     offsets_E1 = torch.zeros(len(counts_E) + 1, dtype=torch.int64, device=counts_E.device)
     torch.cumsum(counts_E, dim=0, out=offsets_E1[1:])
     return SortedRows(counts_E.new_empty(0, dtype=torch.int64), offsets_E1)
@@ -103,7 +102,7 @@ def groups(rows: SortedRows, experts: RoutedExperts) -> Iterator[Group]:
     """The experts that have rows, in order; copies the offsets to the host.
 
     Raises:
-        ValueError: an expert lies in a slot that there is not.
+        ValueError: A slot is out of range.
     """
     slots = experts.slot_of_expert
     num_slots = experts.num_experts if slots is None else len(experts.tensors()[0])
@@ -124,30 +123,25 @@ def groups_between(offsets_E1: Tensor, slot_of_expert: Tensor | None) -> Iterato
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParameterGradients:
-    """What becomes of the gradients of `StackedExperts`.
+    """Accumulates or restricts the gradients of `StackedExperts`.
 
-    A fresh gradient of a layer is as large as the layer; to write it and to add it up costs more
-    than the products where experts have few rows. Given the gradients of earlier micro-batches, the
-    backward pass adds to them as it writes. Not for `torch.compile`: what is added to is no result.
+    A fresh gradient of a layer is as large as the layer: writing it and adding it up costs more
+    than the products if experts have few rows. Given earlier gradients, the backward pass adds to
+    them. Not for `torch.compile`.
 
     Attributes:
-        into: Tensors in the shapes, dtype and on the device of the parameters, in the order
-            gate_up, down, gate_up_bias, down_bias; None for one that needs no gradient. The
-            backward pass adds to them and autograd gets no gradient of a parameter. None: autograd
-            gets them, as usual.
-        trains_E: `[E]` bool: experts whose parameters get a gradient; the others' stays as it is,
-            or zero, and costs nothing. None: all. Experts that share a slot must agree.
+        into: Tensors like the parameters gate_up, down, gate_up_bias, down_bias; None for one that
+            needs no gradient. The backward pass adds to them, and autograd gets none of them. None:
+            autograd gets all gradients.
+        trains_E: `[E]` bool: only these experts get a gradient; that of others stays as it is, or
+            is zero. None: all. Experts that share a slot must agree.
     """
 
     into: tuple[Tensor | None, ...] | None = None
     trains_E: Tensor | None = None
 
     def check(self, experts: StackedExperts) -> None:
-        """Checks that these are gradients of those parameters.
-
-        Raises:
-            ValueError: A gradient is missing, or shapes, dtypes or devices do not fit.
-        """
+        """Raises ValueError if a gradient is missing, or shapes, dtypes or devices do not fit."""
         if torch.compiler.is_compiling():
             raise ValueError("gradients= cannot be used inside torch.compile; leave it out there")
         trains_E = self.trains_E
@@ -176,7 +170,7 @@ class ParameterGradients:
                 check_like(f"into's {name}", given, parameter, "the parameter")
 
     def trained_slots(self, experts: RoutedExperts) -> Tensor | None:
-        """The slot table with the experts that do not train left out; None if it is the same."""
+        """The slot table without the experts that do not train; None if it is the same."""
         if self.trains_E is None:
             return experts.slot_of_expert
         slots = experts.slot_of_expert
@@ -186,4 +180,3 @@ class ParameterGradients:
 
 
 EVERY_GRADIENT = ParameterGradients()
-"""Autograd gets the gradients of all experts."""

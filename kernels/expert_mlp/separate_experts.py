@@ -1,4 +1,4 @@
-"""`expert_ffn`: experts whose matrices lie each in a place of its own, without their gradients.
+"""`expert_ffn`: experts whose matrices lie anywhere, without gradients of their parameters.
 
 Shape suffixes: T tokens, D model in, F hidden, O model out, R routed rows.
 """
@@ -50,8 +50,9 @@ LinearFn = Callable[[Tensor, Matrix, Tensor | None], Tensor]
 
 
 class ExpertRuns(NamedTuple):
-    """Some experts, the number of rows of each, where these rows are read and written, and their
-    adapters."""
+    """Some experts with their numbers of rows, where these rows are read and written, and
+    adapters.
+    """
 
     experts: Sequence[ExpertWeights]
     counts: Sequence[int]
@@ -60,7 +61,7 @@ class ExpertRuns(NamedTuple):
     adapters_R: AdaptersOfRows | None = None
 
     def cut(self, pieces: Iterable[Iterable[Sequence[Any]]]) -> Iterator[ExpertRuns]:
-        """Each piece, a pair of experts and counts in the order of all, with its rows."""
+        """Each piece (experts and counts, in order) with its rows."""
         first = 0
         for experts, counts in pieces:
             last = first + sum(counts)
@@ -83,32 +84,31 @@ def expert_ffn(
     impl: ExpertImpl = "auto",
     adapters_R: AdaptersOfRows | None = None,
 ) -> None:
-    """Runs every routed row through its expert and writes the results where they are wanted.
+    """Runs every routed row through its expert and writes the result to its destination.
 
-    Row `r` belongs to the expert whose run of `counts` it lies in (the rows of `experts[0]` first):
+    Row `r` belongs to the expert whose run of `counts` includes it (rows of `experts[0]` first):
     `out[destinations[r]] = down(act(gate(x[token_ids[r]])) * up(x[token_ids[r]]))`, or
-    `down(act(up(x)))` without a gate. Rows of `out` that are no destination stay as they are.
+    `down(act(up(x)))` without a gate. Other rows of `out` stay as they are.
 
-    One expert's results depend on its weights and rows alone: the other experts of the call, their
-    order and the number of threads change no bit. So residents can run while others are read.
+    An expert's results depend on its weights and rows alone: other experts, their order and the
+    number of threads change no bit. So residents can run while others are read.
 
     Args:
-        x_TD: `[T, D]`, unit stride along D.
-        experts: The experts that take part, all of one shape and dtype: that of `x`, or bf16 or
-            fp16 under fp32 `x`. Quantised ones, which are of one format, take any `x`.
+        x_TD: Unit stride along D.
+        experts: Of one shape and dtype: that of `x`, or bf16 or fp16 under fp32 `x`. Quantised ones
+            of one format take any `x`.
         counts: Rows of each expert; 0 is allowed.
-        token_ids_R: Row of `x` that each routed row reads: an int64 CPU tensor or a list.
-        destinations_R: Row of `out` that each routed row writes; no two may be equal.
+        token_ids_R: Row of `x` that each routed row reads: int64 on the CPU, or a list.
+        destinations_R: Row of `out` that each routed row writes; all different.
         out_RO: Dtype of `x`, unit stride along its last dimension.
-        activation: A name, a formula, or a function `(gate_RF | None, up_RF) -> hidden_RF`, which
-            is called once per expert between calls of `linear` with the same `impl`.
-        impl: As in `linear`. `auto` decides for each expert by its number of rows.
-        adapters_R: Of the expert of each row, or None: their products are added to those of gate,
-            up and down.
+        activation: A name, a formula, or a function `(gate_RF | None, up_RF) -> hidden_RF`, called
+            once per expert between calls of `linear` with the same `impl`.
+        impl: As in `linear`; `auto` decides for each expert by its number of rows.
+        adapters_R: Adapters of each row's expert, or None.
 
     Raises:
-        ValueError: Shapes do not fit, a row number is out of range, a name is unknown, or
-            `impl="native"` cannot take the input.
+        ValueError: Shapes do not fit, a row number is out of range, a name is unknown, or the named
+            kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     if len(experts) != len(counts):
@@ -142,7 +142,7 @@ def expert_ffn(
                 return
             if is_coded(experts[0].shape):
                 decoded_limit = native_row_limit(library, x_TD.dtype)
-    # Each expert's own number of rows decides for it: its result must not depend on the others.
+    # an expert's own number of rows decides: its result must not depend on the others
     pairs = zip(experts, counts, strict=True)
     alike = groupby(pairs, lambda pair: (pair[1] <= limit, pair[1] <= decoded_limit))
     pieces = [zip(*piece, strict=True) for _, piece in alike]
@@ -226,7 +226,7 @@ def _run_native(
 def portions(
     experts: Sequence[ExpertWeights], counts: Sequence[int]
 ) -> Iterator[tuple[Sequence[ExpertWeights], Sequence[int]]]:
-    """Cuts a call where its rows would take much memory to pack, inside an expert if need be."""
+    """Splits a call whose rows would need much memory to pack, inside an expert if necessary."""
     some: list[ExpertWeights] = []
     some_counts: list[int] = []
     room = ROWS_PER_CALL
@@ -249,10 +249,10 @@ def frozen_expert(
     activation: ExpertActivation,
     adapters_R: AdaptersOfRows | None = None,
 ) -> Tensor:
-    """One expert's outputs `[R, O]`, with a gradient of `x` and of what the activation holds.
+    """One expert's outputs `[R, O]`, with a gradient of `x` and of tensors in the activation.
 
-    Between the products, values have the dtype of `x`. The expert has no gradient; its weights must
-    stay as they are until the gradient is computed.
+    Between the products, values have the dtype of `x`. The weights have no gradient and must not
+    change before the backward pass.
     """
     function = activation_function(activation)
     return one_expert(x_RD, weights, function, products.frozen_linear, adapters_R)
@@ -268,7 +268,7 @@ def run_by_expert(
 ) -> None:
     """One expert after another, in torch operations and `linear`.
 
-    `reference` is the specification: in fp32 (fp64 for fp64), nothing is rounded before the output.
+    `reference` is the specification: fp32 (fp64 for fp64) until the output is rounded.
     """
     function = activation_function(activation)
     are_quantized = any(weights.shape.formats for weights in runs.experts)
@@ -298,7 +298,7 @@ def _indices(rows: RowIds, x_TD: Tensor) -> Tensor:
 
 
 class ReusedValues:
-    """`values_of` in one place: what a call gives is valid until the next one."""
+    """`values_of` in reused memory: a result is valid until the next call."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -314,9 +314,7 @@ class ReusedValues:
 
 
 def activation_function(activation: ExpertActivation | str) -> ActivationFn:
-    """The function `(gate_RF | None, up_RF) -> hidden_RF` of a name: `act(gate) * up`, or
-    `act(up)`.
-    """
+    """`(gate_RF | None, up_RF) -> hidden_RF` of a name: `act(gate) * up`, or `act(up)`."""
     if not isinstance(activation, str):
         return activation
     plain = ActivationSpec(cast(ActivationName, activation))

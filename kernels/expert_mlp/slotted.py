@@ -1,8 +1,8 @@
-"""A layer whose experts come into slots of a device a few at a time, forward and in training.
+"""A layer whose experts arrive in device slots a few at a time, for inference and training.
 
-Every expert's rows are computed apart from those of the others, in tiles that the numbers of rows
-and experts alone decide, and a token's rows are summed once, at the end, in the order of its
-choices: the same bits whatever is in a slot, and since when.
+Every expert's rows are computed separately, in tiles that depend on the numbers of rows and experts
+only. A token's rows are summed once, at the end, in the order of its choices. So the bits do not
+depend on slots or arrival order.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden, Z = 2F with
 a gate and F without, I inputs of a matrix, N its outputs, L rank.
@@ -32,13 +32,12 @@ from moe_runtime.kernels.triton_support import check_triton_dtype, require_trito
 
 
 class SlottedProducts:
-    """The routed feed-forward by Triton kernels, without a backward pass or a wait for the device.
+    """The routed feed-forward by Triton kernels, without a backward pass or host synchronisation.
 
-    The number of tokens alone chooses the kernels, never what is in which slot or since when.
+    Only the number of tokens chooses the kernels.
     """
 
-    arrived_E: Tensor | None = None
-    """None, as slots may lie anywhere."""
+    arrived_E: Tensor | None = None  # slots may lie anywhere
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class SlottedProducts:
         num_experts: int,
         activation: ActivationName | ActivationSpec,
     ) -> None:
-        """Takes `[T, D]` fp32, bf16 or fp16, and how many experts ids may name; sorts many rows.
+        """Takes fp32, bf16 or fp16 tokens; sorts them if there are many.
 
         Raises:
             ValueError: Shapes, dtypes or devices do not fit.
@@ -67,7 +66,7 @@ class SlottedProducts:
             self._order = token_sort(ids_TK, num_experts, impl="triton")
 
     def add(self, experts: StackedExperts | QuantizedExperts) -> None:
-        """Computes the rows of the experts that have a slot; each comes once."""
+        """Computes the rows of the experts that have a slot; each expert comes once."""
         x_TD, spec = self._x_TD, self._spec
         if self._few is not None:
             self._few.add(experts, spec)
@@ -89,19 +88,19 @@ class SlottedProducts:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether there are so few tokens that rows may come from elsewhere (`give`)."""
+        """Whether tokens are few enough for rows computed elsewhere (`give`)."""
         return self._few is not None
 
     def give(self, rows_N: Tensor, y_ND: Tensor) -> None:
         """Takes rows that were computed elsewhere, of experts that are never added.
 
-        `rows_N` are places in the flattened ids; `y_ND` is summed in the same order as all others.
+        `rows_N` are indices in the flattened ids. `y_ND` is summed in the same order as all others.
         """
         assert self._few is not None, "rows are taken of few tokens only"
         self._few.give(rows_N, y_ND)
 
     def sums(self) -> Tensor:
-        """`[T, D]` in the dtype of `x`, once every expert was added that an id names."""
+        """`[T, D]` in the dtype of `x`, after all named experts were added."""
         if self._few is not None:
             return self._few.sums()
         order = self._order
@@ -115,15 +114,13 @@ class SlottedProducts:
 
 
 class LowRank:
-    """Adapters of low rank of one matrix of every expert, `scale * B @ A`, by Triton kernels.
+    """LoRA adapters of one matrix of every expert, `scale * B @ A`, by Triton kernels.
 
-    `x @ (W + scale * B @ A).T` is `x @ W.T + (x @ (scale * A).T) @ B.T`: the second part needs no
-    weights of the experts, so it is computed for all rows at once, whatever is in memory.
+    `x @ (W + scale * B @ A).T = x @ W.T + (x @ (scale * A).T) @ B.T`. The second term needs no
+    expert weights, so it is computed for all rows at once, whatever is in memory.
 
     Args:
-        first_ELI: `A`; what `learn` finds is added to its `grad`.
-        second_ENL: `B`, likewise.
-        scale: Factor of the product.
+        first_ELI: `A`; `learn` adds to its `grad`, and to that of `second_ENL`, `B`.
         x: Its dtype is that of the products.
     """
 
@@ -136,16 +133,14 @@ class LowRank:
         self._second_ENL = second_ENL.detach().to(x.dtype)
 
     def forward(self, x: Tensor, groups: Groups, *, gathers: bool) -> Tensor:
-        """What is added to the product of the rows, `[R, N]`; `x` is `[R, I]`, or `[T, I]` if it
+        """The adapters' part `[R, N]` of the product; `x` is `[R, I]`, or `[T, I]` if it
         gathers.
         """
         inner_RL = self._inner(x, groups, gathers=gathers)
         return _product(inner_RL, self._second_ENL, groups)
 
     def backward(self, grad: Tensor, groups: Groups, *, gathers: bool) -> tuple[Tensor, Tensor]:
-        """What is added to the gradient of the product's input, `[R, I]`, and `grad @ B` for
-        `learn`.
-        """
+        """The adapters' part `[R, I]` of the input's gradient, and `grad @ B` for `learn`."""
         inner_RL = _product(grad, self._second_ENL.transpose(1, 2), groups, gathers=gathers)
         return _product(inner_RL, self._first_ELI.transpose(1, 2), groups), inner_RL
 
@@ -161,9 +156,9 @@ class LowRank:
     ) -> None:
         """Adds to the gradients of `A` and `B`; rows are summed in their order.
 
-        `x` is the product's input, times the weights of its rows if `grad`, of what the product
-        gave, has none; `grad_inner` is what `backward` returned for it. Divisors are 0 for sorted
-        order, else row r reads `order[r] // divisor`.
+        `x` is the product's input, times the gate weights if `grad`, of the product's output, lacks
+        them. `grad_inner` comes from `backward`. Divisors are 0 for sorted rows, else row r reads
+        `order[r] // divisor`.
         """
         first, second = self._parameters
         inner_RL = self._inner(x, groups, gathers=x_divisor > 0)
@@ -195,21 +190,14 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class SlottedTraining:
-    """One call of a layer by Triton kernels; as `StreamedExperts`, for stacks of slots.
+    """One call of a layer by Triton kernels, with the interface of `StreamedExperts` for slots.
 
     Forward: `begin_forward`, `forward` with stacks in which every expert with rows comes once,
-    `output`. Backward likewise.
-
-    Args:
-        x_TD: `[T, D]` fp32, bf16 or fp16.
-        ids_TK: `[T, K]` integers; ids of no expert are passed over.
-        weights_TK: `[T, K]` gate weights.
-        num_experts: `E`.
-        activation: A formula.
+    `output`. Backward likewise. Ids of no expert are skipped.
 
     Attributes:
         offsets_E1: First sorted row of each expert, on the device.
-        experts: Numbers of the experts that have rows, ascending, once `set_bounds` was called.
+        experts: The experts that have rows, ascending; set by `set_bounds`.
     """
 
     def __init__(
@@ -232,11 +220,11 @@ class SlottedTraining:
         self._keeps = False
 
     def set_bounds(self, bounds: Sequence[int]) -> None:
-        """Takes `offsets_E1` as the host has them."""
+        """Takes `offsets_E1` as a list."""
         self.experts = [e for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs, for autograd to keep; dropped here."""
+        """Hands the tensors for the backward pass to autograd and drops them here."""
         tensors = (
             self.x_TD, self.weights_TK, self.z_RZ, self._order_R, self._inverse_R, self.offsets_E1,
         )  # fmt: skip
@@ -250,10 +238,9 @@ class SlottedTraining:
     def begin_forward(
         self, dim_preactivation: int, low: tuple[LowRank | None, LowRank | None], *, keeps: bool
     ) -> None:
-        """Makes room for Z pre-activations a row, and computes what adapters of the first product
-        give.
+        """Allocates Z pre-activations per row and computes the adapters of the first product.
 
-        `low`: adapters of the first product and of the second, or None.
+        `low` has the adapters of the first and the second product, or None.
         """
         self._low, self._keeps = low, keeps
         if low[0] is not None:
@@ -277,7 +264,7 @@ class SlottedTraining:
         plain_product(self._hidden_RF, down, groups, out=self._rows_RD, bias_SN=experts.down_bias)
 
     def output(self) -> Tensor:
-        """`[T, D]` in the dtype of `x`, once every expert had its turn."""
+        """`[T, D]` in the dtype of `x`, after every expert."""
         groups, down = self._groups(), self._low[1]
         if down is not None and self._hidden_RF.numel():
             self._rows_RD += down.forward(self._hidden_RF, groups, gathers=False)
@@ -288,7 +275,7 @@ class SlottedTraining:
         return sums_TD
 
     def begin_backward(self, grad_TD: Tensor, low: tuple[LowRank | None, LowRank | None]) -> None:
-        """Takes the output's gradient, and what `begin_forward` took."""
+        """Takes the output's gradient, and `low` as in `begin_forward`."""
         self._low = low
         self._grad_TD = grad_TD.to(self.x_TD.dtype).contiguous()
         self._dz_RZ = torch.empty_like(self.z_RZ)
@@ -315,11 +302,11 @@ class SlottedTraining:
         plain_product(self._dz_RZ, gate_up.transpose(1, 2), groups, out=self._rows_RD)
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients of `x` and of the gate weights, after every expert's turn; adapters learn."""
+        """Gradients of `x` and the gate weights, after every expert; adapters learn."""
         groups, (first, down) = self._groups(), self._low
         num_choices = groups.num_choices
         if down is not None:
-            # hidden values times gate weights, which neither of the gradients was multiplied by
+            # hidden values include the gate weights; the gradients do not
             down.learn(
                 self._hidden_RF, self._grad_TD, self._grad_inner, groups, grad_divisor=num_choices
             )
@@ -333,7 +320,6 @@ class SlottedTraining:
         return grad_TD, grad_weights_TK
 
     def _groups(self, slots_E: Tensor | None = None) -> Groups:
-        """The rows as the launchers take them; of all experts without a table of slots."""
         num_rows, num_choices = len(self._order_R), self.weights_TK.shape[1]
         return Groups(self.offsets_E1, num_rows, slots_E, self._order_R, num_choices)
 
@@ -347,7 +333,7 @@ class SlottedTraining:
         return self.x_TD.new_empty(len(self._order_R), width)
 
     def _free(self) -> None:
-        """Frees memory that only lasts from a beginning to its end."""
+        """Frees the memory of one pass."""
         nothing = self.x_TD.new_empty(0)
         self._hidden_RF = self._rows_RD = self._grad_TD = self._dz_RZ = nothing
         self._grad_weights = self._grad_inner = nothing

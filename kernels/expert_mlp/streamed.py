@@ -1,8 +1,8 @@
 """`expert_mlp` one expert at a time, for experts that are in memory only while they are used.
 
-The same steps in the same order as the whole layer takes them on a CPU: the bits of resident
-experts. With a function as activation last bits differ: resident experts sum its rows in the order
-of the choices, here they come expert by expert.
+It takes the same steps in the same order as the whole layer on a CPU, so it has the bits of
+resident experts. With a function as activation the last bits differ: resident experts sum rows in
+the order of the choices, here they come expert by expert.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, E experts, D model, F hidden, Z = 2F with
 a gate and F without.
@@ -29,7 +29,7 @@ from moe_runtime.kernels.operands import (
 
 
 class FunctionSteps(TorchSteps):
-    """The steps around an activation that only a model knows; autograd steps back over it."""
+    """The steps around an activation that is a function; autograd differentiates it."""
 
     def __init__(self, function: PreactivationFunction) -> None:
         self._function = function
@@ -64,23 +64,20 @@ class FunctionSteps(TorchSteps):
 
 
 class StreamedExperts:
-    """One call of a layer, whose experts are given one after another.
+    """One call of a layer that gets its experts one after another.
 
-    Forward: `begin_forward`, `forward` for every expert of `experts` in ascending order, `output`.
-    Backward likewise. The order decides how sums are rounded, so it must be kept.
+    Forward: `begin_forward`, `forward` for every expert of `experts` in ascending order (which
+    decides how sums are rounded), `output`. Backward likewise. Ids of no expert are skipped.
 
     Args:
-        x_TD: `[T, D]`.
-        ids_TK: `[T, K]` integers; ids of no expert are passed over.
-        weights_TK: `[T, K]` gate weights; None for rows that are sorted by expert already, `K = 1`:
-            then every row's own output is wanted.
-        num_experts: `E`.
+        weights_TK: Gate weights; None for rows that are sorted by expert already, `K = 1`, whose
+            own outputs are wanted.
         activation: A formula, or a function of the pre-activations as they lie.
-        impl: As in `expert_mlp`; `native` and `torch` differ, on a GPU the products are torch's.
+        impl: As in `expert_mlp`; on a GPU the products are torch's.
 
     Attributes:
-        experts: Numbers of the experts that have rows, ascending.
-        z_RZ: Pre-activations of the sorted rows, where they are kept; else empty.
+        experts: The experts that have rows, ascending.
+        z_RZ: Kept pre-activations of the sorted rows, or empty.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class StreamedExperts:
         self._call: Call | None = None
 
     def give_up_tensors(self) -> tuple[Tensor, ...]:
-        """What the backward pass needs, for autograd to keep; dropped here."""
+        """Hands the tensors for the backward pass to autograd and drops them here."""
         tensors = (self.x_TD, self.weights_TK, self.z_RZ, *self.rows)
         nothing = torch.empty(0)
         self.x_TD = self.weights_TK = self.z_RZ = nothing
@@ -125,7 +122,7 @@ class StreamedExperts:
         return self._bounds[expert + 1] - self._bounds[expert]
 
     def begin_forward(self, dim_preactivation: int, *, keeps: bool) -> None:
-        """Makes room for the output, and for the pre-activations if they are kept."""
+        """Allocates the output, and the pre-activations if they are kept."""
         num_rows = self._num_rows if keeps else 0
         self.z_RZ = self.x_TD.new_empty(num_rows, dim_preactivation)
         self._begin().begin_forward(self.z_RZ)
@@ -133,21 +130,20 @@ class StreamedExperts:
     def forward(
         self, expert: int, weights: StackedExperts, adapters: Sequence[Adapter] = ()
     ) -> None:
-        """Adds one expert's part of the output; `weights` are its parameters, alone in slot 0.
+        """Adds one expert's part of the output.
 
-        Args:
-            adapters: of its first and second matrix, as they lie in rows of outputs; or none.
+        `weights` has its parameters in slot 0. `adapters` are of its two matrices, or empty.
         """
         assert self._call is not None, "begin_forward comes first"
         self._call.products = self._products_with(weights, adapters)
         self._call.forward(self._group(expert), weights.one(0))
 
     def output(self) -> Tensor:
-        """`[T, D]` in the dtype of `x`, once every expert had its turn."""
+        """`[T, D]` in the dtype of `x`, after every expert."""
         return self._end()
 
     def begin_backward(self, grad_TD: Tensor) -> None:
-        """Takes the output's gradient and makes room for those of `x` and the gate weights."""
+        """Takes the output's gradient and allocates those of `x` and the gate weights."""
         self._begin().begin_backward(grad_TD, self.z_RZ)
 
     def backward(
@@ -159,8 +155,8 @@ class StreamedExperts:
     ) -> None:
         """Adds one expert's part of the gradients.
 
-        `out` receives the gradients of the tensors of `weights`, in their shapes and dtype; None
-        for one that is frozen, or for all of them, as where `adapters` learn instead.
+        `out` receives the gradients of the tensors of `weights`; None for frozen ones, or for all
+        of them, for example if `adapters` learn instead.
         """
         assert self._call is not None, "begin_backward comes first"
         self._call.products = self._products_with(weights, adapters)
@@ -173,7 +169,7 @@ class StreamedExperts:
         )  # fmt: skip
 
     def input_gradients(self) -> tuple[Tensor, Tensor]:
-        """Gradients of `x` and of the gate weights (empty without), after every expert's turn."""
+        """Gradients of `x` and of the gate weights (empty without), after every expert."""
         assert self._call is not None, "begin_backward comes first"
         grad_weights_TK = self.weights_TK
         if not self._is_sorted:

@@ -1,7 +1,7 @@
-"""One matrix product per expert, in torch operations, on any device; forward and backward.
+"""One matrix product per expert in torch operations, on any device; forward and backward.
 
-The backward pass needs the input, the pre-activations and the routing only. Rows are gathered,
-multiplied and summed expert by expert, in memory that one expert leaves to the next.
+The backward pass needs the input, pre-activations and routing only. Rows are gathered, multiplied
+and summed expert by expert, in memory that the experts share.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, n rows of one expert, D model, F hidden,
 Z = 2F with a gate and F without.
@@ -40,13 +40,12 @@ from moe_runtime.kernels.operands import ActivationSpec, GateLayout, precise_dty
 
 
 class TorchSteps:
-    """The operations of one expert: its products and what happens between them."""
+    """The operations of one expert: its products, and the steps between them."""
 
     def __init__(self, activation: ActivationSpec) -> None:
         self._activation = activation
 
     def products(self, dtype: torch.dtype) -> Products:
-        """The products of one call, for experts of `dtype`."""
         return Products()
 
     def gather(self, source_TD: Tensor, tokens_n: Tensor, out_nD: Tensor) -> Tensor:
@@ -58,9 +57,8 @@ class TorchSteps:
     def activate(
         self, z_nZ: Tensor, layout: GateLayout, hidden_nF: Tensor, kept_nZ: Tensor | None = None
     ) -> None:
-        """Hidden values of pre-activations, computed in fp32 or better, into `hidden`.
-
-        `kept` receives a copy of `z`, in its own dtype.
+        """Writes the hidden values of `z`, computed in fp32 or better; `kept` receives a copy of
+        `z`.
         """
         if kept_nZ is not None:
             kept_nZ.copy_(z_nZ)
@@ -75,11 +73,11 @@ class TorchSteps:
         weights_n: Tensor | None,
         grad_z_nZ: Tensor,
     ) -> Tensor:
-        """Steps back over the activation, with the gate weight still to be multiplied.
+        """The backward step of the activation, including the gate weight (None: one).
 
         `hidden` holds the gradient of the hidden values for a gate weight of one, and receives the
-        hidden values times the gate weight (None: one); `grad_z`, which may be `z`, receives the
-        gradient of `z`. Returns the gradient of the gate weights ``[n]`` in fp32 or better.
+        hidden values times the gate weight. `grad_z`, which may be `z`, receives the gradient of
+        `z`. Returns the gradient of the gate weights ``[n]`` in fp32 or better.
         """
         precise = precise_dtype(z_nZ)
         gate, up = layout.split(z_nZ.to(precise))
@@ -101,8 +99,8 @@ class TorchSteps:
     ) -> None:
         """``sums[tokens[i]] += weights[i] * rows[i]``.
 
-        Always in the same order, also where `index_add_` adds by atomics: a token comes once among
-        the rows of an expert, unless its choices name that one twice.
+        The order is fixed even if `index_add_` uses atomics: a token occurs once among an expert's
+        rows, unless it chose that expert twice.
         """
         rows_nD = rows_nD.to(sums_TD.dtype)
         if weights_n is not None:
@@ -114,15 +112,19 @@ class TorchPath:
     """The implementation `torch`."""
 
     def steps(self, activation: ActivationSpec) -> TorchSteps:
-        """The operations of one expert."""
         return TorchSteps(activation)
 
     def infer(self, batch: RoutedBatch) -> Tensor:
-        """As `Path.infer`."""
+        """The output ``[T, D]`` when nothing is kept for a backward pass."""
         return self.forward(batch, keeps=False)[0]
 
     def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """As `Path.forward`; experts of several widths keep their pre-activations ``[R * Z]``."""
+        """The output, and the pre-activations ``[R, Z]`` of sorted rows if it `keeps` them, else
+        empty.
+
+        Without gate weights, rows of `x` are sorted by expert already and so is the output; it is
+        zero after the last expert's row. Experts of several widths keep ``[R * Z]``.
+        """
         x_TD, experts = batch.x_TD, batch.experts
         call, pairs = self._call(batch)
         if isinstance(experts, PackedExperts):
@@ -143,7 +145,12 @@ class TorchPath:
         needs: Sequence[bool],
         parameter_gradients: ParameterGradients = EVERY_GRADIENT,
     ) -> tuple[Tensor, ...]:
-        """As `Path.backward`."""
+        """Gradients of the input, the gate weights and each of the experts' `tensors`.
+
+        Gradients that `needs` leaves out are empty. With empty `kept`, pre-activations are computed
+        again. Every element is written, zero for experts without rows, unless `parameter_gradients`
+        differs.
+        """
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         call, pairs = self._call(batch)
         needs_x, needs_weights, *needed = needs
@@ -188,11 +195,10 @@ class TorchPath:
 
 
 class Call:
-    """What the experts of one call share: operands, routing, and memory used by each in turn.
+    """The operands, routing and shared memory of one call.
 
-    Every view that an expert needs is made before the first needs it, for all of them: between two
-    products, which leave nothing of the interpreter in the processor's caches, it takes ten times
-    as long.
+    Views for all experts are made before the first product: between two products, which evict the
+    interpreter from the processor's caches, making one takes ten times as long.
     """
 
     def __init__(
@@ -221,17 +227,17 @@ class Call:
         self.sums_TD = self._kept = self._grad_TD = self._weights_grad_R = x_TD.new_empty(0)
 
     def set_widths(self, widths: Sequence[int]) -> None:
-        """Takes Z of each expert where they differ: pre-activations are kept in one flat tensor."""
+        """Takes Z of each expert, where it differs: one flat tensor keeps all pre-activations."""
         for group, width in zip(self._groups, widths, strict=True):
             first, self.num_kept = self.num_kept, self.num_kept + group.num_rows * width
             self._kept_places[group] = slice(first, self.num_kept)
 
     def begin_forward(self, kept: Tensor) -> None:
-        """Makes room for the output; `kept` receives pre-activations unless it is empty."""
+        """Allocates the output; `kept` receives pre-activations unless it is empty."""
         self._kept, self.sums_TD = kept, self._new_sums()
 
     def forward(self, group: Group, one: OneExpert) -> None:
-        """Adds one expert's outputs to `sums_TD` or writes them there."""
+        """Adds one expert's outputs to `sums_TD`, or writes them there."""
         kept, z_nZ = self._kept, self._preactivations(group, one)
         kept_nZ = None
         if len(kept) and kept.dtype != z_nZ.dtype:
@@ -248,14 +254,14 @@ class Call:
         return self.sums_TD.to(self.x_TD.dtype)
 
     def begin_backward(self, grad_TD: Tensor, kept: Tensor, *, needs_x: bool = True) -> None:
-        """Takes the output's gradient and what was kept (empty: to be computed again)."""
+        """Takes the output's gradient and the kept pre-activations (empty: computed again)."""
         self._kept = kept
         self._grad_TD = grad_TD.to(self.x_TD.dtype).contiguous()
         self.sums_TD = self._new_sums() if needs_x else self.x_TD.new_empty(0)
         self._weights_grad_R = torch.zeros_like(self.weights_R)
 
     def weights_grad(self, like_TK: Tensor) -> Tensor:
-        """The gradient of the gate weights, one value a sorted row, back where its slot is."""
+        """The gradient of the gate weights, moved from sorted rows to their slots."""
         values_TK = torch.empty_like(like_TK, memory_format=torch.contiguous_format)
         values_TK.view(-1)[self._order_R] = self._weights_grad_R.to(like_TK.dtype)
         return values_TK
@@ -272,8 +278,8 @@ class Call:
     ) -> None:
         """One expert's part of all gradients.
 
-        Those of the experts' `tensors` go to `parameters`, None for one that is not needed. They
-        are added to unless this `is_first` to write to the slot.
+        Gradients of the experts' `tensors` go to `parameters` (None: not needed). They are
+        accumulated unless this `is_first` to write to the slot.
         """
         grad_nD = self._rows(self._grad_TD, group, "grad")
         z_nZ, grad_z_nZ = self._kept_preactivations(group, one)
@@ -326,12 +332,11 @@ class Call:
                 self._add(group, dx_nD, weighted=False)
 
     def _new_sums(self) -> Tensor:
-        """Zeros to add rows of width D to; rows are sorted already: zeros to write them to."""
         dtype = self._dtype if self.tokens_R is None else precise_dtype(self.x_TD)
         return self.x_TD.new_zeros(self.x_TD.shape, dtype=dtype)
 
     def _preactivations(self, group: Group, one: OneExpert) -> Tensor:
-        """Computes them, in place where they are kept as they are, else in the shared memory."""
+        """Computes them where they are kept, or in shared memory."""
         if len(self._kept) and self._kept.dtype == self._dtype:
             z_nZ = self._kept_rows(group, one)
         else:
@@ -343,7 +348,9 @@ class Call:
         return z_nZ
 
     def _kept_preactivations(self, group: Group, one: OneExpert) -> tuple[Tensor, Tensor]:
-        """Pre-activations with the bits that were or would have been kept; memory like them."""
+        """Pre-activations with the bits that a forward pass keeps, and memory for their
+        gradient.
+        """
         if len(self._kept):
             grad_z_nZ = self._buffer("z", group, one.dim_preactivation)
             return self._kept_rows(group, one), grad_z_nZ
@@ -351,13 +358,12 @@ class Call:
         return z_nZ.to(self.x_TD.dtype), z_nZ
 
     def _kept_rows(self, group: Group, one: OneExpert) -> Tensor:
-        """Where one expert's kept pre-activations ``[n, Z]`` are."""
         if self._kept_places:
             return self._kept[self._kept_places[group]].view(-1, one.dim_preactivation)
         return self._part("z_RZ", self._kept, group)
 
     def _rows(self, source_TD: Tensor, group: Group, name: str) -> Tensor:
-        """One expert's rows of tokens, or of rows that are sorted already."""
+        """One expert's rows, gathered by token or already sorted."""
         if self.tokens_R is None and source_TD.dtype == self._dtype:
             return self._part(f"{name}_RD", source_TD, group)
         out_nD = self._buffer(name, group, source_TD.shape[1])
@@ -366,13 +372,13 @@ class Call:
         return self.steps.gather(source_TD, self._part("tokens_R", self.tokens_R, group), out_nD)
 
     def _out_rows(self, group: Group, name: str) -> Tensor:
-        """Where a product's rows go that `_add` takes: the memory of that name."""
+        """Memory for a product's rows that `_add` takes."""
         if self.tokens_R is None:
             return self._part("sums_RD", self.sums_TD, group)
         return self._buffer(name, group, self.sums_TD.shape[1])
 
     def _add(self, group: Group, rows_nD: Tensor, *, weighted: bool) -> None:
-        """Adds rows to their tokens; sorted rows are where they belong already."""
+        """Adds rows to their tokens; sorted rows are in place already."""
         if self.tokens_R is None:
             return
         weights_n = self._part("weights_R", self.weights_R, group) if weighted else None
@@ -380,13 +386,13 @@ class Call:
         self.steps.add_rows(self.sums_TD, tokens_n, rows_nD, weights_n)
 
     def _part(self, name: str, rows_R: Tensor, group: Group) -> Tensor:
-        """One expert's part of the sorted rows; a name stands for the same tensor all the time."""
+        """One expert's part of the sorted rows; a name always means the same tensor."""
         if name not in self._views:
             self._views[name] = {group: rows_R[group.rows] for group in self._groups}
         return self._views[name][group]
 
     def _buffer(self, name: str, group: Group, width: int) -> Tensor:
-        """Memory that the experts of this call use one after another, ``[n, width]``."""
+        """Memory ``[n, width]`` that the experts of this call share."""
         if self._kept_places:
             return self.x_TD.new_empty(group.num_rows, width, dtype=self._dtype)
         if name not in self._views:
@@ -399,7 +405,6 @@ class Call:
 
 
 def _halves(z_nZ: Tensor, num_parts: int) -> tuple[Tensor, ...]:
-    """What each matrix of the first product gives."""
     return (z_nZ,) if num_parts == 1 else z_nZ.chunk(num_parts, dim=1)
 
 
@@ -416,18 +421,16 @@ def _add_sum(
 
 
 class _Kept(NamedTuple):
-    """The memory of a gradient, and its tensor."""
-
     bytes: Any
     holder: StorageWeakRef
 
 
 class GradientMemory:
-    """The memory of one gradient for each large parameter; it goes when the parameter does.
+    """The memory of one gradient per large parameter, as long as the parameter lives.
 
-    A layer's gradient is as large as the layer, and the first touch of fresh memory costs as much
-    as filling it. Where the last gradient of a parameter is freed, as after
-    `zero_grad(set_to_none=True)`, the next one is written over it.
+    A layer's gradient is as large as the layer, and the first touch of fresh memory takes as long
+    as filling it. Once the last gradient is freed, as after `zero_grad(set_to_none=True)`, the next
+    one reuses its memory.
     """
 
     def __init__(self) -> None:
@@ -435,9 +438,10 @@ class GradientMemory:
         self._lock = threading.Lock()
 
     def take(self, parameter: Tensor, written: Collection[int]) -> Tensor:
-        """A gradient of a parameter ``[E, ...]``: zero but for the experts that will be `written`.
+        """A gradient of a parameter ``[E, ...]``, zero except for the experts that will be
+        `written`.
 
-        Of a view, the tensor that it is a view of keeps the memory.
+        A view shares the memory of its base.
         """
         if not is_large(parameter):
             return untouched_zeros(parameter)
@@ -462,5 +466,5 @@ class GradientMemory:
 
 @functools.cache
 def gradient_memory() -> GradientMemory:
-    """That of this process."""
+    """The one of this process."""
     return GradientMemory()

@@ -1,7 +1,7 @@
 """Triton kernels for the whole layer, forward and backward, without waiting for the device.
 
-Kept for the backward pass: the input, the pre-activations and the routing. There is no gathered
-copy of the input, no copy of the hidden values and none of the experts' outputs.
+The backward pass keeps the input, pre-activations and routing; no gathered input, hidden values or
+experts' outputs.
 
 Shape suffixes: T tokens, K top-k, R routed rows = T * K, S slots, D model, F hidden, Z = 2F with a
 gate and F without.
@@ -41,7 +41,7 @@ def infer(
     experts: StackedExperts | QuantizedExperts,
     activation: ActivationSpec,
 ) -> Tensor:
-    """The output ``[T, D]``, in the dtype of `x`; quantised experts have no `quantized_problem`."""
+    """The output ``[T, D]`` in the dtype of `x`, of experts without a `quantized_problem`."""
     if len(x_TD) <= MAX_TOKENS:
         return decode_expert_mlp(x_TD, ids_TK, weights_TK, experts, activation)
     # experts that take no part have no rows
@@ -52,10 +52,9 @@ def infer(
 
 
 class TritonPath:
-    """The implementation `triton`."""
+    """The implementation `triton`; methods are as in `TorchPath`."""
 
     def infer(self, batch: RoutedBatch) -> Tensor:
-        """As `Path.infer`."""
         x_TD, ids_TK, weights_TK, experts = (
             batch.x_TD, batch.ids_TK, batch.weights_TK, batch.experts,
         )  # fmt: skip
@@ -67,7 +66,7 @@ class TritonPath:
         return infer(x_TD, ids_TK, weights_TK, experts, batch.activation)
 
     def forward(self, batch: RoutedBatch, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """As `Path.forward`; experts of several widths keep ``[2, V]``, or ``[1, V]`` of up."""
+        """Experts of several widths keep ``[2, V]``, or ``[1, V]`` of up."""
         _check(batch.x_TD)
         groups = _groups(batch)
         y_RD, kept = _products(batch, groups, keeps=keeps)
@@ -85,7 +84,6 @@ class TritonPath:
         needs: Sequence[bool],
         parameter_gradients: ParameterGradients = EVERY_GRADIENT,
     ) -> tuple[Tensor, ...]:
-        """As `Path.backward`."""
         x_TD, weights_TK, experts = batch.x_TD, batch.weights_TK, batch.experts
         _check(x_TD)
         num_choices, groups = batch.num_choices, _groups(batch)
@@ -109,12 +107,12 @@ class TritonPath:
             needs_hidden=needs_parameters[num_inputs],
             needs_gate_weight_grad=needs_weights and weights_TK is not None,
         )
-        # An empty tensor each: results of an operator may not share memory.
+        # separate empty tensors: results of an operator may not share memory
         dx, dweights, *gradients = (x_TD.new_empty(0) for _ in range(2 + len(needs_parameters)))
         is_packed = isinstance(experts, PackedExperts)
         halves = found.dpre.split(1) if is_packed else (found.dpre,)
         if needs_x:
-            # Up before the gate, whose part is added to it.
+            # up first; the gate's part is added to it
             parts = [_input_grad(*pair, batch, groups) for pair in zip(halves, inputs, strict=True)]
             dx = parts.pop()
             for part in parts:
@@ -126,7 +124,7 @@ class TritonPath:
         adds: dict[str, Any] = {"accumulates": into is not None}
 
         def start(place: int) -> Tensor:
-            """Memory to write to or add to: the kernels write every expert's that has a slot."""
+            """Memory to write or add to; the kernels write that of every expert with a slot."""
             given = None if into is None else into[place]
             if given is None:
                 make = torch.empty_like if slots is None else torch.zeros_like
@@ -166,7 +164,7 @@ def _products(batch: RoutedBatch, groups: Groups, *, keeps: bool) -> tuple[Tenso
 
 
 def _activated(batch: RoutedBatch, groups: Groups, pre: Tensor | None) -> Tensor:
-    """Hidden values of all rows, and their pre-activations into `pre`."""
+    """Hidden values of all rows; `pre` receives their pre-activations."""
     x_TD, experts, up = batch.x_TD, batch.experts, None
     if isinstance(experts, StackedExperts):
         matrix, bias = _stack(experts.gate_up, experts), experts.gate_up_bias
@@ -192,7 +190,6 @@ def _activated(batch: RoutedBatch, groups: Groups, pre: Tensor | None) -> Tensor
 
 
 def _preactivations(batch: RoutedBatch, groups: Groups) -> Tensor:
-    """Those of all rows, computed again."""
     pre, experts = _memory(batch, groups), batch.experts
     if isinstance(experts, PackedExperts):
         _activated(batch, groups, pre)
@@ -230,7 +227,6 @@ def _input_grad(dpre: Tensor, weight_SZD: Tensor, batch: RoutedBatch, groups: Gr
 
 
 def _groups(batch: RoutedBatch, slots: Tensor | None = None) -> Groups:
-    """The rows as the launchers take them."""
     experts, rows = batch.experts, batch.rows
     columns = experts.columns if isinstance(experts, PackedExperts) else None
     slots = experts.slot_of_expert if slots is None else slots
@@ -240,10 +236,9 @@ def _groups(batch: RoutedBatch, slots: Tensor | None = None) -> Groups:
 
 
 def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
-    """Memory for one model-wide row a routed row.
+    """Memory for one row of model width per routed row.
 
-    Rows that no kernel writes are zero in sorted order, where the result is handed out whole;
-    `combine` skips those without an expert.
+    Zeros in sorted order, as rows without an expert are returned too; `combine` skips those.
     """
     shape = (groups.num_rows, x_TD.shape[1])
     if groups.order_R is None:
@@ -252,9 +247,9 @@ def _rows_like(x_TD: Tensor, groups: Groups) -> Tensor:
 
 
 def _stack(tensor: Tensor, experts: RoutedExperts) -> Tensor:
-    """A parameter as the launchers take it, ``[S, N, K]`` or ``[S, N]``, as a view.
+    """A parameter as a view for the launchers, ``[S, N, K]`` or ``[S, N]``.
 
-    Each of experts that differ in width is given the columns of all, at the same place.
+    Experts that differ in width each get the columns of all.
     """
     if isinstance(experts, PackedExperts):
         return tensor.expand(experts.num_experts, *tensor.shape)
@@ -281,7 +276,7 @@ def quantized_problem(x_TD: Tensor, experts: QuantizedExperts) -> str | None:
     """Why the kernels cannot read these experts, or None.
 
     Raises:
-        ValueError: They cannot run on this device, or not with this dtype.
+        ValueError: The device or dtype is unsupported.
         TritonUnavailableError: Triton is not installed.
     """
     require_triton(x_TD.device)

@@ -1,7 +1,7 @@
 """The formula of an `ActivationSpec` for Triton kernels, with its derivative, in fp32.
 
-The whole value is one constexpr, `ACTIVATION`, so that a plain SwiGLU pays for no other formula.
-`tl.where` bounds values instead of `tl.minimum`, which would drop a NaN that torch passes on.
+The spec is one constexpr, `ACTIVATION`, so a plain SwiGLU pays for no other formula. `tl.where`
+bounds values instead of `tl.minimum`, which would drop a NaN that torch passes on.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -20,7 +20,7 @@ _GELU_TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _tanh(x):
-    # Libraries of device functions exist on neither the interpreter nor every backend.
+    # neither the interpreter nor every backend has a library of device functions
     return 2 * tl.sigmoid(2 * x) - 1
 
 
@@ -36,7 +36,7 @@ def _within(x, bound):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """`(function(x), its derivative)`; what is not used costs nothing."""
+    """`(function(x), its derivative)`; unused results cost nothing."""
     if ACTIVATION.function == "silu":
         sigmoid = tl.sigmoid(ACTIVATION.alpha * x)
         factor = x
@@ -85,7 +85,7 @@ def gate_fwd(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_bwd(dhidden, gate, up, ACTIVATION: tl.constexpr):
-    """`(hidden, dgate, dup)`. A bound passes the gradient at the bound itself, as torch's does."""
+    """`(hidden, dgate, dup)`. A bound passes the gradient at the bound itself, like torch."""
     bounded_gate, bounded_up = gate, up
     if ACTIVATION.limit != float("inf"):
         bounded_up = _within(up, ACTIVATION.limit)

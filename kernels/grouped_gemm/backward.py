@@ -17,18 +17,19 @@ from moe_runtime.kernels.grouped_gemm.backward_kernel import (
 )
 from moe_runtime.kernels.grouped_gemm.forward import plain_product, precision_of
 from moe_runtime.kernels.grouped_gemm.groups import Groups
+from moe_runtime.kernels.grouped_gemm.packed import Weights, takes_format
 from moe_runtime.kernels.grouped_gemm.tile import Tile
 from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.operands.second_derivative import first_derivatives_only
+from moe_runtime.kernels.quantized import QuantizedStack
 from moe_runtime.kernels.triton_support import cdiv, check_triton_dtype, launch, power_of_2
 
-# Rows whose gate weights one program sums the gradients of.
-_GATE_ROWS = 32
+_GATE_ROWS = 32  # per program of `gate_weight_grad`
 
 
 class ActivationGrads(NamedTuple):
     """`[R, Z]` gradients of pre-activations, `[R, F]` hidden values times the gate weight, and
-    `[T*K]` fp32 gradients of the gate weights in slot order; None for what was not needed.
+    `[T*K]` fp32 gradients of the gate weights in slot order; None if not needed.
     """
 
     dpre: Tensor
@@ -54,25 +55,20 @@ def activation_backward(
 ) -> ActivationGrads:
     """From the gradient of the layer's output to that of the pre-activations, in one product.
 
-    The hidden values are computed again from the pre-activations, so the forward pass keeps neither
+    Hidden values are computed again from the pre-activations, so the forward pass keeps neither
     them nor the experts' outputs: the gradient of a gate weight is `<dout @ down, hidden>`.
 
     Args:
-        dout_TD: `[T, D]`.
-        down_SDF: `[S, D, F]`, any strides; `[E, D, N]` where experts differ in width.
-        pre_RZ: `[R, Z]`, unit stride along Z; `[2, V]` or `[1, V]` then.
-        scale_R: Gate weight of each slot, in slot order, contiguous; None for rows that are not
-            weighted, whose gradients lie in sorted order in `dout_TD`.
-        groups: The rows; with their order if there are weights.
-        spec: The activation.
-        layout: Of the pre-activations.
-        down_bias_SD: `[S, D]` or None; matters to the gate weights alone.
+        down_SDF: Any strides; `[E, D, N]` if experts differ in width.
+        pre_RZ: Unit stride along Z; `[2, V]` or `[1, V]` if experts differ in width.
+        scale_R: Gate weight of each slot, in slot order, contiguous; None for unweighted rows,
+            whose gradients are sorted in `dout_TD`.
+        down_bias_SD: Needed for the gate weights' gradient only.
         needs_hidden: Whether the gradient of `down` is wanted.
-        needs_gate_weight_grad: Whether that of the gate weights is.
-        dpre: Memory for the gradient of the pre-activations; rows of other experts stay.
-        more_RF: `[R, F]` that is added to the gradient of the hidden values before the gate weight
-            is multiplied; receives `hidden`.
-        tile: Instead of the rule's.
+        dpre: Memory for the result; rows of other experts stay.
+        more_RF: Added to the gradient of the hidden values before the gate weight is multiplied;
+            receives `hidden`.
+        tile: Overrides the rule.
     """
     dim_f, dim_d = groups.width_of(down_SDF.shape[2]), down_SDF.shape[1]
     num_rows = groups.num_rows
@@ -156,15 +152,14 @@ def weight_grad(
     """`out[slot] = left.T @ right` over each expert's rows; zeros for experts without rows.
 
     Args:
-        left: `[*, N]`: the gradient of the product; `[1, V]` hidden values where experts differ in
-            width, whose `out` is `[E, N, K]` with the columns of all then.
-        right: `[*, K]`: its input.
-        groups: The rows. Slots without an expert stay as they are.
-        out_SNK: `[S, N, K]`, any strides.
-        left_divisor: 0 if `left` is in sorted order, else row r reads `order[r] // divisor`.
+        left: `[*, N]`: the gradient of the product; `[1, V]` hidden values if experts differ in
+            width, with `out` `[E, N, K]` of the columns of all.
+        right: `[*, K]`: the product's input.
+        out_SNK: Any strides. Slots without an expert stay as they are.
+        left_divisor: 0 if `left` is sorted, else row r reads `order[r] // divisor`.
         right_divisor: The same for `right`.
-        accumulates: Adds to `out` instead of writing it.
-        tile: Instead of the rule's.
+        accumulates: Adds to `out`.
+        tile: Overrides the rule.
     """
     dim_n, dim_k = groups.width_of(out_SNK.shape[1]), out_SNK.shape[2]
     tile = tile or groups.choose_tile("dw", left, dim_k, dim_n)
@@ -172,7 +167,7 @@ def weight_grad(
         return out_SNK
     num_stages = tile.num_stages
     if (left_divisor or right_divisor) and left.element_size() == 2:
-        # Loads of rows wait for those of their numbers, which are under way as long before.
+        # loads of rows wait for loads of their indices, which need as many stages
         num_stages = 2 * num_stages - 1
     tiles_n, tiles_k = cdiv(dim_n, tile.block_m), cdiv(dim_k, tile.block_n)
     launch(
@@ -203,8 +198,8 @@ def bias_grad(
 ) -> Tensor:
     """`out[slot] = sum of scale * x` over each expert's rows, written or with `accumulates` added.
 
-    `out_SN` has unit stride along N. `divisor` is as `left_divisor` of `weight_grad`, and not 0
-    when there is a scale, one factor a slot in slot order.
+    `out_SN` has unit stride along N. `divisor` is as in `weight_grad`, and not 0 with a scale, one
+    factor per slot in slot order.
     """
     dim = groups.width_of(out_SN.shape[1])
     if not dim:
@@ -245,7 +240,7 @@ class _GroupedGemm(torch.autograd.Function):
         dout, groups, moves = grads[0], ctx.groups, ctx.moves
         left = 1 if moves["scatters"] else 0
         right = groups.num_choices if moves["gathers"] else 0
-        # The kernels write every expert with a slot; slots of none are zero.
+        # the kernels write every expert with a slot; unused slots are zero
         make = torch.empty_like if groups.slot_of_expert is None else torch.zeros_like
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
@@ -266,18 +261,21 @@ class _GroupedGemm(torch.autograd.Function):
 
 def grouped_gemm_triton(
     x: Tensor,
-    weight_SNK: Tensor,
+    weight_SNK: Weights,
     bias_SN: Tensor | None,
     groups: Groups,
     inverse_R: Tensor | None,
-    *,
-    gathers: bool,
-    scatters: bool,
+    moves: dict[str, Any],
     out: Tensor | None,
 ) -> Tensor:
-    """`grouped_gemm` on a GPU, or in Triton's interpreter."""
+    """`grouped_gemm` on a GPU, or in Triton's interpreter; `moves`: gathers and scatters."""
     check_triton_dtype(x)
-    moves: dict[str, Any] = {"gathers": gathers, "scatters": scatters}
+    if isinstance(weight_SNK, QuantizedStack):
+        if not takes_format(weight_SNK.format):
+            raise ValueError(f"impl='triton' cannot read {weight_SNK.format}; impl='torch' can")
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("impl='triton' has no gradient of quantised weights; impl='torch' has")
+        out = x.new_zeros(groups.num_rows, weight_SNK.shape[1]) if out is None else out
     if out is not None:
         if out.stride(1) != 1:
             raise ValueError(f"out must have unit stride along N, got strides {out.stride()}")

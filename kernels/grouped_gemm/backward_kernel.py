@@ -1,7 +1,4 @@
-"""Triton kernels of the backward pass.
-
-No kernel uses atomics: every value is summed by one program in one order.
-"""
+"""Triton kernels of the backward pass, without atomics: one program sums a value in one order."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ def gate_weight_grad(
     GATHER_DIVISOR: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of some rows' gate weights: their partial sums, and what the down bias adds.
+    """Gradients of some rows' gate weights: their partial sums, and the part of the down bias.
 
-    Rows without an expert, or whose expert has no slot, get zero.
+    Zero for rows without an expert, or whose expert has no slot.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < num_rows
@@ -71,8 +68,8 @@ def grouped_gemm_dw(
 ):  # fmt: skip
     """`dw[slot, n, k] = sum over the expert's rows of left[r, n] * right[r, k]`, or added to it.
 
-    An expert without rows gets zeros from the same loop, run no times. Divisors are as in
-    `grouped_gemm_fwd`, one for each side, and so is WIDTH_MULTIPLE, for N.
+    An expert without rows gets zeros from the same loop. Divisors are as GATHER_DIVISOR in
+    `grouped_gemm_fwd`, one for each side; WIDTH_MULTIPLE is for N.
     """
     expert = tl.program_id(1)
     slot = expert.to(tl.int64)
@@ -100,7 +97,7 @@ def grouped_gemm_dw(
     left_ptrs = left_ptr + (offs_n.to(tl.int64) * stride_ln)[None, :]
     right_ptrs = right_ptr + (offs_k.to(tl.int64) * stride_rk)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    # Rows are 32-bit numbers, their distances 64-bit products of two such.
+    # row numbers have 32 bits, their distances 64
     num_rows = (end_row - first_row).to(tl.int32)
     order_ptr += first_row
     offs_r = tl.arange(0, BLOCK_R)
@@ -109,7 +106,7 @@ def grouped_gemm_dw(
     if RIGHT_DIVISOR == 0:
         right_ptrs += first_row * stride_rr
     for first in range(0, num_rows, BLOCK_R):
-        # Past the end, zeros on the left meet the expert's last row on the right.
+        # past the end, zeros on the left meet the expert's last row on the right
         rows = tl.minimum(first + offs_r, num_rows - 1)
         mask_left = (first + offs_r < num_rows)[:, None]
         if not EVEN_N:
@@ -127,7 +124,7 @@ def grouped_gemm_dw(
         else:
             right = tl.load(right_ptrs + to_right, mask=(offs_k < dim_k)[None, :], other=0.0)
         acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
-    # A part of the columns at a time: addresses of all, and what lies there, take many registers.
+    # a part of the columns at a time: addresses and values of all take many registers
     HALF: tl.constexpr = BLOCK_K // 2
     halves = column_halves(acc, BLOCK_N, BLOCK_K)
     dw_ptr += slot * stride_ws
@@ -195,7 +192,7 @@ def _preactivations(
     first_column, mask_r, pre_ptr, dim_n, stride_zr, stride_z_up,
     IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of some columns as they are stored; twice the same where they are not apart."""
+    """Gate and up of some columns as they are stored; the same twice if they are interleaved."""
     pre_ptrs = pre_ptr + tl.arange(0, ROWS)[:, None] * stride_zr
     if IS_GATED and IS_INTERLEAVED:
         offs_z = 2 * first_column + tl.arange(0, 2 * COLUMNS)
@@ -272,12 +269,12 @@ def grouped_gemm_down_act(
     With `d[r] = dout[row r reads] @ weight[slot]` (`weight` is the down projection, N its hidden
     and K its model dimension), the hidden values `h` recomputed from the pre-activations, and the
     gate weight `s` of the row: `dpre = s * d * activation'(pre)`, `hidden = s * h` for the gradient
-    of the down projection, and `<d, h>` over the tile's columns, one value a row and column tile,
-    whose sum is the gradient of `s`. With ADDS_HIDDEN, what is in `hidden` is added to `d` first.
+    of the down projection, and `<d, h>` over the tile's columns, whose sum over column tiles is the
+    gradient of `s`. With ADDS_HIDDEN, the contents of `hidden` are added to `d` first.
     WIDTH_MULTIPLE as in `grouped_gemm_fwd`, for N.
 
-    IS_AHEAD: Loads the pre-activations before the product and before what is stored of others,
-    which takes registers; otherwise another program on the multiprocessor computes meanwhile.
+    IS_AHEAD: loads pre-activations before the product and before stores, which takes registers;
+    otherwise another program on the multiprocessor fills the wait.
     """
     tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, BLOCK_N), GROUP_M)
     expert = tl.load(tile_expert_ptr + tile_m)
@@ -341,7 +338,7 @@ def grouped_gemm_down_act(
     scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if HAS_SCALE:
         scale = tl.load(scale_ptr + slots_of_rows).to(tl.float32)
-    # Gate, up and what becomes of them would not fit in the registers for a whole tile at once.
+    # gate, up and their gradients of a whole tile do not fit in registers
     if NUM_SLICES == 1:
         slices = (dhidden,)
     elif NUM_SLICES == 2:
@@ -361,7 +358,7 @@ def grouped_gemm_down_act(
             )  # fmt: skip
         next_gate, next_up = gate, up  # type: ignore[possibly-undefined]
         if IS_AHEAD and i + 1 < NUM_SLICES:
-            # Before what this slice stores, which no load may overtake.
+            # before this slice's stores, which no load may overtake
             next_gate, next_up = _preactivations(
                 tile_n * BLOCK_N + (i + 1) * SLICE, mask_r, pre_ptr, dim_n,
                 stride_zr, stride_z_up, IS_GATED, IS_INTERLEAVED, BLOCK_M, SLICE,

@@ -1,4 +1,4 @@
-"""Columns of experts that differ in width, shared by the grouped and the block-sparse products."""
+"""Columns of experts that differ in width, for the grouped and the block-sparse products."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def check_block(name: str, size: int) -> None:
-    """Refuses sizes of blocks that no kernel has."""
+    """Raises ValueError for a block size that no kernel has."""
     if size not in BLOCK_SIZES:
         raise ValueError(f"{name} must be one of {', '.join(map(str, BLOCK_SIZES))}, got {size}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertColumns:
-    """The columns of experts that lie side by side, on the device, once for a layer.
+    """The columns of experts that lie side by side, on the device; made once per layer.
 
     Attributes:
-        bounds: First column of each expert, and the number of columns last.
+        bounds: First column of each expert, then the number of columns.
         block_columns: Most columns of a strip.
-        starts_E1: `[E + 1]` int64: first column of each expert.
-        strips_E: `[E]` int64: strips of each expert.
+        starts_E1: int64: first column of each expert.
+        strips_E: int64: strips of each expert.
         first: First column of each strip, int64.
-        end: The one after its last.
+        end: The column after its last.
     """
 
     widths: tuple[int, ...]
@@ -76,20 +76,20 @@ class ExpertColumns:
 
     @property
     def multiple(self) -> int:
-        """A divisor of all widths that loads and stores are cut by."""
+        """A divisor of all widths, for aligned loads and stores."""
         return 16 if all(width % 16 == 0 for width in self.widths) else 1
 
     def value_offsets(self, offsets_E1: Tensor) -> Tensor:
-        """`[E + 1]` int64: where each expert's hidden values start, from its first row.
+        """`[E + 1]` int64: where each expert's hidden values start.
 
-        Those of a row are as many as its expert is wide, rounded up to 16, and lie in one tensor,
-        row after row.
+        A row has as many as its expert is wide, rounded up to 16; rows follow one another in one
+        tensor.
         """
         widths_E = (self.starts_E1.diff() + 15) // 16 * 16
         return torch.nn.functional.pad((offsets_E1.diff() * widths_E).cumsum(0), (1, 0))
 
     def most_values(self, num_rows: int) -> int:
-        """Hidden values there can be: every row on the widest expert."""
+        """The most hidden values there can be: every row on the widest expert."""
         return num_rows * (-(-max(self.widths) // 16) * 16)
 
     @property
@@ -98,10 +98,12 @@ class ExpertColumns:
         return all(width % self.block_columns == 0 for width in self.widths)
 
     def most_blocks(self, num_rows: int, block_rows: int) -> int:
-        """Blocks there could be: all full strips of rows on the widest expert, and a rest each."""
+        """The most blocks there can be: all full strips of rows on the widest expert, and a rest
+        each.
+        """
         strips = [-(-width // self.block_columns) for width in self.widths]
         full = num_rows // block_rows
         if num_rows < len(strips):
-            # Not every expert can have a row.
+            # not every expert can have a row
             return full * max(strips) + sum(sorted(strips)[len(strips) - num_rows :])
         return full * max(strips) + sum(strips)

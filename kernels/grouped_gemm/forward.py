@@ -1,6 +1,6 @@
 """Launchers of the forward kernels: the plain product, and the one with the activation in it.
 
-Weights are passed as logical `[S, N, K]`; a checkpoint's transposed matrices are a transposed view.
+Weights are logical `[S, N, K]`; a checkpoint's transposed matrices are a transposed view.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from moe_runtime.kernels.grouped_gemm.tile import ProductKind, Tile, describe_de
 from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.triton_support import cdiv, is_interpreted, launch
 
-# What TMA asks of addresses and of distances between rows.
-_ALIGNMENT = 16
+_ALIGNMENT = 16  # that TMA needs of addresses and row strides, in bytes
 
 
 def takes_weight(weight_SNK: Tensor, block_k: int, *, is_gated: bool) -> bool:
     """Whether TMA reads these weights: rows of K, or of N if not gated."""
     in_rows = weight_SNK.stride(2) == 1
     rows = weight_SNK if in_rows else weight_SNK.transpose(1, 2)
-    # Past the end of K lies zero where rows are of K, and whatever follows otherwise.
+    # past the end of K, rows of K read as zero; otherwise as whatever follows
     return _is_aligned(rows) and (
         in_rows
         if is_gated
@@ -44,7 +43,7 @@ def takes_rows(x: Tensor, *, gathers: bool) -> bool:
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    """Whether TMA reads rows of a tensor, 16 bits a value."""
+    """Whether TMA reads the rows of a 16-bit tensor."""
     *distances, step = tensor.stride()
     return (
         tensor.element_size() == 2
@@ -65,10 +64,9 @@ def _persistent_product(
     *,
     gathers: bool,
 ) -> None:
-    """The products of many rows on Hopper by programs that stay, loading by TMA.
+    """`plain_product`, or with `spec` `activated_product` of concatenated gate and up, on Hopper.
 
-    As `plain_product`, or with `spec` as `activated_product` of gate and up one after the other, of
-    weights that `takes_weight`.
+    Persistent programs load by TMA; for many rows, and weights that `takes_weight`.
     """
     dim_n = out.shape[1]
     dim_k = weight_SNK.shape[2]
@@ -106,10 +104,9 @@ def _persistent_product(
 
 
 def precision_of(x: Tensor) -> str:
-    """How fp32 products are made: as exactly as torch is set to make its own.
+    """The precision of fp32 products, as torch is set for its own; no effect on 16-bit operands.
 
-    Three TF32 products reach fp32's accuracy on tensor cores. The setting has no meaning for
-    16-bit operands, whose products are exact.
+    Three TF32 products reach fp32's accuracy on tensor cores.
     """
     if x.dtype != torch.float32 or is_interpreted() or torch.version.hip:
         return "ieee"
@@ -130,15 +127,13 @@ def plain_product(
     """`out[r] = x[r] @ weight[slot].T + bias[slot]` for the rows of experts with a slot.
 
     Args:
-        x: `[R, K]` in sorted order, or `[T, K]` if `gathers`: row r reads token `order[r] // K`;
-            `[1, V]`, the hidden values of all rows, where experts differ in width.
-        weight_SNK: `[S, N, K]`, any strides; then `[E, N, K]` with the columns of all. Or packed.
-        groups: The rows.
+        x: `[R, K]` sorted, or `[T, K]` if `gathers`: row r reads token `order[r] // K`. `[1, V]`,
+            the hidden values of all rows, if experts differ in width.
+        weight_SNK: Any strides, or packed; `[E, N, K]` with the columns of all experts of any
+            width.
         out: `[R, N]`, unit stride along N; other rows stay as they are.
-        bias_SN: `[S, N]` or None.
-        gathers: See `x`.
         scatters: Row r is written to row `order[r]`.
-        tile: Instead of the rule's.
+        tile: Overrides the rule.
     """
     _, dim_n, dim_k = weight_SNK.shape
     tile = tile or groups.choose_tile("plain", x, dim_n, dim_k, weight_SNK)
@@ -166,20 +161,16 @@ def activated_product(
     """`out[r] = activation(x[r] @ weight[slot].T + bias[slot])`, gate and up in one pass.
 
     Args:
-        x: As in `plain_product`.
-        weight_SZK: `[S, Z, K]`, any strides; Z = 2F with a gate, F without. `[E, N, K]` of the
-            gate, or of up without one, where experts differ in width; packed weights likewise.
-        groups: The rows.
-        spec: The activation.
+        x: As in `plain_product`, like `gathers`.
+        weight_SZK: Any strides; Z = 2F with a gate, F without. `[E, N, K]` of the gate (or of up
+            without one) if experts differ in width, and for packed weights.
         layout: Of the pre-activations.
-        out: `[R, F]`, unit stride along F; `[1, V]` where experts differ in width.
-        pre: `[R, Z]` for the pre-activations in the order of the weights' rows, or None; `[2, V]`
-            or `[1, V]` where experts differ in width.
-        bias_SZ: `[S, Z]` or None.
-        up: Weights and bias of up, where there is a gate and experts differ in width or are packed.
-        gathers: As in `plain_product`.
-        adds_pre: What is in `pre` is added to the pre-activations first.
-        tile: Instead of the rule's.
+        out: `[R, F]`, unit stride along F; `[1, V]` if experts differ in width.
+        pre: `[R, Z]` receives the pre-activations in the order of the weights' rows, or None; `[2,
+            V]` or `[1, V]` if experts differ in width.
+        up: Weights and bias of up, if they are separate from the gate's.
+        adds_pre: The contents of `pre` are added to the pre-activations first.
+        tile: Overrides the rule.
     """
     has_gate, dim_k = layout.has_gate, weight_SZK.shape[2]
     dim_f = groups.width_of(weight_SZK.shape[1] // (2 if has_gate and up is None else 1))
@@ -229,7 +220,7 @@ def _run(
     tiles = groups.tiles(tile.block_m)
     dim_k = groups.width_of(weight.shape[2]) if is_plain else weight.shape[2]
     columns = tile.block_n // 2 if is_gated else tile.block_n
-    # Distances from one hidden column's gate row to the next one's, and to its up row.
+    # distances from one hidden column's gate row to the next one's, and to its up row
     step, to_up = (2, 1) if is_gated and is_interleaved else (1, dim_n)
     packed = packed_arguments(weight, None if up is None else up[0], x)
     block_k, num_stages = tile.block_k, tile.num_stages
@@ -256,7 +247,7 @@ def _run(
         stride_p_up=dim_n if up is None or pre is None else pre.stride(0),
         EPILOGUE="none" if is_plain else "gated" if is_gated else "plain", ACTIVATION=spec,
         ADDS_PRE=adds_pre, STORES_PRE=pre is not None, IS_INTERLEAVED=is_interleaved,
-        # Reads the weights in order where neighbours in memory are hidden columns.
+        # reads the weights in order if neighbours in memory are hidden columns
         IN_HALVES=is_gated and not is_interleaved and weight.stride(1) == 1 != weight.stride(2),
         GATHER_DIVISOR=groups.num_choices if gathers else 0, SCATTERS=scatters,
         HAS_BIAS=bias is not None,

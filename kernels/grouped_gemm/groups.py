@@ -1,4 +1,4 @@
-"""Where the rows of each expert are, and the table of tiles that follows from it."""
+"""The rows of each expert, and the table of tiles for them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moe_runtime.kernels.triton_support import launch, power_of_2
 
 
 class TileMap(NamedTuple):
-    """Expert (-1: none) and first row of each tile, in device memory; tiles that have an expert
-    come first, `num_used` of them.
+    """Expert (-1: none) and first row of each tile, on the device; the `num_used` tiles with an
+    expert come first.
     """
 
     expert: Tensor
@@ -31,13 +31,13 @@ class Groups:
     """Sorted rows of the experts of one layer call.
 
     Attributes:
-        offsets_E1: `[E + 1]` int64: first row of each expert.
+        offsets_E1: int64: first row of each expert.
         num_rows: R, the most rows there can be.
-        slot_of_expert: `[E]` or None; below 0 where an expert takes no part.
-        order_R: `[R]` slot of each row, `t * K + k`; None where nothing is gathered or scattered.
+        slot_of_expert: `[E]` or None; negative if an expert takes no part.
+        order_R: Slot of each row, `t * K + k`; None if nothing is gathered or scattered.
         num_choices: K.
-        columns: Of experts that differ in width; None where all have one.
-        values_E1: `[E + 1]` int64: where the hidden values of such experts start.
+        columns: Of experts that differ in width, or None.
+        values_E1: int64: where the hidden values of such experts start.
     """
 
     offsets_E1: Tensor
@@ -58,7 +58,7 @@ class Groups:
         return len(self.offsets_E1) - 1
 
     def arguments(self) -> dict[str, Any]:
-        """Where the rows are, for a kernel; any tensor where there is none and none is read."""
+        """Kernel arguments for the rows; absent tensors are replaced by any tensor."""
         order_R, slots_E = self.order_R, self.slot_of_expert
         return {
             "offsets_ptr": self.offsets_E1,
@@ -68,7 +68,7 @@ class Groups:
         }
 
     def width_arguments(self) -> dict[str, Any]:
-        """The experts' own widths, for a kernel."""
+        """Kernel arguments for the experts' own widths."""
         columns = self.columns
         return {
             "starts_ptr": self.offsets_E1 if columns is None else columns.starts_E1,
@@ -77,11 +77,11 @@ class Groups:
         }
 
     def width_of(self, dim: int) -> int:
-        """F: of the widest expert where they differ, else what is given."""
+        """F: of the widest expert if they differ, else `dim`."""
         return dim if self.columns is None else max(self.columns.widths)
 
     def are_even(self, dim: int, block: int, *, is_width: bool) -> bool:
-        """Whether blocks divide a dimension, that of every expert if it is their width."""
+        """Whether blocks divide a dimension, or every expert's width if it `is_width`."""
         if self.columns is None or not is_width:
             return dim % block == 0
         return all(width % block == 0 for width in self.columns.widths)
@@ -89,7 +89,6 @@ class Groups:
     def choose_tile(
         self, kind: ProductKind, x: Tensor, dim_n: int, dim_k: int, weight: Weights | None = None
     ) -> Tile:
-        """The tile of a product of these rows; see `choose_tile`."""
         tile = choose_tile(
             kind,
             num_rows=self.num_rows,
@@ -105,7 +104,7 @@ class Groups:
     def tiles(self, block_m: int) -> TileMap:
         """The tiles of `block_m` rows, computed once for each size.
 
-        As many entries as there can be: every expert's last tile may be nearly empty.
+        There are as many entries as could be needed: every expert's last tile may be nearly empty.
         """
         if block_m not in self._maps:
             num_experts = self.num_experts

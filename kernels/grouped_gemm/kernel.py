@@ -1,8 +1,8 @@
 """The Triton kernels of the grouped product: rows sorted by expert times the experts' weights.
 
-One program computes one tile: some rows of one expert by some columns. Which expert and rows is in
-a table that `tile_map` fills on the device, so the host never learns how many rows an expert has.
-The grid is as large as the table could have to be; programs without a tile return at once.
+One program computes one tile: some rows of one expert by some columns. `tile_map` fills a table of
+tiles on the device, so the host never learns an expert's number of rows. The grid covers the
+largest possible table; programs without a tile return at once.
 
 Names: `R` sorted rows, `N` columns of the result, `K` the summed dimension. Addresses are 64-bit.
 """
@@ -27,8 +27,8 @@ def tile_map(
     HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Program e lists the tiles of expert e; the program after the last one marks unused entries
-    and counts the used ones. Experts whose slot is negative get no tiles.
+    """Program e lists the tiles of expert e; the last program marks unused entries and counts used
+    ones. Experts with a negative slot get no tiles.
     """
     expert = tl.program_id(0)
     offs_e = tl.arange(0, BLOCK_E)
@@ -56,8 +56,8 @@ def tile_map(
 
 @triton.jit
 def expert_columns(starts_ptr, values_ptr, offsets_ptr, expert, MULTIPLE: tl.constexpr):
-    """`(first, width, stride, base)` of an expert of its own width: its first column of all
-    experts' and how many it has; its hidden values of row r start at `base + r * stride`.
+    """`(first, width, stride, base)` of an expert of its own width: its first column, its number of
+    columns, and where its hidden values are: row r starts at `base + r * stride`.
     """
     first = tl.load(starts_ptr + expert)
     width = (tl.load(starts_ptr + expert + 1) - first).to(tl.int32)
@@ -84,8 +84,8 @@ def tile_product(
 ):  # fmt: skip
     """Adds sums over K to `acc`, fp32 `[BLOCK_M, BLOCK_N]`. Every row of x must exist.
 
-    Columns past the end are masked, not clamped: clamped ones are no neighbours in memory, and
-    loads of weights that are contiguous along N would fall apart.
+    Columns past the end are masked, not clamped: clamped columns are no neighbours in memory, which
+    would split the loads of weights that are contiguous along N.
     """
     offs_k = tl.arange(0, BLOCK_K)
     step_x = tl.full([], BLOCK_K, dtype=tl.int64) * stride_xk
@@ -168,18 +168,14 @@ def grouped_gemm_fwd(
 
     EPILOGUE is `none`, `plain` (function of each value) or `gated`. A gated tile holds the gate and
     up columns of BLOCK_N / 2 hidden columns: alternating, so that both of a pair are in one thread,
-    or one half after the other where only that reads the weights in order (IN_HALVES). `dim_n`
-    counts columns of the result: hidden columns if gated.
+    or in two halves if only that reads the weights in order (IN_HALVES). `dim_n` counts columns of
+    the result: hidden columns if gated.
 
-    GATHER_DIVISOR is 0 for row r of `x`, else the row is `order[r] // GATHER_DIVISOR`.
-
-    With WIDTH_MULTIPLE, a divisor of all widths, experts have widths of their own: N columns with
-    an activation, else K. The dimension is that of the widest.
-
-    With ADDS_PRE, what is in `pre` is added to the pre-activations.
-
-    With FORMAT, weights are codes, addressed in bytes, and have scales and zero points.
-    HAS_GLOBAL: and a scale of all, that gate and up have each.
+    GATHER_DIVISOR is 0 for row r of `x`, else the row is `order[r] // GATHER_DIVISOR`. With
+    WIDTH_MULTIPLE, a divisor of all widths, experts have their own widths: N columns with an
+    activation, else K; the dimension is that of the widest. With ADDS_PRE, the contents of `pre`
+    are added to the pre-activations. With FORMAT, weights are codes, addressed in bytes, with
+    scales and zero points; HAS_GLOBAL adds a global scale for each of gate and up.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
     tile_m, tile_n = tile_of_program(num_tiles_m, tl.cdiv(dim_n, COLUMNS), GROUP_M)
@@ -213,7 +209,7 @@ def grouped_gemm_fwd(
 
     offs_r = first_row + tl.arange(0, BLOCK_M)
     mask_r = offs_r < end_row
-    # Rows past the end repeat the last one: loads need no mask, stores have one.
+    # rows past the end repeat the last one: loads need no mask, stores have one
     rows = tl.minimum(offs_r, end_row - 1)
     x_rows = rows
     if GATHER_DIVISOR > 0:
@@ -232,7 +228,7 @@ def grouped_gemm_fwd(
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)
     mask_n = offs_n < dim_n
     if EPILOGUE == "gated" and IS_INTERLEAVED:
-        # The same columns, written so that the compiler sees that they are neighbours.
+        # the same columns, in a form that shows the compiler that they are neighbours
         offs_z = (tile_n * BLOCK_N + offs_j).to(tl.int64)
         mask_n = offs_z < 2 * dim_n
         w_columns = offs_z * stride_w_up
@@ -245,7 +241,7 @@ def grouped_gemm_fwd(
         b_columns = offs_n.to(tl.int64) * stride_bn
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     if HAS_BIAS and not HAS_GLOBAL:
-        # Where sums start, not what is added to them: the epilogue has no registers to spare.
+        # sums start from it: the epilogue has no registers to add it
         bias = tl.load(bias_ptr + slot * stride_bs + b_columns, mask=mask_n, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     x_ptrs = x_ptr + x_rows[:, None] * stride_xr + offs_k[None, :] * stride_xk
@@ -302,7 +298,7 @@ def grouped_gemm_fwd(
         elif NUM_SLICES == 1:
             gates_and_ups = (tl.split(tl.reshape(acc, (BLOCK_M, HALF, 2))),)
         else:
-            # Half of the tile at a time: gates, ups and results of all would not fit in registers.
+            # half of the tile at a time: gates, ups and results of all need too many registers
             tl.static_assert(NUM_SLICES == 2)
             left, right = column_halves(acc, BLOCK_M, BLOCK_N)
             left = tl.split(tl.reshape(left, (BLOCK_M, HALF // 2, 2)))
@@ -348,14 +344,13 @@ def grouped_gemm_persistent(
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """As `grouped_gemm_fwd`, for EPILOGUE `none` and `gated`, by programs that stay and load by
-    TMA.
+    """`grouped_gemm_fwd` for EPILOGUE `none` and `gated`, by persistent programs that load by TMA.
 
-    As many programs as run at once, each with every so many-th tile of the table. The next tile's
+    There are as many programs as run at once; each takes every so-many-th tile. The next tile's
     loads start while the last one is stored. `x` is a descriptor of `[R, K]`, or with
-    GATHER_DIVISOR a pointer; `weight` a descriptor of all slots' rows of K, or unless IN_ROWS of
-    N, `rows_of_slot` apart. If gated, of `[S, 2, N, K]`: gate and up are the halves of a tile, so
-    that both of a pair are in one thread.
+    GATHER_DIVISOR a pointer; `weight` a descriptor of all slots' rows of K, or unless IN_ROWS of N,
+    `rows_of_slot` apart. If gated, it is of `[S, 2, N, K]`: gate and up are the halves of a tile,
+    so that both of a pair are in one thread.
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2 if EPILOGUE == "gated" else BLOCK_N
     num_tiles_n = tl.cdiv(dim_n, COLUMNS)
@@ -404,7 +399,7 @@ def grouped_gemm_persistent(
         if EPILOGUE == "gated":
             pre_tile_ptr = pre_ptr + first_row * stride_pr
             gate, up = column_halves(acc, BLOCK_M, BLOCK_N)
-            # Half of the tile at a time: gates, ups and results of all take too many registers.
+            # half of the tile at a time: gates, ups and results of all need too many registers
             gates = column_halves(gate, BLOCK_M, COLUMNS)
             ups = column_halves(up, BLOCK_M, COLUMNS)
             for i in tl.static_range(2):  # type: ignore[misc]

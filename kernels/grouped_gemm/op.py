@@ -1,4 +1,4 @@
-"""`grouped_gemm`: validation and choice of the implementation.
+"""`grouped_gemm`: each expert's rows times its weights.
 
 Shape suffixes: T tokens, R sorted rows, S slots, E experts, N columns of the product, K the summed
 dimension.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,37 +38,35 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiplies each expert's rows by its weights: `out[r] = x[r] @ weight[slot of expert].T`.
 
-    Rows of expert `e` are `offsets[e]` to `offsets[e + 1]`. Nothing is padded and nothing dropped.
-    On a GPU the host never waits: row counts stay on the device. Differentiable in `x`, `weight`
-    and `bias_SN`, without atomics: the same bits in every run. Weights of experts without rows get
-    zero gradients; a tensor that needs no gradient costs nothing.
+    Rows of expert `e` are `offsets[e]` to `offsets[e + 1]`. Nothing is padded or dropped. On a GPU
+    the host never waits. Differentiable in `x`, `weight` and `bias_SN`, without atomics: the same
+    bits in every run. Weights of experts without rows get zero gradients.
 
     Args:
         x: `[R, K]`, sorted by expert; with `gathers_choices` `[T, K]` in token order.
-        weight: `[S, N, K]`, or `[S, K, N]` if `is_transposed`; any strides. Or quantised
-            `[S, N, K]`, which has no gradient, and under Triton gives none to `x`.
-        offsets_E1: `[E + 1]` int64. Rows from the last offset on belong to no expert.
-        bias_SN: `[S, N]` in the dtype of the weights, or None; any with quantised weights.
-        slot_of_expert: `[E]` int32 or int64: where in `weight` each expert lies, no two in the same
-            place; below 0 for an expert that is left out, so that residents can run now and others
-            later, into the same `out`. None: expert e lies in slot e.
-        is_transposed: See `weight`.
+        weight: `[S, N, K]`, or `[S, K, N]` if `is_transposed`; any strides. Quantised `[S, N, K]`
+            has no gradient, and under Triton gives none to `x`.
+        offsets_E1: int64. Rows from the last offset on belong to no expert.
+        bias_SN: In the dtype of the weights, or None; any dtype for quantised weights.
+        slot_of_expert: `[E]` int32 or int64, all different; negative for experts that are left out,
+            so that residents can run now and others later, into the same `out`. None: expert e is
+            in slot e.
         sorted_tokens: Needed for gathering and scattering.
-        gathers_choices: If not 0, the number of choices a token has: row r reads token
-            `order_R[r] // gathers_choices` of `x`, and no sorted copy of `x` is made.
-        scatters: Writes row r to row `order_R[r]`, back in slot order.
-        out: `[R, N]` to write to; rows that no expert computes stay as they are. Only without
-            gradients. None makes a new tensor that is zero in such rows.
-        impl: `triton` needs a GPU; `torch` is the CPU path, one product an expert in the dtype of
-            `x`; `reference` is the specification, in fp32 (fp64 for fp64). `auto` is `triton` on a
-            GPU and `torch` elsewhere.
+        gathers_choices: Choices per token, or 0. If set, row r reads token
+            `order_R[r] // gathers_choices` of `x`, without a sorted copy.
+        scatters: Writes row r to row `order_R[r]`, in slot order.
+        out: `[R, N]` to write to; rows without an expert stay as they are. Without gradients only.
+            None: a new tensor, zero in such rows.
+        impl: `triton` needs a GPU; `torch` is the CPU path, one product per expert in the dtype of
+            `x`; `reference` is the specification, in fp32 (fp64 for fp64). `auto` chooses by
+            device.
 
     Returns:
         `[R, N]` in the dtype of `x`, summed in fp32 and rounded once.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not belong together, or `impl` cannot run here.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        ValueError: Shapes, dtypes or devices do not fit, or `impl` cannot run here.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     chosen = resolve_impl(impl, x.device, IMPLS)
     weight_SNK = weight
@@ -96,42 +94,27 @@ def grouped_gemm(
 
     if chosen == "triton":
         from moe_runtime.kernels.grouped_gemm.backward import grouped_gemm_triton
-        from moe_runtime.kernels.grouped_gemm.forward import plain_product
         from moe_runtime.kernels.grouped_gemm.groups import Groups
-        from moe_runtime.kernels.grouped_gemm.packed import takes_format
 
         groups = Groups(offsets_E1, num_rows, slot_of_expert, order_R, max(1, gathers_choices))
         inverse_R = None if sorted_tokens is None else sorted_tokens.inverse_R
-        gathers = gathers_choices > 0
-        if isinstance(weight_SNK, QuantizedStack):
-            if not takes_format(weight_SNK.format):
-                raise ValueError(f"impl='triton' cannot read {weight_SNK.format}; impl='torch' can")
-            if torch.is_grad_enabled() and x.requires_grad:
-                raise ValueError(
-                    "impl='triton' has no gradient of quantised weights; impl='torch' has"
-                )
-            out = x.new_zeros(num_rows, weight_SNK.shape[1]) if out is None else out
-            how: dict[str, Any] = {"bias_SN": bias_SN, "gathers": gathers, "scatters": scatters}
-            return plain_product(x, weight_SNK, groups, out=out, **how)
-        return grouped_gemm_triton(
-            x, weight_SNK, bias_SN, groups, inverse_R, gathers=gathers, scatters=scatters, out=out
-        )
+        moves = {"gathers": gathers_choices > 0, "scatters": scatters}
+        return grouped_gemm_triton(x, weight_SNK, bias_SN, groups, inverse_R, moves, out)
     reads_R = None
     if order_R is not None and gathers_choices:
         reads_R = order_R // gathers_choices
-    precise = precise_dtype(x)
-    num_experts = len(offsets_E1) - 1
+    offsets = offsets_E1.tolist()
     return grouped_gemm_by_expert(
         x,
         weight_SNK,
-        offsets_E1.tolist(),
-        list(range(num_experts)) if slot_of_expert is None else slot_of_expert.tolist(),
+        offsets,
+        [*range(len(offsets) - 1)] if slot_of_expert is None else slot_of_expert.tolist(),
         bias_SN=bias_SN,
         reads_R=reads_R,
         writes_R=order_R if scatters else None,
         out=out,
         num_rows=num_rows,
-        precise=x.dtype if chosen == "torch" else precise,
+        precise=x.dtype if chosen == "torch" else precise_dtype(x),
     )
 
 
@@ -208,13 +191,13 @@ def grouped_gemm_by_expert(
     """The specification: one expert after another in plain torch, differentiable.
 
     `out[writes[r]] = x[reads[r]] @ weight[slot].T + bias[slot]`, computed in `precise`: fp32 or
-    fp64 in the specification; the dtype of `x` makes it a CPU implementation. None reads or writes
-    the same row. A new tensor is zero where nothing is written.
+    fp64 in the specification, the dtype of `x` in the CPU implementation. None reads or writes the
+    same row. A new tensor is zero in other rows.
     """
     pieces: list[Tensor] = []
     destinations: list[Tensor] = []
     rows_R = torch.arange(num_rows, device=x.device)
-    # Divided once: the gradient of each `tensor[expert]` would be as large as the whole tensor.
+    # split once: the gradient of each `tensor[expert]` would be as large as the whole tensor
     matrix_of = _reader(weight_SNK)
     biases = None if bias_SN is None else bias_SN.unbind()
     sizes = [last - first for first, last in itertools.pairwise([0, *offsets, num_rows])]
@@ -230,7 +213,7 @@ def grouped_gemm_by_expert(
         pieces.append(product.to(x.dtype))
         destinations.append(rows if writes_R is None else writes_R[first:last])
     if out is None:
-        # A product with no rows keeps the result connected to both operands.
+        # a product without rows keeps the result connected to both operands
         start = x[:0] @ matrix_of(0, x.dtype).T
         result = start.new_zeros(num_rows, weight_SNK.shape[1])
         values = torch.cat([start, *pieces])

@@ -1,4 +1,4 @@
-"""Weights of a grouped product, packed or not, as the launchers hand them to the kernels."""
+"""Weights of a grouped product, packed or not, as kernel arguments."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from moe_runtime.kernels.quantized.matrix import LARGEST_ZERO
 
 Weights: TypeAlias = "Tensor | QuantizedStack"
 
-# The least that a matrix instruction sums.
-_LEAST_DEPTH = 16
-
-
+_LEAST_DEPTH = 16  # summed elements of a matrix instruction
 BLOCKS_READ = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "mxfp4_block")
 """Blocks that the kernels decode."""
 
 
 def takes_format(kind: WeightFormat) -> bool:
-    """Whether the Triton products read weights of this format as they lie."""
+    """Whether the Triton products read packed weights of this format."""
     if kind.block_codes:
         return kind.codes in BLOCKS_READ
     if kind.global_scale != "none" and not scales_tile(kind, torch.float16):
@@ -33,8 +30,8 @@ def takes_format(kind: WeightFormat) -> bool:
 def scales_tile(kind: WeightFormat, dtype: torch.dtype) -> bool:
     """Whether decoded weights times their scales are exact in the dtype of the rows.
 
-    fp4 times a power of two is, down to the smallest one, in what has the exponents of fp32. fp4
-    times fp8, six bits of at least 2 ** -10, is in all.
+    fp4 times a power of two is exact in dtypes with the exponents of fp32; fp4 times fp8 (six bits,
+    at least 2 ** -10) is exact in all.
     """
     if kind.codes != "e2m1" or kind.group_rows != 1:
         return False
@@ -45,9 +42,9 @@ def scales_tile(kind: WeightFormat, dtype: torch.dtype) -> bool:
 
 
 def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int, dim_k: int) -> int:
-    """Summed columns of a step: of one group where scales multiply sums, else about `block_k`.
+    """Summed columns of a step: of one group if scales multiply sums, else about `block_k`.
 
-    Half of it where that divides `dim_k` and all of it does not, so that nothing is masked.
+    Half of it if that divides `dim_k` and all of it does not, so that nothing is masked.
     """
     if kind.block_codes:
         return 16 if kind.codes == "q6_k" else 32
@@ -57,13 +54,10 @@ def depth_of(kind: WeightFormat, dtype: torch.dtype, block_k: int, dim_k: int) -
     return max(block_k // 2 if is_half else block_k, 32)
 
 
-_ROW_BYTES = 16
-"""Of codes that a thread loads at once, for one row."""
-_ROWS_EACH = 8
-"""Rows of weights of a thread, which share the values that they multiply."""
+_ROW_BYTES = 16  # of codes that a thread loads at once, for one row
+_ROWS_EACH = 8  # rows of weights per thread, which share the row's values
 _MOST_IDLE = 1.15
-_MOST_LANES = 8
-"""Threads side by side along K: what they load of a row is a line of the cache."""
+_MOST_LANES = 8  # threads side by side along K: together they load a cache line of a row
 
 
 def has_word_rows(weight: Weights) -> bool:
@@ -82,8 +76,10 @@ def has_word_rows(weight: Weights) -> bool:
 def packed_row_block(
     kind: WeightFormat, dim_k: int, num_warps: int, num_matrices: int
 ) -> tuple[int, int]:
-    """Columns of the output and summed elements of a step, for one row: threads of a warp lie side
-    by side along K, as many as are not idle."""
+    """Output columns and summed elements of a step for one row.
+
+    Threads of a warp lie side by side along K, as many as are not idle.
+    """
     codes = 32 if kind.block_codes else _ROW_BYTES * 8 // kind.bits
     lanes = _MOST_LANES
     while lanes > 1 and -(-dim_k // (lanes * codes)) * lanes * codes > _MOST_IDLE * dim_k:
@@ -92,7 +88,7 @@ def packed_row_block(
 
 
 def stages_of(weight: Weights, num_stages: int, block_k: int, depth: int) -> int:
-    """Steps to have on their way: twice as many where a group is less deep than the tile."""
+    """Steps in flight: twice as many if a group is shallower than the tile."""
     return num_stages * (1 if isinstance(weight, Tensor) or depth >= block_k else 2)
 
 
@@ -101,9 +97,9 @@ def codes_of(weight: Weights) -> Tensor:
 
 
 def packed_arguments(weight: Weights, up: Weights | None, x: Tensor) -> dict[str, Any]:
-    """What a kernel takes of scales and zero points; nothing that counts of plain weights.
+    """Kernel arguments for scales and zero points; placeholders for plain weights.
 
-    `up`, where it is a tensor of its own, has the format of `weight`, the gate's.
+    A separate `up` has the format of `weight`, the gate's.
     """
     if isinstance(weight, Tensor):
         return {
@@ -132,12 +128,12 @@ def packed_arguments(weight: Weights, up: Weights | None, x: Tensor) -> dict[str
 
 
 def _part(own: Tensor | None, of_up: Tensor | None, weight: QuantizedStack) -> tuple[Tensor, int]:
-    """A part of the weights, and how far from it that of up lies; the codes where there is none."""
+    """A part of the weights, and the distance to that of up; the codes if there is none."""
     if own is None:
         return weight.codes, 0
     return own, 0 if of_up is None else distance(own, of_up)
 
 
 def distance(first: Tensor, second: Tensor) -> int:
-    """Elements between the starts of two tensors: a kernel reads both from the address of one."""
+    """Elements between the starts of two tensors: a kernel reads both from one address."""
     return (second.data_ptr() - first.data_ptr()) // first.element_size()

@@ -1,12 +1,11 @@
 """Products with quantised weights for the Triton kernels: codes are decoded in registers.
 
-The `WeightFormat` is one constexpr, `FORMAT`, so that each format is compiled to its own few
-instructions. A code, less its zero point, is exact in bf16, fp16 and fp32. Where the scale is a
-power of two or in fp8, and the product with it still exact (MXFP4, NVFP4), the decoded tile is
-multiplied by it; elsewhere a group's partial sum is, in fp32, and by a global scale all of a sum.
-So no weight is rounded. In ggml's blocks codes and scales lie together (layouts are those of
-`quantized/block_reference.py`): a step takes the columns of one scale, 32, of Q6_K 16; where a
-block has minima, they are multiplied by the sum of the rows and subtracted.
+The `WeightFormat` is one constexpr, `FORMAT`, so each format compiles to its own few instructions.
+A code less its zero point is exact in bf16, fp16 and fp32. If the product with its scale is exact
+too (MXFP4, NVFP4), the decoded tile is multiplied by scales; otherwise a group's partial sum is, in
+fp32. A global scale multiplies whole sums. So no weight is rounded. ggml's blocks hold codes and
+scales (layouts: `quantized/block_reference.py`): a step takes the columns of one scale, 32, of Q6_K
+16; minima are multiplied by the sum of the row and subtracted.
 
 Names: `N` rows of the weights, `K` the summed dimension.
 """
@@ -21,15 +20,14 @@ import triton.language as tl
 # checker does not know of.
 
 
-# Bits of e2m1, put where fp32 has its exponent and mantissa, are numbers this much too small; the
-# values of blocks are doubled.
+# factor of e2m1 bits that are moved to the exponent and mantissa of fp32; block values are doubled
 _DOUBLED_E2M1_UNIT = tl.constexpr(2.0**127)
 _E2M1_MASK = tl.constexpr(0x81C00000 - 2**32)
 
 
 @triton.jit
 def _bytes(ptrs, mask_n, EVEN_N: tl.constexpr, COUNT: tl.constexpr):
-    """`uint32 [N, COUNT]` of the bytes that begin at each pointer."""
+    """`uint32 [N, COUNT]` of the bytes at each pointer."""
     every = ptrs[:, None] + tl.arange(0, COUNT)[None, :]
     found = tl.load(every) if EVEN_N else tl.load(every, mask=mask_n[:, None], other=0)
     return found.to(tl.uint32)
@@ -42,7 +40,7 @@ def _byte(ptrs, mask_n):
 
 @triton.jit
 def _half(ptrs, mask_n):
-    """fp32 of a number in fp16, which may lie at any address."""
+    """fp32 of an fp16 number at any address."""
     bits = _byte(ptrs, mask_n) | (_byte(ptrs + 1, mask_n) << 8)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -62,7 +60,7 @@ def _half_runs(codes, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _exponents(loaded):
-    """Half of `2 ** (byte - 127)`; below 2 it is subnormal."""
+    """Half of `2 ** (byte - 127)`; subnormal below 2."""
     bits = tl.where(loaded < 2, 1 << (21 + tl.minimum(loaded, 1)), (loaded - 1) << 23)
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
 
@@ -93,7 +91,7 @@ def _of_32(ptrs, mask_n, FORMAT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def _of_256(ptrs, mask_n, first, FORMAT: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The same of a group in blocks of 256, which begins at column `first` of its block."""
+    """The same of a group in blocks of 256 that begins at column `first` of its block."""
     minimum = tl.zeros([BLOCK_N], dtype=tl.float32)
     if FORMAT.codes == "q6_k":
         half, within = first // 128, first % 128
@@ -106,7 +104,7 @@ def _of_256(ptrs, mask_n, first, FORMAT: tl.constexpr, EVEN_N: tl.constexpr, BLO
     else:
         tl.static_assert((FORMAT.codes == "q4_k") | (FORMAT.codes == "q5_k"))
         group = first // 32
-        # six bits each: of the first four groups in bytes of their own, of others in three parts
+        # six bits each: the first four groups have bytes of their own, others three parts
         own, other = _byte(ptrs + 4 + group % 4, mask_n), _byte(ptrs + 8 + group % 4, mask_n)
         rest = _byte(ptrs + 12 + group % 4, mask_n)
         factor = tl.where(group < 4, own & 63, (rest & 15) | ((own >> 6) << 4))
@@ -128,7 +126,7 @@ def block_step(
     acc, x, row_ptrs, mask_n, first_k,
     FORMAT: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`acc + x @ w.T` for the columns of one scale, from `first_k` on, a multiple of them.
+    """`acc + x @ w.T` for the columns of one scale, from `first_k` on.
 
     `row_ptrs` `[BLOCK_N]`: where each row of blocks begins.
     """
@@ -145,16 +143,12 @@ def block_step(
     return acc + part
 
 
-# pyright: reportAttributeAccessIssue=false
-# Triton reads attributes of a constexpr from its value, which the type checker does not know of.
-
-
-# Bits of codes, put where fp32 has its exponent and mantissa, are numbers this much too small.
+# factors of code bits that are moved to the exponent and mantissa of fp32
 _E2M1_UNIT = tl.constexpr(2.0**126)
 _E4M3_UNIT = tl.constexpr(2.0**120)
 # Sign, exponent and mantissa there, as int32.
 _E4M3_MASK = tl.constexpr(0x87F00000 - 2**32)
-# 2 ** 23, whose lowest bits count ones: an integer below it is or-ed in and the rest subtracted.
+# 2 ** 23, whose lowest bits count ones: an integer is or-ed in and 2 ** 23 subtracted
 _INTEGER_BITS = tl.constexpr(0x4B000000)
 _INTEGER_UNIT = tl.constexpr(2.0**23)
 
@@ -218,7 +212,7 @@ def row_of_scales(rows, FORMAT: tl.constexpr):
 def times_global(acc, ptrs, FORMAT: tl.constexpr):
     """Sums multiplied or divided by the global scale of their weights, rounded once.
 
-    `ptrs`: where the scale is, of all columns or `[N]`.
+    `ptrs`: of one scale, or `[N]`.
     """
     factor = tl.load(ptrs) + tl.zeros_like(acc)
     return tl.div_rn(acc, factor) if FORMAT.global_scale == "divide" else acc * factor
@@ -235,9 +229,9 @@ def _row_step(
     Args:
         acc: fp32 `[M, BLOCK_N]`.
         x: `[M, BLOCK_K]`, zero past the last column.
-        codes_ptrs: `[BLOCK_N]`: where each row of codes begins; so for scales and zero points.
-        SCALES_TILE: Whether decoded values are multiplied by their scales. Otherwise the product
-            is, and all columns of a step share a scale.
+        codes_ptrs: `[BLOCK_N]`: where each row begins, like scales and zero points.
+        SCALES_TILE: Decoded values are multiplied by scales; otherwise the product is, and all
+            columns of a step share a scale.
     """
     PER_BYTE: tl.constexpr = 8 // FORMAT.bits
     BYTES: tl.constexpr = BLOCK_K // PER_BYTE
@@ -282,7 +276,7 @@ def packed_step(
     FORMAT: tl.constexpr, SCALES_TILE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `_row_step`, of weights in blocks too."""
+    """`_row_step`, for weights in blocks too."""
     if FORMAT.block_codes > 0:
         acc = block_step(acc, x, codes_ptrs, mask_n, first_k, FORMAT, EVEN_N, PRECISION, BLOCK_N)
     else:

@@ -1,11 +1,11 @@
 """One row times packed weights for the Triton kernels, without matrix units.
 
-A thread loads 16 bytes of codes at once and decodes two at a time: codes that are 16 bits apart in
-a word become two numbers in bf16 by three operations on integers, and then two in fp32. Bits of fp4
-and fp8, put where bf16 has exponent and mantissa, are numbers that are too small by a power of two:
-the row is multiplied by half of it before, the sum by the rest. Integers are or-ed into the lowest
-bits of a large number in fp32, which is subtracted. Sums over codes that share a scale are
-multiplied by it. So nothing is rounded but sums, in fp32.
+A thread loads 16 bytes of codes at once and decodes two at a time: codes 16 bits apart in a word
+become two bf16 numbers by three integer operations, then two fp32 numbers. Bits of fp4 and fp8,
+moved to the exponent and mantissa of bf16, are too small by a power of two: the row is multiplied
+by half of it before, the sum by the rest. Integers are or-ed into the lowest bits of a large fp32
+number, which is subtracted. Sums of codes with one scale are multiplied by it. So only fp32 sums
+are rounded.
 
 Names: `N` rows of the weights, `K` the summed dimension; a word is 4 bytes, a unit the codes of
 16 bytes or fewer that share a scale.
@@ -29,7 +29,7 @@ from moe_runtime.kernels.grouped_gemm.packed_kernel import (
 # 2 ** 23, below which fp32 has an integer in its lowest bits.
 _INTEGER_BITS = tl.constexpr(0x4B000000)
 _INTEGER_UNIT = tl.constexpr(2.0**23)
-# Half of what bits of codes are too small by; twice that is no number of fp32.
+# half of the exponent that code bits lack; all of it is no fp32 number
 _E2M1_HALF = tl.constexpr(2.0**63)
 _E4M3_HALF = tl.constexpr(2.0**60)
 
@@ -54,7 +54,7 @@ def _values(x_ptr, first_k, dim_k, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _places(BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """By what integers are too large, for their place in half a word."""
+    """The factor of integers by their position in half a word."""
     places = (127 - BITS * (tl.arange(0, BLOCK_K) % (16 // BITS))) << 23
     return places.to(tl.float32, bitcast=True)
 
@@ -85,8 +85,8 @@ def _eight(x, WORDS: tl.constexpr):
 
 @triton.jit
 def _q4k_words(x):
-    """The row as `_q4k_sums` takes it, of one block: for each of the eight codes of a word values
-    `[1, 32]`, then the sums `[1, 8]` of what low and high codes of 16 bytes are multiplied by.
+    """The row of one block for `_q4k_sums`: values `[1, 32]` for each of a word's eight codes, then
+    the sums `[1, 8]` for the low and high codes of 16 bytes.
 
     Low codes of 32 bytes are columns of one group, high codes those of the next.
     """
@@ -106,8 +106,9 @@ def _row_words(
     x_ptr, first_k, dim_k, FORMAT: tl.constexpr, CASTS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The row as `_unit_sums` takes it: for each code of a word a value `[1, words]`; with CASTS as
-    it is."""
+    """The row for `_unit_sums`: a value `[1, words]` for each code of a word; with CASTS as it
+    is.
+    """
     x = _values(x_ptr, first_k, dim_k, EVEN_K, BLOCK_K)
     if CASTS:
         row = (x[None, :],)
@@ -126,7 +127,7 @@ def _row_words(
 
 @triton.jit
 def _e2m1_product(word, row):
-    """Of the codes of each word."""
+    """The products of each word's codes."""
     high = word >> 8
     pair = ((word & 0x000F000F) * 0x1040) & 0x81C081C0
     sums = _low(pair) * row[0]
@@ -163,7 +164,7 @@ def _cast(
     codes_ptrs, mask_n, first_k, dim_k, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """fp32 of codes of fp8 `[N, BLOCK_K]`, where a GPU has instructions for it."""
+    """fp32 of fp8 codes `[N, BLOCK_K]` by the GPU's own instructions."""
     k = tl.arange(0, BLOCK_K)
     ptrs = codes_ptrs[:, None].to(tl.pointer_type(tl.float8e4nv)) + first_k + k[None, :]
     if EVEN_N and EVEN_K:
@@ -220,13 +221,14 @@ def _unit_sums(
     EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sums `[N, units]` of products of `_row_words` with columns `first_k` to `first_k + BLOCK_K`,
-    by their scales."""
+    times their scales.
+    """
     PER_WORD: tl.constexpr = 32 // FORMAT.bits
     CODES: tl.constexpr = _unit_codes(FORMAT)
     UNITS: tl.constexpr = BLOCK_K // CODES
     GROUP: tl.constexpr = FORMAT.group_cols
     words = tl.arange(0, BLOCK_K // PER_WORD)
-    # in words, four of them at a time: so the compiler sees that the last 16 bytes are whole
+    # in words, four at a time, so that the compiler sees that the last 16 bytes are whole
     first_word, num_words = first_k // PER_WORD, dim_k // (4 * PER_WORD) * 4
     mask = mask_n[:, None] & (first_word + words < num_words)[None, :]
     ptrs = codes_ptrs[:, None].to(tl.pointer_type(tl.uint32)) + first_word
@@ -244,7 +246,7 @@ def _unit_sums(
         zero = tl.load(ptrs, mask=mask, other=0).to(tl.float32)
         zero = tl.broadcast_to(zero[:, :, None], (BLOCK_N, UNITS, CODES // PER_WORD))
         zero = tl.reshape(zero, (BLOCK_N, BLOCK_K // PER_WORD))
-    # no constant to the compiler: with two of them and-ing and or-ing are two instructions
+    # hidden from the compiler: with two constants, and-ing and or-ing are two instructions
     unit_bits = tl.where(stride_zn < 0, 0, _INTEGER_BITS).to(tl.uint32)
     if CASTS:
         sums = _cast(codes_ptrs, mask_n, first_k, dim_k, EVEN_N, EVEN_K, BLOCK_K) * row[0]
@@ -281,8 +283,9 @@ def _unit_sums(
 def _q4k_sums(
     row, codes_ptrs, mask_n, first_k, stride_zn, EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """As `_unit_sums`, of one block of Q4_K: 16 bytes of scales (`d`, `dmin`, two six-bit numbers
-    of each group), then 128 of codes. A unit has 16 bytes of codes, of two groups."""
+    """`_unit_sums` of one block of Q4_K: 16 bytes of scales (`d`, `dmin`, two six-bit numbers per
+    group), then 128 of codes. A unit has 16 bytes of codes, of two groups.
+    """
     ptrs = codes_ptrs[:, None].to(tl.pointer_type(tl.uint32)) + first_k // 256 * 36
     units, words = tl.arange(0, 8)[None, :], tl.arange(0, 32)[None, :]
     head_ptrs = ptrs + units * 0
@@ -363,17 +366,15 @@ def packed_rows(
     IS_GATED: tl.constexpr, FORMAT: tl.constexpr, CASTS: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Products `[N]` of a row with rows of the gate, and with those of up.
-
-    Without IS_GATED both are those of up.
+    """Products `[N]` of a row with rows of the gate, and with those of up (both up without
+    IS_GATED).
 
     Args:
         codes_ptrs: `[N]`: where each row of codes begins, at a multiple of 16 bytes.
-        scales_ptr: Where the scales of the matrix begin; so for zero points.
-        CASTS: Codes of fp8 are converted by the GPU's own instructions.
-        first_n: The first row.
-        offs_n: Rows `[N]`.
-        stride_w_up: How far up lies from the gate.
+        scales_ptr: Where the scales of the matrix begin, like zero points.
+        CASTS: fp8 codes are converted by the GPU's own instructions.
+        offs_n: Rows `[N]`, from `first_n` on.
+        stride_w_up: Distance from the gate to up.
     """
     UNITS: tl.constexpr = BLOCK_K // _unit_codes(FORMAT)
     gates = tl.zeros([BLOCK_N, UNITS], dtype=tl.float32)

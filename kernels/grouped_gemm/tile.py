@@ -1,9 +1,8 @@
-"""Which tile each product is computed in: a measured one where there is a table, else a rule.
+"""The tile of each product: a measured one if there is a table, else a rule.
 
-The rule is data: for each kind of product the tiles in order of the rows an expert has on average.
-Every tile listed here is compiled for every architecture in the tests. A table is JSON, one file a
-GPU model; the user's own, written by `moe-runtime bench kernels --tune`, comes before one that
-ships with the package.
+The rule is data: for each kind of product, tiles by the mean number of rows per expert. The tests
+compile every tile for every architecture. A table is a JSON file per GPU model; the user's own,
+written by `moe-runtime bench kernels --tune`, takes precedence over the shipped one.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.triton_support import dependent_launch
 
 ProductKind = Literal["plain", "gated", "down_act_backward", "dw"]
-# A program needs some shared memory for more than its operands.
-_RESERVED_BYTES = 2 * 1024
+_RESERVED_BYTES = 2 * 1024  # of shared memory, for other uses than operands
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """What a tile must fit in; the defaults are Hopper's.
+    """The limits of a GPU that tiles must respect; defaults are Hopper's.
 
     Attributes:
-        shared_bytes: Shared memory a program can have.
-        has_wide_accumulators: Whether 128 x 256 sums fit next to the operands, and there are
-            descriptors of tensors: the matrix units of Hopper and of Blackwell's servers read
-            operands from shared memory, others through registers.
+        shared_bytes: Shared memory per program.
+        has_wide_accumulators: Whether 128 x 256 sums fit and tensor descriptors exist: matrix units
+            of Hopper and server Blackwell read operands from shared memory, others through
+            registers.
         num_multiprocessors: Programs that run at once, at one each.
-        chains_launches: Whether a kernel may begin while the one before it ends, see
-            `dependent_launch`.
+        chains_launches: Whether a kernel may start while the one before it ends
+            (`dependent_launch`).
         converts_fp8: Whether there are instructions for it, as from sm_89 on.
     """
 
@@ -54,16 +52,16 @@ class GpuLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Shape of one program's work.
+    """The shape of one program's work.
 
     Attributes:
-        block_m: Rows of the tile.
-        block_n: Columns of the tile.
-        block_k: Summed elements loaded at a time.
-        num_stages: Loads in flight, counted in steps of `block_k`.
-        group_m: Row tiles that share a column tile while it is cached.
-        is_persistent: Whether programs stay for tile after tile and load by TMA, where they can.
-        max_registers: Of a thread, so that programs share a multiprocessor; 0 is what it takes.
+        block_m: Rows.
+        block_n: Columns.
+        block_k: Summed elements per step.
+        num_stages: Steps in flight.
+        group_m: Row tiles that share a cached column tile.
+        is_persistent: Whether programs process tile after tile and load by TMA, where possible.
+        max_registers: Per thread, so that programs share a multiprocessor; 0: no limit.
     """
 
     block_m: int
@@ -76,7 +74,7 @@ class Tile:
     max_registers: int = 0
 
     def options(self, *, num_stages: int | None = None) -> dict[str, int]:
-        """The compiler's options; `num_stages` instead of the tile's."""
+        """The compiler's options; `num_stages` overrides the tile's."""
         options = {"num_warps": self.num_warps, "num_stages": num_stages or self.num_stages}
         return {**options, "maxnreg": self.max_registers} if self.max_registers else options
 
@@ -85,7 +83,7 @@ class Tile:
         return (self.block_m + self.block_n) * self.block_k * self.num_stages * element_bytes
 
     def for_widths(self) -> Tile:
-        """The tile for experts that differ in width, whose addresses take registers of the sums."""
+        """The tile for experts that differ in width, whose addresses need registers."""
         if self.block_m * self.block_n < 128 * 128:
             return self
         return replace(self, block_n=self.block_n // 2)
@@ -113,14 +111,13 @@ SHIPPED = Path(__file__).parent / "tables"
 
 
 class TileKey(NamedTuple):
-    """What a tile was measured for.
+    """The product that a tile was measured for.
 
     Attributes:
-        kind: Which kernel.
         bits: Of an element.
         dim_n: Columns of the product.
         dim_k: The summed dimension; for weight gradients, which sum over rows, their rows.
-        rows: Rows an expert has on average, rounded up to a power of two.
+        rows: Mean rows per expert, rounded up to a power of two.
     """
 
     kind: ProductKind
@@ -144,21 +141,21 @@ def tile_key(
 
 
 def cache_folder() -> Path:
-    """Where tables of this user lie."""
+    """The folder of this user's tables."""
     return platformdirs.user_cache_path("moe_runtime") / "tiles"
 
 
 def table_path(gpu: str, folder: Path | None = None) -> Path:
-    """The file of a GPU model in a folder; the user's own when omitted."""
+    """The file of a GPU model in a folder (default: the user's)."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return (folder or cache_folder()) / f"{name}.json"
 
 
 @cache
 def measured_tiles(gpu: str) -> Mapping[TileKey, Tile]:
-    """Every tile measured for a GPU model, read once in a process.
+    """Every tile measured for a GPU model, read once per process.
 
-    A table of the user's that cannot be read is warned of once and counts as none.
+    A damaged table of the user causes one warning and counts as empty.
     """
     shipped = read_table(table_path(gpu, SHIPPED))
     try:
@@ -169,10 +166,10 @@ def measured_tiles(gpu: str) -> Mapping[TileKey, Tile]:
 
 
 def read_table(path: Path) -> dict[TileKey, Tile]:
-    """The tiles of a file; none where there is no file.
+    """The tiles of a file; empty if it does not exist.
 
     Raises:
-        ValueError: The file is damaged, or of another format.
+        ValueError: The file is damaged, or has another format.
     """
     try:
         text = path.read_text()
@@ -191,10 +188,10 @@ def read_table(path: Path) -> dict[TileKey, Tile]:
 
 
 def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
-    """Adds tiles to a file, replacing those of the same products, in one step.
+    """Adds tiles to a file atomically, replacing those of the same products.
 
     Raises:
-        ValueError: There is a file already and it is no table.
+        ValueError: The file exists and is no table.
     """
     merged = {**read_table(path), **tiles}
     entries = [
@@ -208,7 +205,7 @@ def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
 
 
 def _key(entry: Mapping[str, object]) -> TileKey:
-    # What tables called this kind until November 2026.
+    # the name of this kind in tables until November 2026
     kind = "down_act_backward" if entry["kind"] == "dact" else entry["kind"]
     if kind not in get_args(ProductKind):
         raise ValueError(f"unknown kind {kind!r}")
@@ -221,23 +218,20 @@ def _tile(numbers: Sequence[int]) -> Tile:
     return Tile(*sizes[:6], *map(bool, sizes[6:7]), *sizes[7:])  # type: ignore[arg-type]
 
 
-# Rows an expert has on average, up to which a tile is used. With few rows the weights are read once
-# and nothing is reused: narrow tiles keep many loads in flight. From 64 rows on a warp group's
-# matrix instruction is filled; 128 x 256 is where the loads of a tile stay below its arithmetic.
+# The mean rows per expert up to which a tile is used. With few rows the weights are read once and
+# nothing is reused: narrow tiles keep many loads in flight. From 64 rows on a warp group's matrix
+# instruction is filled; at 128 x 256 the loads of a tile stay below its arithmetic.
 _UNBOUNDED = 1 << 62
-TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
-    "plain": (
-        (24, Tile(16, 64, 128, 4, 4)),
-        (48, Tile(32, 64, 128, 4, 4)),
-        (192, Tile(64, 128, 64, 4, 4)),
-        (_UNBOUNDED, Tile(128, 256, 64, 8, 4, is_persistent=True)),
-    ),
-    "gated": (
-        (24, Tile(16, 64, 128, 4, 4)),
-        (48, Tile(32, 64, 128, 4, 4)),
-        (192, Tile(64, 128, 64, 4, 4)),
-        (_UNBOUNDED, Tile(128, 256, 64, 8, 4, is_persistent=True)),
-    ),
+TileRule = tuple[tuple[int, Tile], ...]
+_FORWARD_16_BIT: TileRule = (
+    (24, Tile(16, 64, 128, 4, 4)),
+    (48, Tile(32, 64, 128, 4, 4)),
+    (192, Tile(64, 128, 64, 4, 4)),
+    (_UNBOUNDED, Tile(128, 256, 64, 8, 4, is_persistent=True)),
+)
+TILES_16_BIT: dict[ProductKind, TileRule] = {
+    "plain": _FORWARD_16_BIT,
+    "gated": _FORWARD_16_BIT,
     "down_act_backward": (
         (24, Tile(16, 64, 128, 4, 4)),
         (192, Tile(64, 64, 64, 4, 4)),
@@ -245,19 +239,18 @@ TILES_16_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
     ),
     "dw": (
         (64, Tile(128, 128, 32, 8, 4)),
-        # Two programs share a multiprocessor: sums over an expert's rows are short.
+        # two programs share a multiprocessor: sums over an expert's rows are short
         (_UNBOUNDED, Tile(128, 128, 64, 4, 3, group_m=1)),
     ),
 }
-TILES_32_BIT: dict[ProductKind, tuple[tuple[int, Tile], ...]] = {
-    "plain": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
-    "gated": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
-    "down_act_backward": ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3))),
-    "dw": ((_UNBOUNDED, Tile(64, 64, 32, 4, 3)),),
+_ROWS_32_BIT: TileRule = ((24, Tile(16, 64, 32, 4, 3)), (_UNBOUNDED, Tile(64, 64, 32, 4, 3)))
+TILES_32_BIT: dict[ProductKind, TileRule] = {
+    **dict.fromkeys(("plain", "gated", "down_act_backward"), _ROWS_32_BIT),
+    "dw": _ROWS_32_BIT[1:],
 }
-# Decoded codes take registers next to the sums, and a group's sums take as many again where scales
-# multiply these. A step is no deeper than a group then.
-TILES_PACKED: dict[str, tuple[tuple[int, Tile], ...]] = {
+# Decoded codes take registers, and so do a group's sums if scales multiply them; then a step is no
+# deeper than a group.
+TILES_PACKED: dict[str, TileRule] = {
     "scaled codes": (
         (24, Tile(16, 64, 128, 4, 4)),
         (48, Tile(32, 64, 128, 4, 4)),
@@ -290,14 +283,10 @@ def choose_tile(
     device: torch.device,
     packed: WeightFormat | None = None,
 ) -> Tile:
-    """The tile of a product, from what the host knows without asking the device.
+    """The tile of a product, from numbers that the host knows without asking the device.
 
-    Args:
-        num_rows: Sorted rows of all experts.
-        num_experts: Experts that share them.
-        dim_n: Columns of the product, gate and up counted separately.
-        dim_k: The summed dimension; of a weight gradient, its rows.
-        packed: How the weights are written, if they are codes.
+    `dim_n` counts gate and up separately; `dim_k` is the summed dimension, rows for weight
+    gradients; `packed` is the format of codes.
     """
     room = describe_device(device)
     if packed is not None:
@@ -329,7 +318,7 @@ def packed_table(kind: WeightFormat, dtype: torch.dtype) -> str:
     return "scaled codes" if scales_tile(kind, dtype) else "scaled sums"
 
 
-def _first_fit(table: tuple[tuple[int, Tile], ...], rows_per_expert: float, dim_n: int) -> Tile:
+def _first_fit(table: TileRule, rows_per_expert: float, dim_n: int) -> Tile:
     tile = next(tile for limit, tile in table if rows_per_expert <= limit)
     while tile.block_n > 64 and tile.block_n >= 2 * dim_n:
         tile = replace(tile, block_n=tile.block_n // 2)
@@ -337,11 +326,11 @@ def _first_fit(table: tuple[tuple[int, Tile], ...], rows_per_expert: float, dim_
 
 
 def describe_device(device: torch.device) -> GpuLimits:
-    """What a tile must fit in; Hopper's limits where there is no GPU."""
+    """The limits of a device; Hopper's if it is no GPU."""
     if device.type != "cuda":
         return GpuLimits()
     found = torch.cuda.get_device_properties(device)
-    # Not sm_120: Blackwell's desktop cards multiply from registers, as Ampere's do.
+    # not sm_120: Blackwell's desktop cards multiply from registers, like Ampere
     is_wide = torch.version.hip is None and found.major in (9, 10, 11)
     chains = dependent_launch(device)["IS_CHAINED"]
     shared, count = found.shared_memory_per_block_optin, found.multi_processor_count
@@ -350,5 +339,5 @@ def describe_device(device: torch.device) -> GpuLimits:
 
 
 def casts_codes(kind: WeightFormat, device: GpuLimits) -> bool:
-    """Whether the kernels of one row leave codes to the GPU's own conversion."""
+    """Whether the kernels of one row use the GPU's own fp8 conversion."""
     return kind.codes == "e4m3" and device.converts_fp8

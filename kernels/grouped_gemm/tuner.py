@@ -1,4 +1,4 @@
-"""Measures tiles: only when asked to, on the GPU at hand, for shapes that are named.
+"""Measures tiles for given shapes on this GPU, only on request.
 
 Shape suffixes: T tokens, R sorted rows, E experts, D model, F hidden, Z = 2F.
 """
@@ -30,7 +30,7 @@ from moe_runtime.kernels.grouped_gemm.tile import (
 from moe_runtime.kernels.operands import ActivationSpec, GateLayout
 from moe_runtime.kernels.token_sort import token_sort
 
-# Rows, columns, depth and warps of tiles, for experts with many rows and with few.
+# rows, columns, depth and warps of tiles, for experts with many rows and with few
 _WIDE = (
     (128, 256, 64, 8),
     (128, 128, 64, 4),
@@ -40,10 +40,8 @@ _WIDE = (
     (64, 128, 64, 4),
 )
 _NARROW = tuple(product((16, 32, 64), (64, 128), (64, 128), (4,)))
-# Tiles that are timed again, in turn: a GPU is not as fast at one moment as at another.
-_FINALISTS, _ROUNDS = 4, 2
-# Registers of a thread with which two programs of eight warps share a multiprocessor.
-_SHARED_REGISTERS = 128
+_FINALISTS, _ROUNDS = 4, 2  # the fastest are timed again in turn, as a GPU's speed varies
+_SHARED_REGISTERS = 128  # per thread, so that two programs of eight warps share a multiprocessor
 
 
 class LayerBatch(NamedTuple):
@@ -58,7 +56,7 @@ class LayerBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One product of a layer: what its tile is kept for, the rule's tile, and a run in any tile."""
+    """One product of a layer: its key in the table, the rule's tile, and a run in any tile."""
 
     name: str
     key: TileKey
@@ -69,11 +67,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a problem's tiles took: the fastest and the rule's.
+    """The fastest tile of a problem, and the rule's time.
 
     Attributes:
         num_tried: Tiles that ran.
-        num_refused: Tiles that the device could not hold or the compiler not compile.
+        num_refused: Tiles that did not fit or compile.
     """
 
     problem: Problem
@@ -92,12 +90,11 @@ def tune(
     refusals: tuple[type[Exception], ...] = (),
     num_threads: int = 1,
 ) -> Iterator[Measured]:
-    """Times every tile of every problem, one problem after another, and the fastest again in turn.
+    """Times every tile of every problem, and the fastest ones again in turn.
 
-    The rule's tile is timed first and wins ties. It must run; any other may raise one of
-    `refusals`, where it does not fit. `seconds_of` runs a call often enough and says what it takes.
-    A product that two layers share is measured once. `num_threads` compile at once, before anything
-    is timed.
+    The rule's tile is timed first, wins ties and must run; others may raise one of `refusals`.
+    `seconds_of` times a call. A product that two layers share is measured once. `num_threads`
+    compile at once before anything is timed.
     """
     done: set[TileKey] = set()
     for problem in problems:
@@ -144,14 +141,14 @@ def candidate_tiles(problem: Problem, device: GpuLimits) -> list[Tile]:
     for sizes, num_stages in product(_WIDE if is_filled else _NARROW, (4, 3)):
         tile = Tile(*sizes, num_stages)
         fits = tile.fitted(bits // 8, device) == tile
-        # A weight gradient's tile spans weights; of any other it spans rows, some of them empty.
+        # the tile of a weight gradient spans weights, others span rows, some of them empty
         if fits and (kind == "dw" or tile.block_m <= max(16, 2 * rows)):
             found.append(tile)
     return [variant for tile in found for variant in _variants(tile, kind, device)]
 
 
 def _variants(tile: Tile, kind: ProductKind, device: GpuLimits) -> Iterator[Tile]:
-    """A tile, and wide ones in other ways too."""
+    """A tile, and other variants of wide ones."""
     yield tile
     if tile.block_m * tile.block_n <= 128 * 64:
         return

@@ -1,4 +1,4 @@
-"""`linear`: a matrix product with row-major weights, at the speed of memory for few rows."""
+"""`linear`: a product with row-major weights, at the speed of memory for few rows."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of `linear` can take, in inference: one row; any, of packed weights."""
+"""The Triton kernels of `linear` in inference: one row, or any rows of packed weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from moe_runtime.kernels.triton_support import require_triton
 if TYPE_CHECKING:
     from moe_runtime.kernels.quantized import QuantizedMatrix, WeightFormat
 
-Layer = tuple[Tensor, Tensor | None]
-"""A weight `[N, K]` and a bias `[N]` or None."""
+Layer = tuple[Tensor, Tensor | None]  # a weight `[N, K]` and a bias `[N]` or None
 
 
 def row_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -45,19 +44,13 @@ def row_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 
 
 def linears_of_a_row(x: Tensor, *layers: Layer) -> list[Tensor] | None:
-    """`linear` by layers that take the same row, in one launch of the Triton kernel.
+    """`linear` by up to three layers that take the same row `[..., K]`, in one Triton launch.
 
-    Args:
-        x: `[..., K]`, one row.
-        layers: weights and biases, up to three.
-
-    Returns:
-        `[..., N]` of each, in the same bits as of each alone; None for what the kernel or one
-        launch does not take.
+    Returns `[..., N]` of each, with the bits of single calls; None if one launch cannot take them.
     """
     if (
         not x.ndim
-        or x.numel() != x.shape[-1]  # asked first: prompts are short of time for Python
+        or x.numel() != x.shape[-1]  # first, as it is the usual reason
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled(x.device.type)
         or importlib.util.find_spec("triton") is None
@@ -104,7 +97,7 @@ def packed_problem(x_RK: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -
 
 
 def reads_packed(kind: WeightFormat) -> bool:
-    """Whether `packed_linear` multiplies weights of a format as they lie."""
+    """Whether `packed_linear` reads weights of this format."""
     if importlib.util.find_spec("triton") is None or kind.int8_activations:
         return False
     from moe_runtime.kernels.grouped_gemm.packed import takes_format
@@ -113,10 +106,9 @@ def reads_packed(kind: WeightFormat) -> bool:
 
 
 def packed_linear(x_RK: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of packed weights, `[R, N]`, for what has no `packed_problem`.
+    """`x @ weight.T + bias` of packed weights, `[R, N]`, for arguments without a `packed_problem`.
 
-    One row goes through a kernel without matrix units, others through the grouped product of one
-    expert.
+    One row takes a kernel without matrix units, more rows the grouped product of one expert.
     """
     from moe_runtime.kernels.grouped_gemm.forward import plain_product
     from moe_runtime.kernels.grouped_gemm.groups import Groups

@@ -1,7 +1,7 @@
-"""The Triton kernel of `linear` for one row: a program a few columns of the output.
+"""The Triton kernel of `linear` for one row: one program for a few output columns.
 
-Reading weights is all that it does, so no matrix unit is needed, and every thread has loads of
-their own on the way. Up to three layers that take the same row are one launch.
+Reading weights takes all the time, so no matrix unit is needed, and every thread has its own loads
+in flight. Up to three layers that take the same row are one launch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ MOST_LAYERS = 3
 _BLOCK_N = 4
 _BLOCK_K = 2048
 _NUM_WARPS = 4
-_MOST_PREPARED = 256
-"""Layers of other sizes."""
+_MOST_PREPARED = 256  # layer sizes
 
 
 @triton.jit
@@ -51,8 +50,8 @@ def linear_row_fwd(
 ):  # fmt: skip
     """`out[n] = x @ weight[n] + bias[n]`, n over the columns of one layer after the other.
 
-    Blocks divide the columns of each layer, unless there is one. IS_WHOLE: And K. IS_EARLY: No
-    kernel before this one wrote weights; they are read while it runs.
+    Blocks divide the columns of each layer, unless there is one. IS_WHOLE: and K. IS_EARLY: no
+    earlier kernel wrote the weights, so they are read while it runs.
     """
     first_n = tl.program_id(0) * BLOCK_N
     weight_ptr, bias_ptr, stride, begin = weight0_ptr, bias0_ptr, stride0, 0
@@ -111,10 +110,10 @@ def _prepare(
 
 
 def can_share_a_launch(layers: Sequence[Layer]) -> bool:
-    """Whether these layers, each of which can be computed alone, can be so in one launch."""
+    """Whether one launch can take these layers, each of which the kernel can take."""
     has_bias = {bias is not None for _, bias in layers}
     is_even = all(len(weight) % _BLOCK_N == 0 for weight, _ in layers)
-    # by which the compiler chooses what a thread loads at once, and so the order of a sum
+    # alignment decides the compiler's loads per thread, and so the order of a sum
     places = {(weight.stride(0) % 16, weight.data_ptr() % 16) for weight, _ in layers}
     return len(layers) <= MOST_LAYERS and is_even and len(has_bias) == len(places) == 1
 
@@ -128,10 +127,9 @@ def _is_recorded() -> bool:
 
 
 def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
-    """The outputs of layers for one row, side by side: `[1, N]`, for what `gpu` has looked at.
+    """The outputs of layers for one row, side by side: `[1, N]`, for checked arguments.
 
-    Within a graph parameters are read early: what writes them lies before a replay, as steps of
-    inference do not.
+    In a CUDA graph parameters are read early: they are written before a replay, not by its kernels.
     """
     weights = [weight for weight, _ in layers]
     numbers = (
@@ -145,13 +143,13 @@ def launch_linear_row(x_1K: Tensor, layers: Sequence[Layer]) -> Tensor:
         early = _prepare(*numbers, True, x_1K.device)
         if _is_recorded():
             ways = [True]
-        elif not early.is_compiled:  # now, as within a recording no kernel should be loaded
+        elif not early.is_compiled:  # now, as no kernel should be loaded during a recording
             ways = [True, False]
     out_1N = x_1K.new_empty((1, sum(map(len, weights))))
     weights += weights[-1:] * (MOST_LAYERS - len(weights))
     biases = [weight if bias is None else bias for weight, bias in layers]
     biases += biases[-1:] * (MOST_LAYERS - len(biases))
-    for is_early in ways:  # the last one writes what is returned
+    for is_early in ways:  # the last one writes the result
         prepared = _prepare(*numbers, is_early, x_1K.device)
         prepared(
             x_ptr=x_1K, weight0_ptr=weights[0], weight1_ptr=weights[1], weight2_ptr=weights[2],
@@ -209,8 +207,10 @@ def _prepare_packed(
 def launch_packed_row(
     x_1K: Tensor, weight: QuantizedStack, bias_N: Tensor | None, limits: GpuLimits | None = None
 ) -> Tensor:
-    """The output `[1, N]` for one row, of a stack of one matrix that `has_word_rows`; for a GPU of
-    some limits instead of its own."""
+    """The output `[1, N]` for one row and a stack of one matrix that `has_word_rows`.
+
+    `limits` overrides those of the GPU.
+    """
     given = packed_arguments(weight, None, x_1K)
     strides = weight.codes.stride(1), given["stride_sn"], given["stride_zn"]
     shape, has_bias = weight.shape[1:], bias_N is not None

@@ -1,4 +1,4 @@
-"""`linear`: a matrix product by the native kernel for few rows, torch, or Triton on a GPU."""
+"""`linear`: a product by the native kernel for few rows, torch, or Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ LinearImpl = Literal["auto", "native", "reference", "torch", "triton"]
 IMPLS: tuple[LinearImpl, ...] = get_args(LinearImpl)
 
 UNLIMITED = sys.maxsize
-ROWS_PER_CALL = 512
-"""Rows that one call of the C kernel packs; more are handed over in portions of as many."""
+ROWS_PER_CALL = 512  # that one call of the C kernel packs
 
-# Rows up to which `auto` takes the native kernel; measured with two threads on Zen 4 (which has the
-# bf16 instruction), Cascade Lake (which has not) and Granite Rapids (which has matrix units).
-# Without any torch multiplies bf16 and fp16 at a third of the kernel's speed or less; with it, and
-# in fp32, the two are equal at many rows. With AVX2 or no vectors alone torch was never measured:
-# the limits err on its side.
+# Rows up to which `auto` takes the native kernel, measured with two threads on Zen 4 (with the bf16
+# instruction), Cascade Lake (without) and Granite Rapids (matrix units). Without the instruction
+# torch has at most a third of the kernel's speed in bf16 and fp16; with it, and in fp32, both are
+# equal at many rows. Below AVX-512 torch was never measured: the limits err on its side.
 _ALL_ROWS = dict.fromkeys(DTYPE_CODES, UNLIMITED)
 _ROW_LIMITS = {
     **dict.fromkeys(("amx", "avx512bf16", "avx512"), _ALL_ROWS),
@@ -44,28 +42,24 @@ _ROW_LIMITS = {
     "portable": {torch.bfloat16: 1, torch.float16: 0, torch.float32: 16},
 }
 MULTIPLY_PAIRS = ("amx", "avx512bf16")  # of bf16, in one instruction
+# Rows of torch's products in half precision: portions of the largest size, the rest padded. oneDNN
+# keeps code for every number of rows, 0.7 to 2.4 MiB each (a prompt took 50 MiB), and reorders the
+# weight for every product, so few large ones cost least.
 ROWS_OF_A_PRODUCT = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-"""Rows of torch's products in half precision: as many at once as the largest, the rest padded to
-the next. oneDNN makes code for every number of rows and keeps it, 0.7 to 2.4 MiB each (a prompt
-took 50 MiB), and lays the weight out anew for every product, so few large ones cost least."""
+# Of one number of rows and one weight shape: 0.7 to 0.95 MiB on average, for weights of 640 x 512
+# to 2048 x 4096 in bf16 with AMX.
 KEPT_CODE_BYTES = 2**20
-"""For one number of rows and one shape of weight: 0.7 to 0.95 MiB in the mean, for weights of
-640 x 512 to 2048 x 4096 in bf16 on a processor with AMX."""
+# Values of a weight up to which torch multiplies half precision as fp32: that keeps no code, and
+# making code takes longer than many such products.
 SMALL_WEIGHT = 2**18
-"""Values of a weight up to which torch multiplies half precision as fp32: that keeps no code, and
-making some takes longer than many such products."""
-# Matrix units multiply bf16 far faster than vector code once memory does not bound it; where these
-# kernels do not use them, torch does.
+# torch's matrix units multiply bf16 far faster than vector code once memory is no bound
 _BF16_LIMIT_OF_VECTORS = 16
 
 
 def native_row_limit(library: NativeLibrary, dtype: torch.dtype, *, by_rows: bool = True) -> int:
-    """Rows up to which `impl="auto"` takes the native kernel; `UNLIMITED` where it always does.
+    """Rows up to which `impl="auto"` takes the native kernel; `UNLIMITED` if it always does.
 
-    Args:
-        library: The loaded library.
-        dtype: Of the weights.
-        by_rows: Whether they have unit stride along the summed dimension.
+    `dtype` is that of the weights; `by_rows`: unit stride along the summed dimension.
     """
     limit = _ROW_LIMITS[library.isa].get(dtype, 0)
     uses_vectors = library.isa != "amx" or not by_rows
@@ -75,9 +69,9 @@ def native_row_limit(library: NativeLibrary, dtype: torch.dtype, *, by_rows: boo
 
 
 def is_faster_widened(library: NativeLibrary, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies many rows of fp32 faster than of `dtype`, conversions included.
+    """Whether torch multiplies many rows faster in fp32 than in `dtype`, conversions included.
 
-    So it is for half precision on a processor without instructions for it.
+    True for half precision on a processor without instructions for it.
     """
     if library.has_matrix_units or library.isa == "portable":
         return False
@@ -92,21 +86,21 @@ def linear(
 
     Args:
         x: `[..., K]`; fp32, bf16 or fp16.
-        weight: `[N, K]` with unit stride along K and any distance between rows, or along N and any
-            distance between columns. Its dtype is that of `x`, or bf16 or fp16 under fp32 `x`.
+        weight: `[N, K]` with unit stride along K or along N. Its dtype is that of `x`, or bf16 or
+            fp16 under fp32 `x`.
         bias: `[N]` in the dtype of the weights, or None.
-        impl: `native` is the C kernel (CPU), `triton` the one for one row on a GPU, both for
-            inference only; `torch` is the ordinary product, `reference` the specification. `auto`
-            takes a kernel where it is faster and able, and torch otherwise, also under autocast;
-            a named implementation never falls back.
+        impl: `native` (C, CPU) and `triton` (one row on a GPU) are for inference only; `torch` is
+            the ordinary product, `reference` the specification. `auto` takes a kernel if it is
+            faster and possible, else torch, also under autocast.
 
     Returns:
-        `[..., N]` in the dtype of `x`; torch's, under autocast, in autocast's. The native kernel
-        gives the same bits for a row whatever the other rows are and however many threads work.
+        `[..., N]` in the dtype of `x`; torch's, under autocast, in autocast's. With the native
+            kernel,
+        a row's bits do not depend on other rows or on threads.
 
     Raises:
-        ValueError: Shapes do not fit, `impl` is unknown, or the kernel cannot take the input.
-        NativeUnavailableError, TritonUnavailableError: What `impl` names is not installed.
+        ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.
+        NativeUnavailableError, TritonUnavailableError: The named implementation is not installed.
     """
     if impl == "auto":
         library = None if x.is_cuda else native_library()
@@ -160,7 +154,7 @@ def native_problem(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
 
 
 def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `auto` takes the native kernel; torch reports what is invalid."""
+    """Whether `auto` takes the native kernel; torch reports invalid arguments."""
     is_torchs = torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
     if is_torchs or native_problem(x, weight, bias):
         return False
@@ -173,7 +167,7 @@ def takes_native(library: NativeLibrary, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def lies_by_rows(weight: Tensor) -> bool:
-    """Whether the values of a row are neighbours, not those of a column."""
+    """Whether the values of a row are contiguous, not those of a column."""
     return weight.stride(-1) == 1 or weight.shape[-1] <= 1
 
 
@@ -188,8 +182,8 @@ def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_of_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Torch's product in fp32, or in portions of few sizes, whatever the number of rows."""
-    if has_torch_function((x,)):  # what divides rows comes before their number decides
+    """Torch's product in fp32, or in portions of a few sizes, whatever the number of rows."""
+    if has_torch_function((x,)):  # such as vmap: the number of rows is not yet known
         return handle_torch_function(linear_of_few_shapes, (x,), x, weight, bias)
     x_RK = x.reshape(-1, x.shape[-1])
     num_rows = len(x_RK)
@@ -208,7 +202,7 @@ def linear_of_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def keeps_code(x: Tensor) -> bool:
-    """Whether torch multiplies such values by oneDNN, which keeps code for every shape it meets."""
+    """Whether torch multiplies such values by oneDNN, which keeps code for every shape."""
     if not x.is_cpu or not torch.backends.mkldnn.enabled:
         return False
     if x.dtype == torch.bfloat16:
@@ -219,7 +213,7 @@ def keeps_code(x: Tensor) -> bool:
 def kept_code_bytes(
     shapes: set[tuple[int, int]], dtype: torch.dtype, num_rows: int, *, by_rows: bool = True
 ) -> int:
-    """Bytes that torch's products of up to `num_rows` rows keep for weights `(N, K)`."""
+    """Bytes of code that torch's products of up to `num_rows` rows keep for weights `(N, K)`."""
     if not keeps_code(torch.empty(0, dtype=dtype)):
         return 0
     library = native_library()
@@ -244,7 +238,7 @@ def _linear_native(
 def linear_into(
     library: NativeLibrary, x_RK: Tensor, weight: Tensor, bias: Tensor | None, out_RN: Tensor
 ) -> None:
-    """`linear` by the native kernel into `[R, N]` with unit stride along N. Nothing is checked."""
+    """`linear` by the native kernel into `[R, N]` with unit stride along N, without checks."""
     dim_out, dim_in = weight.shape
     by_rows = lies_by_rows(weight)
     kernel, stride = library.linear if by_rows else library.linear_transposed, int(not by_rows)
@@ -271,13 +265,10 @@ def check_status(status: int, num_rows: int, dim_in: int) -> None:
 
 
 def outer_into(left_nA: Tensor, right_nB: Tensor, out_AB: Tensor, *, adds: bool) -> None:
-    """`left.T @ right` by the native kernel, with sums in fp32. Nothing is checked.
+    """`left.T @ right` by the native kernel, with sums in fp32, without checks.
 
-    Args:
-        left_nA: fp32, bf16 or fp16, with unit stride along A.
-        right_nB: In the same dtype, with unit stride along B.
-        out_AB: Likewise; receives the product.
-        adds: Whether the product is added to `out`, before it is rounded.
+    All tensors have one dtype (fp32, bf16 or fp16) and unit stride along A or B. With `adds`, `out`
+    is added before rounding.
 
     Raises:
         NativeUnavailableError: The library was not built.

@@ -39,27 +39,25 @@ from moe_runtime.kernels.quantized import QuantizedMatrix
 from moe_runtime.kernels.quantized.reference import int8_values
 
 Weight = QuantizedMatrix | PlanesMatrix
-Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]
-"""Gives the values of a matrix, `[N, K]`, in a dtype."""
+Values = Callable[[QuantizedMatrix, torch.dtype], Tensor]  # the values `[N, K]` in a dtype
+PLANES_DTYPES = (torch.bfloat16, torch.float32)  # of rows times lossless bf16
 
-PLANES_DTYPES = (torch.bfloat16, torch.float32)
-"""Of rows that are multiplied by bf16 in the lossless code."""
-
-# More rows take less time once the values are decoded, a few rows of weights at a time.
+# with more rows, decoding the values of a few rows of weights at a time is faster
 _ROW_LIMIT = 48
 _ROW_LIMITS = {"avx2": 64, "amx": 5}
-_ROW_LIMIT_BESIDE_UNITS = 16
-"""Where torch alone has matrix units."""
+_ROW_LIMIT_BESIDE_UNITS = 16  # if only torch has matrix units
 
 
 def quantized_row_limit(library: NativeLibrary) -> int:
-    """Rows up to which `impl="auto"` multiplies codes as they are."""
+    """Rows up to which `impl="auto"` multiplies codes directly."""
     rest = _ROW_LIMIT_BESIDE_UNITS if library.has_matrix_units else _ROW_LIMIT
     return _ROW_LIMITS.get(library.isa, rest)
 
 
 def packed_row_limit(library: NativeLibrary, weight: Weight) -> int:
-    """Rows up to which `impl="auto"` multiplies what is in memory; of lossless code as of bf16."""
+    """Rows up to which `impl="auto"` multiplies packed weights directly; lossless code counts as
+    bf16.
+    """
     if isinstance(weight, PlanesMatrix):
         return native_row_limit(library, torch.bfloat16)
     return quantized_row_limit(library)
@@ -75,22 +73,21 @@ def quantized_linear(
 ) -> Tensor:
     """Applies `x @ weight.T + bias` with sums in fp32.
 
-    Products of codes round no weight; where values are written out first, they have the dtype of
-    `x`. Of a format with `int8_activations` it is `x` that is rounded, to `int8_values(x)`.
+    Products of codes round no weight; values that are written out first have the dtype of `x`. With
+    `int8_activations` of the format, `x` is rounded to `int8_values(x)`.
 
     Args:
-        x: `[R, K]`; the kernel takes fp32, bf16 and fp16.
-        weight: `[N, K]`; one in the lossless code gives the bits of `linear` with the matrix that
-            was coded.
+        x: `[R, K]`; fp32, bf16 and fp16 for kernels.
+        weight: `[N, K]`; lossless code gives the bits of `linear` with the original matrix.
         bias: `[N]`, fp32, bf16 or fp16, or None.
         impl: As in `linear`; `auto` takes the Triton kernels on a GPU.
-        values: How values are written out for `auto`; every call takes new memory without it.
+        values: How `auto` writes values out; by default in new memory.
 
     Returns:
         `[R, N]` in the dtype of `x`.
 
     Raises:
-        ValueError: `impl="native"` cannot take the input.
+        ValueError: The named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
     """
     library = require_native() if impl == "native" else native_library()
@@ -124,14 +121,14 @@ def quantized_linear(
 
 
 def values_of(matrix: Weight, dtype: torch.dtype) -> Tensor:
-    """`matrix.dequantize(dtype)`, by all threads where the library can; bf16 of lossless code."""
+    """`matrix.dequantize(dtype)`, by all threads if the library can; bf16 of lossless code."""
     if isinstance(matrix, PlanesMatrix):
         return decode_planes(matrix)
     return write_values(matrix, dtype, None)
 
 
 def write_values(matrix: QuantizedMatrix, dtype: torch.dtype, out_NK: Tensor | None) -> Tensor:
-    """`values_of` in the memory that is given, or in memory of its own."""
+    """`values_of` into given memory, or new memory."""
     library = native_library()
     found = matrix.native_struct()
     if library is None or found is None or dtype not in DTYPE_CODES:
@@ -195,8 +192,8 @@ def _run(
 def frozen_linear(x: Tensor, weight: Tensor | Weight, bias: Tensor | None = None) -> Tensor:
     """`linear` by a weight that is never trained: `[R, K]` to `[R, N]` in the dtype of `x`.
 
-    Gradients are of `x` and `bias`. No copy of the weight is kept for the backward pass; of one
-    that is quantised or coded the values are computed anew there.
+    Gradients are of `x` and `bias`. The backward pass keeps no copy of the weight; it decodes
+    quantised and coded ones again.
     """
     return cast(Tensor, _FrozenLinear.apply(x, weight, bias))
 
@@ -222,7 +219,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def _times_weight(grad_RN: Tensor, weight_NK: Tensor) -> Tensor:
-    """``grad @ weight``, `[R, K]` in the dtype of `grad`, widened where that is exact or faster."""
+    """``grad @ weight``, `[R, K]` in the dtype of `grad`, widened if that is exact or faster."""
     library = native_library() if grad_RN.is_cpu else None
     if library is not None and takes_native(library, grad_RN, weight_NK.T, None):
         return linear(grad_RN, weight_NK.T)

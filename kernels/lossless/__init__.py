@@ -1,6 +1,6 @@
-"""A code of bf16 weights that loses nothing: 0.70 of the bytes of trained weights.
+"""A lossless code of bf16 weights, with 0.70 of the bytes for trained weights.
 
-Each name is imported when it is asked for: most checkpoints are not packed.
+Names are imported on first use: most checkpoints are not packed.
 """
 
 from typing import TYPE_CHECKING

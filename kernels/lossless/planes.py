@@ -1,7 +1,7 @@
-"""bf16 matrices as planes of signs and mantissas, and bits of exponents' places in a code book.
+"""bf16 matrices as planes of signs and mantissas, and bit planes of indices into an exponent book.
 
-Exponents of trained weights carry 2.6 of their 8 bits. Seven frequent ones are written in three
-bits; the eighth index says that the exponent follows in a list of escapes. Reading may begin at
+Exponents of trained weights carry 2.6 bits of information in 8. Seven frequent ones have three-bit
+indices; the eighth index means that the exponent is in a list of escapes. Reading may begin at
 every 32nd row.
 
 The idea is that of ZipServ's triple bitmaps (arXiv:2603.17435), laid out for vectors of bytes.
@@ -28,8 +28,7 @@ from moe_runtime.kernels.lossless.reference import (
 )
 from moe_runtime.kernels.native import STATUS_OK, NativeLibrary, native_library
 
-CODE_PLANES = 5
-"""What the struct begins with that C reads: the number after those of quantised codes."""
+CODE_PLANES = 5  # first word of the C struct: the number after those of quantised codes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,10 +38,9 @@ class PlanesMatrix:
     Attributes:
         num_cols: K.
         coded: `uint8 [N, 88 * ceil(K / 64)]`, contiguous.
-        starts: `int32 [ceil(N / 32) + 1]`: the first escape of every 32nd row, and their number.
-        escapes: `uint8`, the exponents that are not in the book, and at least 64 bytes that mean
-            nothing.
-        book: `uint8 [8]`: seven exponents, and a byte that means nothing.
+        starts: `int32 [ceil(N / 32) + 1]`: the first escape of every 32nd row, then their number.
+        escapes: `uint8`: exponents that are not in the book, then at least 64 unused bytes.
+        book: `uint8 [8]`: seven exponents and an unused byte.
     """
 
     num_cols: int
@@ -52,7 +50,7 @@ class PlanesMatrix:
     book: Tensor
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the parts do not belong together."""
+        """Raises ValueError if the parts do not fit together."""
         rows = len(self.coded)
         expected = {
             "coded": (torch.uint8, (rows, coded_row_bytes(self.num_cols))),
@@ -79,18 +77,20 @@ class PlanesMatrix:
 
     @property
     def format(self) -> str:
-        """What experts of one call must have in common."""
+        """The property that experts of one call must share."""
         return "planes"
 
     def part(self, first: int, end: int) -> PlanesMatrix:
-        """Rows in the memory of these; both are multiples of 32, or the end is N."""
+        """Rows as views; `first` is a multiple of 32, and `end` too unless it is N."""
         starts = self.starts[first // GROUP_ROWS : num_groups(end) + 1]
         escapes = self.escapes[int(starts[0]) :]
         own = starts - starts[0]
         return PlanesMatrix(self.num_cols, self.coded[first:end], own, escapes, self.book)
 
     def native_struct(self) -> tuple[list[int], array[int]]:
-        """The four words of the C struct `Matrix`, and what they point at, which must be kept."""
+        """The four words of the C struct `Matrix`, and the memory they point at, which must be
+        kept.
+        """
         places = (part.data_ptr() for part in (self.starts, self.escapes, self.book))
         num_escapes = self.escapes.numel() - TAIL_BYTES
         described = array("q", (CODE_PLANES, *places, num_escapes, self.num_cols))
@@ -98,7 +98,7 @@ class PlanesMatrix:
         return words, described
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values `[N, K]` in `dtype`; in bf16 they are what was written."""
+        """The values `[N, K]` in `dtype`; in bf16 the original ones."""
         return decode_planes(self).to(dtype)
 
     @property
@@ -107,7 +107,7 @@ class PlanesMatrix:
 
 
 def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
-    """Writes a bf16 matrix in the code: in C where the library is there, else in torch.
+    """Encodes a bf16 matrix, in C if possible, else in torch.
 
     Raises:
         ValueError: It is no bf16 matrix on the CPU with unit stride along K.
@@ -119,14 +119,13 @@ def encode_planes(weight_NK: Tensor) -> PlanesMatrix:
 
 
 def encode_planes_into(weight_NK: Tensor, matrix: PlanesMatrix) -> int:
-    """Writes a bf16 matrix into parts that are there, whose `escapes` may be longer than needed.
+    """Encodes a bf16 matrix into existing parts, whose `escapes` may be longer than needed.
 
     Returns:
-        Bytes that `escapes` needs; where it has fewer, the parts mean nothing.
+        Bytes that `escapes` needs; if it has fewer, the parts are invalid.
 
     Raises:
-        ValueError: It is no matrix as `encode_planes` takes, or the parts are those of another
-            shape.
+        ValueError: `encode_planes` cannot take the matrix, or the parts have another shape.
     """
     _require_bf16(weight_NK)
     if matrix.shape != tuple(weight_NK.shape):
@@ -161,7 +160,7 @@ def _require_bf16(weight_NK: Tensor) -> None:
 
 
 def decode_planes(matrix: PlanesMatrix) -> Tensor:
-    """The matrix as it was: `bf16 [N, K]`, where its parts are; in plain torch but on a CPU.
+    """The original matrix, `bf16 [N, K]`; in plain torch except on a CPU.
 
     Raises:
         CheckpointError: The parts contradict each other, so bytes were lost or changed.
@@ -194,7 +193,7 @@ def _encode_native(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, .
 
 
 def _book_of(library: NativeLibrary, weight_NK: Tensor) -> tuple[Tensor, int]:
-    """The exponents that the code has an index for, and how many weights have another one."""
+    """The exponents with an index, and the number of weights with another exponent."""
     counts = torch.zeros(256, dtype=torch.int64)
     library.planes_count(*_source(weight_NK), counts.data_ptr())
     book = choose_book(counts)

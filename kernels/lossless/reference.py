@@ -1,4 +1,4 @@
-"""The lossless code of bf16 matrices in plain torch: what the C code is held to.
+"""The specification of the lossless code of bf16 matrices, in plain torch.
 
 Shape suffixes: N rows, K columns, B blocks of a row, P the 64 positions of a block.
 """
@@ -9,33 +9,29 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-INDEX_BYTES = 24
-"""Bytes of a block's three bit planes."""
-BOOK_SIZE = 8
-"""Seven exponents, and the index of all others."""
+INDEX_BYTES = 24  # of a block's three bit planes
+BOOK_SIZE = 8  # seven exponents, and the index of all others
 ESCAPE = BOOK_SIZE - 1
-GROUP_ROWS = 32
-"""Rows whose escapes begin at a place that is written down; they are read in order from there."""
-TAIL_BYTES = 64
-"""Bytes after the last escape, so that vectors may be read from any escape on."""
+GROUP_ROWS = 32  # rows with one recorded first escape
+TAIL_BYTES = 64  # after the last escape, so that vectors may be read from any escape on
 
 _POSITIONS = torch.arange(BLOCK)
+# interleaving bytes within 16-byte lanes of vectors gives elements in their order
 ELEMENT_OF_POSITION = _POSITIONS // 16 * 8 + _POSITIONS % 8 + (_POSITIONS % 16 // 8) * 32
-"""Interleaving bytes within 16-byte lanes of vectors gives elements in their order."""
 
 
 def coded_row_bytes(num_cols: int) -> int:
-    """Of a row without its escapes."""
+    """Bytes of a row without its escapes."""
     return -(-num_cols // BLOCK) * (INDEX_BYTES + BLOCK)
 
 
 def num_groups(num_rows: int) -> int:
-    """Groups of rows, the last one of the rest."""
+    """Groups of rows; the last one may be short."""
     return -(-num_rows // GROUP_ROWS)
 
 
 def choose_book(counts_256: Tensor) -> Tensor:
-    """The seven exponents that occur most often, of equals the smaller first, and a zero."""
+    """The seven most frequent exponents (of equal ones the smaller first), and a zero."""
     order = torch.argsort(counts_256, descending=True, stable=True)
     return torch.cat((order[:ESCAPE], order.new_zeros(1))).to(torch.uint8)
 
@@ -47,7 +43,7 @@ def encode_reference(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     exponents_NK = bits_NK >> 7 & 255
     book = choose_book(torch.bincount(exponents_NK.flatten(), minlength=256))
     blocks = -(-cols // BLOCK)
-    # of two exponents the smaller is that of a finite number, which times zero is zero
+    # padding must be finite, as it is multiplied by zeros: of two exponents the smaller one is
     padded = bits_NK.new_full((rows, blocks * BLOCK), int(book[:2].min()) << 7)
     padded[:, :cols] = bits_NK
     bits_NBP = padded.view(rows, blocks, BLOCK)[..., ELEMENT_OF_POSITION]
@@ -71,15 +67,7 @@ def encode_reference(weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
 def decode_reference(
     coded: Tensor, starts: Tensor, escapes: Tensor, book: Tensor, num_cols: int
 ) -> Tensor | None:
-    """The matrix `bf16 [N, K]` of the parts of a `PlanesMatrix`; None where they do not fit.
-
-    Args:
-        coded: `uint8 [N, 88 * ceil(K / 64)]`, indices by bit planes, then signs and mantissas.
-        starts: `int32 [ceil(N / 32) + 1]`, where the escapes of every 32nd row begin.
-        escapes: `uint8`, exponents that the book lacks, and at least 64 bytes that mean nothing.
-        book: `uint8 [8]`, exponents by index.
-        num_cols: K.
-    """
+    """The matrix `bf16 [N, K]` of the parts of a `PlanesMatrix`; None if they do not fit."""
     rows, blocks = len(coded), -(-num_cols // BLOCK)
     planes = coded[:, : blocks * INDEX_BYTES].reshape(rows, blocks, 3, 8)
     bits = [_bytes_to_bits(planes[:, :, bit]) << bit for bit in range(3)]

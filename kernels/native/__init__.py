@@ -1,7 +1,7 @@
-"""The native CPU library: its C sources, and what finds, loads and describes the built file.
+"""The native CPU library: its C sources, and the code that finds, loads and describes the built
+file.
 
-It is plain C behind ctypes, an optional part of installing; calls release the interpreter's lock
-while they compute.
+It is plain C behind ctypes and optional at installation; calls release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from moe_runtime.errors import MoERuntimeError, MoERuntimeWarning
 
 LIBRARY_PATH = Path(__file__).with_name("moe_kernels.so")
 ABI_VERSION = 31
-# Long enough to bridge the small operations between two products of a model's layer.
-SPIN_S = 300e-6
+SPIN_S = 300e-6  # bridges the small operations between two products of a model's layer
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CACHED_CODES = {**DTYPE_CODES, torch.uint8: 3}
-"""Of keys and values, which may be rounded to int8."""
+CACHED_CODES = {**DTYPE_CODES, torch.uint8: 3}  # keys and values may be rounded to int8
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 STATUS_OK, STATUS_NO_MEMORY, STATUS_BAD_ROW, STATUS_DAMAGED = 0, 1, 2, 3
 
-# Of results and arguments, a letter each.
+# a letter for each result and argument
 _TYPES = {
     **{"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int},
     **{"f": ctypes.c_float, "s": ctypes.c_char_p, "v": None},
@@ -49,7 +47,7 @@ _CONTROLS = {
     "moe_set_spin_ns": "v q",
     "moe_read": "f pqi",
 }
-# Each is an attribute of `NativeLibrary`, by its name without `moe_`; the C sources name arguments.
+# Attributes of `NativeLibrary` without the prefix `moe_`; the C sources name the arguments.
 _KERNELS = {
     "moe_linear": "i pqqpqppqqqiii",
     "moe_linear_transposed": "i pqqpqppqqqiii",
@@ -93,18 +91,18 @@ _KERNELS = {
 
 
 class NativeUnavailableError(MoERuntimeError):
-    """The native library was asked for explicitly and cannot be used; the message says why."""
+    """The native library was requested and cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeDescription:
-    """What can be used on this machine; `problem` says why there is no library and what to do.
+    """What this machine can use; `problem` says why there is no library and what to do.
 
     Attributes:
         isa: Instruction set in use (`amx`, `avx512bf16`, `avx512`, `avx2` or `portable`), or None.
-        isas: All that this machine and this build can run, best first.
-        built: All that were compiled, best first, whether or not this machine can run them.
-        num_threads: Threads that work on one call, or 0.
+        isas: Those that this machine and this build can run, best first.
+        built: All that were compiled, best first.
+        num_threads: Threads per call, or 0.
     """
 
     path: Path
@@ -116,19 +114,17 @@ class NativeDescription:
 
 
 class NativeLibrary:
-    """The loaded library, one a process: kernels as C functions, instruction sets and threads.
+    """The loaded library, one per process: kernels as C functions, instruction sets and threads.
 
     `linear` is `moe_linear` of the C sources, which document it.
 
     Attributes:
-        path: The loaded file.
-        num_threads: Threads that work on one call, the calling one included; `set_num_threads`
-            changes it.
-        cpu_is_amd: Whether AMD made the processor; MKL, torch's fp32 products, uses AVX2 there.
+        num_threads: Threads per call, including the calling one; see `set_num_threads`.
+        cpu_is_amd: Whether AMD made the processor; there MKL, torch's fp32 products, uses AVX2.
     """
 
     def __init__(self, path: Path) -> None:
-        """Loads `path` (OSError, NativeUnavailableError) and gives the pool torch's threads."""
+        """Loads `path` (OSError, NativeUnavailableError) with as many threads as torch has."""
         library = ctypes.CDLL(str(path))
         self.path = path
         try:
@@ -165,21 +161,20 @@ class NativeLibrary:
         return tuple(names)
 
     def built_isas(self) -> tuple[str, ...]:
-        """Instruction sets that this build has, best first, whether or not this machine does."""
+        """Instruction sets of this build, best first."""
         return tuple(self._library.moe_built_isas().decode().split())
 
     @property
     def isa(self) -> str:
-        """Instruction set that calls use."""
         return self._isa
 
     @property
     def has_matrix_units(self) -> bool:
-        """Whether bf16 is multiplied in matrix units: by these kernels, or by torch alone."""
+        """Whether these kernels or torch multiply bf16 in matrix units."""
         return self._isa == "amx" or self._units_of_torch
 
     def select_isa(self, name: str) -> None:
-        """Uses another instruction set from the next call on; ValueError where it cannot run."""
+        """Uses another instruction set from the next call on; ValueError if it cannot run."""
         if not self._library.moe_select_isa(name.encode()):
             raise ValueError(f"isa must be one of {', '.join(self.isas())}, got {name!r}")
         self._isa = name
@@ -192,24 +187,24 @@ class NativeLibrary:
         self.num_threads = num_threads
 
     def shares_threads(self) -> bool:
-        """Whether calls run on torch's own threads rather than on the library's.
+        """Whether calls run on torch's threads instead of the library's.
 
-        They do while both have as many: torch's threads spin for milliseconds after each of their
-        operations, and others would compete with them.
+        They do while both have as many: torch's threads spin for milliseconds after each operation,
+        and others would compete with them.
         """
         return torch.get_num_threads() == self.num_threads
 
     def set_spin_s(self, spin_s: float) -> None:
-        """How long an idle worker watches for the next call, in seconds, before it sleeps."""
+        """Sets how long an idle worker polls for the next call before it sleeps."""
         self._library.moe_set_spin_ns(round(spin_s * 1e9))
 
     def read(self, buffer: torch.Tensor) -> float:
-        """Reads every byte of a contiguous CPU tensor once with all threads; for bandwidth."""
+        """Reads every byte of a contiguous CPU tensor with all threads, to measure bandwidth."""
         return self._library.moe_read(buffer.data_ptr(), buffer.nbytes, self.shares_threads())
 
 
 def _openmp_parallel() -> int | None:
-    """Address of `GOMP_parallel` in the OpenMP library that torch has loaded, if it has it."""
+    """The address of `GOMP_parallel` in the OpenMP library that torch has loaded, or None."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except AttributeError:
@@ -233,9 +228,9 @@ def _load() -> tuple[NativeLibrary | None, str | None]:
 
 @functools.cache
 def native_library() -> NativeLibrary | None:
-    """The library of this process, or None when it cannot be used. Loaded once.
+    """The library of this process, loaded once, or None if it cannot be used.
 
-    One that is there, but out of date, is warned of: what computes instead is slower.
+    An outdated one causes a warning, since torch is slower.
     """
     library, problem = _load()
     if problem is not None and LIBRARY_PATH.exists():
@@ -252,14 +247,14 @@ def require_native() -> NativeLibrary:
 
 
 def chosen_library(impl: str, unable: str | None) -> NativeLibrary | None:
-    """The library where a native kernel is wanted and able; None for the reference.
+    """The library if a native kernel is wanted and possible; None for the reference.
 
     Args:
         impl: `auto`, `native` or `reference`.
         unable: Why the kernel cannot take the arguments, or None.
 
     Raises:
-        ValueError: `impl` is unknown, or `native` and the kernel is not able.
+        ValueError: `impl` is unknown, or `native` and the kernel cannot take the arguments.
         NativeUnavailableError: `impl` is `native` and there is no library.
     """
     if impl not in ("auto", "native", "reference"):
@@ -273,7 +268,7 @@ def chosen_library(impl: str, unable: str | None) -> NativeLibrary | None:
 
 
 def describe() -> NativeDescription:
-    """What can be used on this machine, for `doctor` and for reports of measurements."""
+    """What this machine can use, for `doctor` and reports of measurements."""
     library, problem = _load()
     return NativeDescription(
         path=LIBRARY_PATH,
@@ -289,9 +284,17 @@ NEEDS_TORCH = "it has no backward pass and takes no fake tensors; a gradient or 
 
 
 def needs_torch(*tensors: Tensor | None) -> bool:
-    """Whether the result for these has to have a derivative, or they are shapes without values."""
+    """Whether the result needs a derivative, or the tensors are fake."""
     records = torch.is_grad_enabled()
     for one in tensors:
         if isinstance(one, FakeTensor) or (records and one is not None and one.requires_grad):
             return True
     return forward_ad._current_level >= 0
+
+
+def kernel_problem(*tensors: Tensor | None) -> str | None:
+    """Why no C kernel can read these tensors, or None."""
+    for one in tensors:
+        if one is not None and not (one.is_cpu and one.dtype in DTYPE_CODES):
+            return f"it takes fp32, bf16 and fp16 on the CPU, got {one.dtype} on {one.device}"
+    return NEEDS_TORCH if needs_torch(*tensors) else None

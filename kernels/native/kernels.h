@@ -11,8 +11,8 @@
 #define MOE_EXPORT
 #endif
 
-/* Plain loops that the compiler vectorises, once for each of these processors; the loader chooses. By level and not by
- * processor name: the names match Intel's processors alone. */
+/* Plain loops that the compiler vectorises, once for each of these levels; the loader chooses. Not by processor names: those
+ * only match Intel's. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define MOE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -28,12 +28,12 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* Raised with every incompatible change of this interface; __init__.py refuses another number. */
+/* Raised with every incompatible change of this interface; __init__.py accepts no other number. */
 #define MOE_ABI_VERSION 31
 
 enum { STATUS_OK = 0, STATUS_NO_MEMORY = 1, STATUS_BAD_ROW = 2, STATUS_DAMAGED = 3 };
 
-/* How norm.c normalises: rounded before the weight, after it, and after a weight that is one larger. */
+/* How norm.c normalises: rounded before the weight, rounded after it, and rounded after a weight to which one is added. */
 enum { NORM_ROUNDED = 0, NORM_WIDE = 1, NORM_PLUS_ONE = 2 };
 
 /* ---- the thread pool ---- */
@@ -42,23 +42,23 @@ typedef void (*PoolFn)(void *context);
 typedef void (*PartFn)(void *context, int thread, int64_t first, int64_t end);
 
 /* Runs fn(context) on the calling thread and on workers that come in time, and returns when all have left it. fn hands out
- * its own work: it must be right when only the caller runs it. One call at a time; a second caller waits. With `share` it
- * runs on OpenMP's threads instead, where moe_set_parallel has named a function that starts them.
- * The pool's lock is held from pool_begin to pool_end; buffers that all calls share may be touched between them. */
+ * its own work and must also be right if only the caller runs it. One call at a time; a second caller waits. With `share` it
+ * runs on OpenMP's threads instead, if moe_set_parallel has named a function that starts them. The pool's lock is held from
+ * pool_begin to pool_end; buffers that all calls share may be touched between them. */
 void pool_begin(void);
 void pool_run(PoolFn fn, void *context, int share);
 void pool_end(void);
 
-/* pool_run of fn for parts of `at_once` of `count` items; `thread` numbers the threads that take part. */
+/* pool_run of fn for `count` items, `at_once` at a time; `thread` numbers the threads that take part. */
 void pool_each(PartFn fn, void *context, int64_t count, int64_t at_once, int share);
 
-/* Memory that lasts until pool_end, 64-byte aligned and reused by the next call; NULL when there is none. */
+/* Memory until pool_end, 64-byte aligned and reused by the next call; NULL if there is none. */
 void *pool_scratch(int64_t bytes);
 
 /* Threads that work on a call, the caller included. */
 int pool_threads(void);
 
-/* One turn of a waiting loop; `turn` counts them: long waits yield the processor. */
+/* One turn of a waiting loop; `turn` counts them, and long waits yield the processor. */
 void pool_relax(int turn);
 
 /* ---- matrices ---- */
@@ -98,9 +98,9 @@ enum {
 enum { QUANT_BLOCK = 128 };
 /* Rows of x in a panel of KIND_BF16_TILES, and rows of weights in a tile. */
 enum { PANEL_ROWS_OF_TILES = 16 };
-/* Columns of x rounded to int8 that share a scale, and bytes of a packed block: codes, scales, and sums of codes. */
+/* Columns of x rounded to int8 that share a scale; bytes of a packed block: codes, scales, and sums of codes. */
 enum { INT8_GROUP = 32, INT8_BLOCK_BYTES = QUANT_BLOCK + 8 * QUANT_BLOCK / INT8_GROUP };
-/* Of KIND_INT8_BLOCKS: columns of a packed step, and its bytes. */
+/* KIND_INT8_BLOCKS: columns of a packed step, and its bytes. */
 enum { INT8_BLOCK_STEP = 256, INT8_STEP_BYTES = INT8_BLOCK_STEP + 16 * INT8_BLOCK_STEP / INT8_GROUP };
 
 typedef struct Quantized Quantized;
@@ -114,8 +114,8 @@ typedef struct {
     int64_t first_row;
 } Matrix;
 
-/* Rows that are multiplied by whole lines of a matrix, in panels of max_panel_rows. A step is four bytes of a row: a pair of
- * bf16 or one fp32. Distances in bytes: of rows of a panel, of steps of a row, and of panels. */
+/* Rows to be multiplied by whole lines of a matrix, in panels of max_panel_rows. A step is four bytes of a row: a pair of
+ * bf16 or one fp32. Distances in bytes: between rows of a panel, steps of a row, and panels. */
 typedef struct {
     const char *data;
     int64_t row, step, panel;
@@ -133,8 +133,8 @@ typedef struct {
     Bias gate_bias, up_bias, down_bias;
 } Expert;
 
-/* Some queries of the heads that share a key head, and what they attend to. Query q sees the keys up to place + q, `window` of
- * them at most. Distances in bytes. */
+/* Queries of the heads that share a key head, and what they attend to. Query q sees the keys up to place + q, at most the
+ * last `window` of them. Distances in bytes. */
 typedef struct {
     const char *query, *key, *value; /* [heads, queries, key_dim], [length, key_dim], [length, value_dim] */
     char *out;                       /* [heads, queries, value_dim] */
@@ -154,7 +154,7 @@ typedef struct {
  * result for one row and one weight row is independent of all other rows. */
 typedef struct {
     const char *name;
-    int max_panel_rows, tile_rows; /* of x and of a matrix: as many sums are taken at once */
+    int max_panel_rows, tile_rows; /* of x and of a matrix: the sums taken at once */
     int k_step;
     int has_bf16_dot, has_tiles;
     /* Packs `count` elements, which begin at element first_k (a multiple of k_step), of one row of k elements. */
@@ -163,7 +163,7 @@ typedef struct {
     /* out[row * ldo + n] = dot(weight row n, packed row); `next` is the matrix that will be read after this one (hint). */
     void (*multiply)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next);
-    /* The same for weights that were just written, of no quantised kind. */
+    /* The same for plain weights that were just written. */
     void (*multiply_cached)(int kind, Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows,
                             float *out, int64_t ldo);
     /* The same for one or two rows in the lossless code and one panel of KIND_BF16_DOT; NULL where there is none. */
@@ -172,21 +172,21 @@ typedef struct {
      * after an odd k, else fp32; ldo is a multiple of k_step, `sums` has num_rows * ldo elements. */
     void (*multiply_columns)(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows, float *sums,
                              float *out, int64_t ldo);
-    /* out = softmax(scale * query . keys, sink) . values; `scratch` as attention_scratch divides it. */
+    /* out = softmax(scale * query . keys, sink) . values; attention_scratch says how `scratch` is divided. */
     void (*attend)(const AttentionBlock *block, char *scratch);
     /* values[i] = act(values[i]) * factor[i]; factor may be NULL. */
     void (*activate)(int activation, float *values, const float *factor, int64_t count);
-    /* Adds the values of a bias from the first on. */
+    /* Adds a bias from its value `first` on. */
     void (*add_bias)(float *values, Bias bias, int64_t first, int dtype, int64_t count);
     void (*store)(char *dst, int dtype, const float *src, int64_t count);
     /* Reads every byte; the result only keeps the reads alive. */
     float (*read_all)(const char *data, int64_t bytes);
-    /* The kind of products of a quantised matrix with rows of a data type. */
+    /* How a quantised matrix is multiplied by rows of a data type. */
     int (*quantized_kind)(const Quantized *format, int x_dtype);
-    /* The values of the first rows of a quantised matrix. */
+    /* The values of the first `num_rows` rows of a quantised matrix. */
     void (*dequantize)(Matrix weight, int64_t num_rows, int64_t k, char *out, int64_t out_stride, int dtype);
-    /* Of a matrix of DTYPE_ROUNDED and a few rows of x without gaps: dot products out[row, n], and sums out[row] of its rows
-     * by weights x[row, n]. */
+    /* For a matrix of DTYPE_ROUNDED and a few rows of x without gaps: dot products out[row, n]; or sums out[row] of its
+     * rows, weighted by x[row, n]. */
     void (*dot_rounded)(Matrix weight, int64_t num_weight_rows, int64_t k, const float *x, int64_t num_rows, float *out);
     void (*mix_rounded)(Matrix weight, int64_t num_weight_rows, int64_t num_columns, const float *x, int64_t num_rows, float *out);
 } Isa;
@@ -194,7 +194,7 @@ typedef struct {
 /* The instruction set that calls use. */
 const Isa *current_isa(void);
 
-/* Those that are compiled: MOE_HAVE_... says which. isa_amx gives NULL where the system has no tiles for this process. */
+/* Those that were compiled, see MOE_HAVE_.... isa_amx returns NULL if the system has no tiles for this process. */
 extern const Isa isa_portable, isa_avx2, isa_avx512, isa_avx512bf16;
 const Isa *isa_amx(void);
 
@@ -215,20 +215,20 @@ MOE_EXPORT int moe_single_query_attention(const char *query, int64_t query_strid
                                           int64_t key_dim, int64_t value_dim, float scale, int dtype, int cached_dtype,
                                           int share_threads);
 
-/* A row of DTYPE_ROUNDED of `count` values; on the calling thread. A NaN spoils its block. */
+/* Rounds a row to DTYPE_ROUNDED, on the calling thread. A NaN spoils its block. */
 void moe_round_row(int dtype, const char *x, int64_t count, char *out);
 
-/* Rows of `count` elements, those of `out` without gaps; x, weight and out have one data type. On the calling thread. */
+/* Normalises rows of `count` elements, on the calling thread; `out` has no gaps; x, weight and out have one data type. */
 void moe_norm_rows(const char *x, int64_t x_stride, int64_t num_rows, const char *weight, char *out, int64_t count,
                    float eps, int dtype, int form);
 
-/* gate[i] becomes the hidden value of gate[i] and up[i], without a gate of up[i]; `formula` as moe_gate takes it. */
+/* gate[i] becomes the hidden value of gate[i] and up[i], or without a gate that of up[i]; `formula` as in moe_gate. */
 void moe_hidden_values(int function, const float *formula, int has_gate, float *gate, const float *up, int64_t count);
 
-/* Scores to weights in place: they sum to one, together with that of a further score, which may be NULL. */
+/* Turns scores into weights in place: they sum to one, with that of the sink, a further score, which may be NULL. */
 void moe_softmax(float *scores, int64_t count, const float *sink);
 
-/* What puts an expert's bytes in order once they have been read: StorageOrder of kernels/quantized, and two places in a slot. */
+/* Puts an expert's bytes in order after they were read: StorageOrder of kernels/quantized, and two places in a slot. */
 typedef struct {
     int64_t kind, from, to, rows, cols, bits, adds_one;
 } OrderStep;
@@ -239,8 +239,8 @@ MOE_EXPORT void moe_put_in_order(const OrderStep *steps, int64_t count, char *sl
 
 /* ---- small helpers ---- */
 
-/* Keys that a block of queries is multiplied with at once, and where `attend` keeps what: places in bytes, of queries as many
- * steps in a row, and columns of values with those that fill up vectors. */
+/* Keys multiplied by a block of queries at once, and how `attend` divides its scratch memory: places in bytes, steps of
+ * queries in a row, and columns of values, filled up to whole vectors. */
 enum { KEYS_AT_ONCE = 128 };
 typedef struct {
     int64_t query_steps, query_row, columns;
@@ -260,14 +260,14 @@ static inline AttentionScratch attention_scratch(const AttentionBlock *block, in
     return at;
 }
 
-/* How weights whose outputs are neighbours in memory are multiplied with rows of a data type. */
+/* How rows of a data type are multiplied by plain weights whose outputs are neighbours in memory. */
 static inline int column_kind(const Isa *isa, int x_dtype, int weight_dtype) {
     if (weight_dtype == DTYPE_F32) return KIND_F32;
     if (weight_dtype == DTYPE_F16) return KIND_F16;
     return isa->has_bf16_dot && x_dtype == DTYPE_BF16 ? KIND_BF16_DOT : KIND_BF16;
 }
 
-/* How other weights that are not quantised are. */
+/* How they are multiplied by other plain weights. */
 static inline int weight_kind(const Isa *isa, int x_dtype, int weight_dtype) {
     const int kind = column_kind(isa, x_dtype, weight_dtype);
     return kind == KIND_BF16_DOT && isa->has_tiles ? KIND_BF16_TILES : kind;
@@ -277,8 +277,8 @@ static inline int panel_rows_of(const Isa *isa, int kind) {
     return kind == KIND_BF16_TILES ? PANEL_ROWS_OF_TILES : isa->max_panel_rows;
 }
 
-/* The rows of one expert are cut into this many panels of nearly equal height. Four panels share the fetching of a tile
- * of four rows evenly, three do not (measured: 4 % at 16 rows); matrix units take them two by two. */
+/* Panels of nearly equal height that an expert's rows are cut into. Four panels share the fetching of a tile of four rows
+ * evenly, three do not (measured: 4 % at 16 rows); matrix units take panels two by two. */
 static inline int64_t num_panels(int64_t num_rows, int max_panel_rows) {
     const int64_t panels = parts_of(num_rows, max_panel_rows);
     return panels == 3 && num_rows > 14 && max_panel_rows < PANEL_ROWS_OF_TILES ? 4 : panels;
@@ -296,7 +296,8 @@ static inline int64_t packed_row_bytes(int kind, int64_t k, int k_step) {
     return padded * (kind == KIND_BF16_DOT || kind == KIND_BF16_TILES || kind >= KIND_QUANT_DOT4 ? 2 : 4);
 }
 
-/* Packs `count` elements of every row from element first_k on, in panels; row r is row index[r] of x, or r without an index. */
+/* Packs `count` elements of every row from element first_k on, in panels; row r is row index[r] of x, without an index row
+ * r. */
 static inline void pack_panels(const Isa *isa, int kind, const char *x, int64_t x_stride, int dtype, const int64_t *index,
                                int64_t num_rows, int64_t first_k, int64_t count, int64_t k, char *packed) {
     const int64_t panels = num_panels(num_rows, panel_rows_of(isa, kind)), row_bytes = packed_row_bytes(kind, k, isa->k_step);

@@ -1,4 +1,4 @@
-"""Large results: the first touch of fresh memory costs as much as filling it."""
+"""Memory of large results: the first touch of fresh memory takes as long as filling it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
-# Smaller tensors come from memory that has been used before.
-_WORTH_IT = 32 << 20
+_WORTH_IT = 32 << 20  # smaller tensors come from used memory
 _ALIGNMENT = 64
-# Linux 5.14 and later; Python has no name for it.
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python has no name for it
 
 
 def with_huge_pages(fresh: Tensor) -> Tensor:
-    """Asks the system to back a large tensor that was not written yet by huge pages, as advice."""
+    """Advises the system to back a large, unwritten tensor by huge pages."""
     advise = madvise()
     if advise is None or not fresh.is_cpu or fresh.nbytes < _WORTH_IT:
         return fresh
@@ -31,7 +29,7 @@ def with_huge_pages(fresh: Tensor) -> Tensor:
 
 
 def is_large(tensor: Tensor) -> bool:
-    """Whether memory for a tensor like this one comes from the system when it is made."""
+    """Whether a tensor of this size gets fresh memory from the system."""
     return tensor.is_cpu and tensor.nbytes >= _WORTH_IT
 
 
@@ -46,7 +44,7 @@ def untouched_zeros(like: Tensor) -> Tensor:
 
 
 def clear(part: Tensor) -> None:
-    """Makes a contiguous part of `untouched_zeros` zero again, without touching its whole pages."""
+    """Zeroes a contiguous part of `untouched_zeros` without touching its whole pages."""
     inner = part.view(-1).view(torch.uint8)
     first = -inner.data_ptr() % _HUGE_PAGE
     size = max(0, len(inner) - first) // _HUGE_PAGE * _HUGE_PAGE
@@ -59,10 +57,9 @@ def clear(part: Tensor) -> None:
 
 
 def populate(fresh: Tensor) -> bool:
-    """Has the system back host memory now, not at the first write to each page.
+    """Has the system back page-aligned host memory now instead of at the first write to each page.
 
-    The memory begins at a page; the content stays, and other threads of Python run meanwhile.
-    Returns whether the system did it.
+    The content stays; other Python threads run meanwhile. Returns whether the system did it.
     """
     advise = madvise()
     return advise is not None and advise(fresh.data_ptr(), fresh.nbytes, _MADV_POPULATE_WRITE) == 0
@@ -70,7 +67,7 @@ def populate(fresh: Tensor) -> bool:
 
 @functools.cache
 def madvise() -> Callable[[int, int, int], int] | None:
-    """The C library's function, or None where there are no huge pages."""
+    """The C library's function, or None without huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise

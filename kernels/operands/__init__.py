@@ -1,4 +1,4 @@
-"""What every op asks of its operands, the dtype of sums, devices by name, and activations."""
+"""Checks of operands, dtypes of sums, devices by name, and activations, for all operations."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 
 
 def precise_dtype(x: Tensor) -> torch.dtype:
-    """What sums over values of the dtype of `x` are kept in: fp32, fp64 for fp64."""
+    """The dtype of sums: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """A context that computes in the dtypes of its operands, whatever autocast is around it.
+    """A context without autocast.
 
-    Where none is, nothing is entered: after an interrupt within torch's own `__exit__`, autocast
-    would keep narrow copies of weights until the process ends.
+    It enters nothing if autocast is off: an interrupt in torch's own `__exit__` would make autocast
+    keep narrow copies of weights until the process ends.
     """
     is_on = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 def find_device(device: str | torch.device, name: str = "device") -> torch.device:
-    """The device that an option of that name says; "auto" is a GPU where there is one.
+    """The device that the option `name` means; "auto" is a GPU if there is one.
 
     Raises:
         ValueError: It is no device, or a GPU that torch does not see here.
@@ -47,20 +47,20 @@ def find_device(device: str | torch.device, name: str = "device") -> torch.devic
 
 
 def check_choice(impl: str, impls: Sequence[str]) -> None:
-    """Refuses names of no implementation."""
+    """Raises ValueError for an unknown implementation."""
     if impl not in impls:
         raise ValueError(f"impl must be one of {', '.join(impls)}, got {impl!r}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int], reason: str = "") -> None:
-    """Refuses a tensor of another shape; `reason` says why, as in "for this topology"."""
+    """Raises ValueError for another shape; `reason` explains, as in "for this topology"."""
     if tuple(tensor.shape) != tuple(shape):
         why = f" {reason}" if reason else ""
         raise ValueError(f"{name} must be {list(shape)}{why}, got {list(tensor.shape)}")
 
 
 def check_like(name: str, tensor: Tensor, like: Tensor, other: str) -> None:
-    """Refuses a tensor of another dtype or on another device than `like`, called `other`."""
+    """Raises ValueError for another dtype or device than that of `like`, called `other`."""
     if tensor.dtype != like.dtype or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {like.dtype} on {like.device} like {other}, got {tensor.dtype} on "
@@ -74,11 +74,11 @@ ACTIVATION_NAMES: tuple[ActivationName, ...] = get_args(ActivationName)
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """A gate as a formula, wide enough for every gate in transformers 5.
+    """A gate as a formula that covers every gate in transformers 5.
 
-    With a gate: ``g = min(gate, limit)``, ``u = clamp(up, -limit, limit)``,
-    ``hidden = function(g) * (u + up_offset)``. Without one: ``hidden = function(up)``. All fields
-    are exact in every implementation; infinity switches off.
+    With a gate: ``g = min(gate, limit)``, ``u = clamp(up, -limit, limit)``, ``hidden = function(g)
+    * (u + up_offset)``. Without one: ``hidden = function(up)``. All fields are exact in every
+    implementation; infinity switches off.
 
     Attributes:
         function: ``silu`` is ``g * sigmoid(alpha * g)``; ``relu2`` is ``relu(g) ** 2``.
@@ -88,7 +88,7 @@ class ActivationSpec:
         gate_softcap: ``c`` of ``c * tanh(g / c)``, which replaces the factor ``g`` in ``silu`` but
             not the sigmoid's argument (Inkling 2).
         up_softcap: ``c`` of ``c * tanh(u / c)``, which replaces ``u``.
-        clamps_after: Whether ``min(., limit)`` applies to ``function(gate)`` and not to its
+        clamps_after: Whether ``min(., limit)`` applies to ``function(gate)`` instead of its
             argument (Step 3).
     """
 
@@ -117,7 +117,7 @@ class ActivationSpec:
         return self == ActivationSpec(self.function)
 
     def numbers(self) -> list[float]:
-        """All fields but the first as numbers, for `from_numbers` and for compiled code."""
+        """All fields but the first as numbers."""
         return [float(getattr(self, field.name)) for field in fields(self)[1:]]
 
     @classmethod
@@ -216,8 +216,9 @@ Activation = ActivationName | ActivationSpec | PreactivationFunction
 
 
 class GateLayout(NamedTuple):
-    """How pre-activations ``[R, Z]`` lie: gate and up (Z = 2F) or up alone, and with
-    `is_concatenated` all gate values of a row first, else gate and up in turn.
+    """The layout of pre-activations ``[R, Z]``: gate and up (Z = 2F) or up alone.
+
+    With `is_concatenated` all gate values of a row come first; otherwise gate and up alternate.
     """
 
     has_gate: bool = True

@@ -1,8 +1,8 @@
-"""Backward passes whose gradients refuse to be differentiated once more.
+"""Backward passes whose gradients raise an error if they are differentiated once more.
 
-torch's `once_differentiable` refuses it only where the gradient that came in has a graph and a
-backward pass visits every node. With named inputs (`torch.autograd.grad`,
-`torch.autograd.functional`) no node raises its error, and what is missing would count as zero.
+torch's `once_differentiable` raises only if the incoming gradient has a graph and a backward pass
+visits every node. With named inputs (`torch.autograd.grad`, `torch.autograd.functional`) no node
+raises, and the missing part would count as zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPERTS = (
 
 
 def refuse(ctx: Any, *grads: Any) -> NoReturn:
-    """The formula of autograd for an operator that computes gradients."""
+    """The autograd formula of an operator that computes gradients."""
     raise RuntimeError(_EXPERTS)
 
 
@@ -30,9 +30,9 @@ def first_derivatives_only(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Marks the `backward` of an autograd function that autograd cannot see through.
 
-    It runs without a graph. A derivative of what it finds, by the gradients that came in or by
-    what the saved tensors depend on, raises an error. So a function that is not linear saves its
-    inputs; or an output, from which the graph leads to them.
+    It runs without a graph. A derivative of its results by incoming gradients or saved tensors
+    raises an error. So a nonlinear function saves its inputs, or an output from which the graph
+    leads to them.
     """
 
     def mark(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def first_derivatives_only(
 
 
 class _Reader:
-    """A context whose tensors are unpacked once: a checkpoint's may not be twice."""
+    """A context that unpacks saved tensors once: a checkpoint's may not be unpacked twice."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx

@@ -1,6 +1,6 @@
-"""Weights of 4 to 8 bits, computed as they lie in the checkpoint: codes, and scales a group.
+"""Weights of 4 to 8 bits, computed as they lie in the checkpoint: codes, and scales per group.
 
-Each name is imported when it is asked for: most models have no such weights.
+Names are imported on first use: most models have no such weights.
 """
 
 from typing import TYPE_CHECKING

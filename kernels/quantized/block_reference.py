@@ -1,8 +1,8 @@
 """Values of blocks that hold codes and scales together, in plain torch.
 
-Layouts: ggml's `block_*` structures, as GGUF files hold them. Every function takes `uint8 [M, B]`,
-M blocks of B bytes, and gives `fp32 [M, V]`, their V values, each rounded once at most. Of two
-codes in a byte the low one belongs to the first half of a run, unlike in rows of codes.
+Layouts: ggml's `block_*` structures, as in GGUF files. Every function takes `uint8 [M, B]`, M
+blocks of B bytes, and gives their V values, `fp32 [M, V]`, each rounded once at most. Of two codes
+in a byte the low one belongs to the first half of a run, unlike in rows of codes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 NONLINEAR_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the sixteen codes of `iq4_nl` and `iq4_xs` stand for before the scale."""
+"""The numbers of the sixteen codes of `iq4_nl` and `iq4_xs`, before the scale."""
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of e2m1, as integers: there is no -0."""
@@ -49,7 +49,7 @@ def _bits(bytes_M4: Tensor) -> Tensor:
 
 
 def _grouped(codes: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
-    """`code * scale - minimum`, where equal runs of codes share a scale and a minimum."""
+    """`code * scale - minimum`, with a scale and a minimum for each of equal runs of codes."""
     values = codes.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]
     return (values if minima is None else values - minima[..., None]).flatten(1)
 

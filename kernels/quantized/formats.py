@@ -1,4 +1,4 @@
-"""What the numbers of a quantised weight are: codes, scales of groups, zero points.
+"""The numbers of a quantised weight: codes, scales of groups, zero points.
 
 Sources: OCP Microscaling Formats (MX) 1.0 for e2m1, e4m3 and e8m0; DeepSeek-V3 (arXiv:2412.19437)
 for fp8 in blocks of 128 x 128; compressed-tensors for integers in groups; ggml for blocks.
@@ -23,8 +23,7 @@ GlobalScale = Literal["none", "multiply", "divide"]
 CODES = MappingProxyType({"e2m1": 4, "e4m3": 8, "uint4": 4, "uint8": 8, "int8": 8})
 """Bits of every kind of code. Of two codes in a byte, the low one has the smaller column."""
 
-INT8_GROUP = 32
-"""Columns of a row rounded to int8 that share a scale."""
+INT8_GROUP = 32  # columns that share a scale in a row rounded to int8
 
 
 class BlockSize(NamedTuple):
@@ -51,9 +50,9 @@ BLOCKS = MappingProxyType(
         "f32_block": BlockSize(1, 4),
     }
 )
-"""Codes that lie in blocks with their own scales, by ggml's names; the kernels count them so.
+"""Blocks of codes with their scales, by ggml's names; C numbers them in this order.
 
-The last two are plain numbers: those of an expert whose other matrices are quantised.
+The last two are plain numbers, of an expert whose other matrices are quantised.
 """
 
 SCALES = MappingProxyType(
@@ -65,29 +64,28 @@ SCALES = MappingProxyType(
         "f32": torch.float32,
     }
 )
-"""Element type of the tensor that holds every kind of scale."""
+"""Dtypes of the tensors of scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How a weight `[N, K]` is written: `value[n, k] = (code - zero) * scale * global scale`.
+    """The format of a weight `[N, K]`: `value[n, k] = (code - zero) * scale * global scale`.
 
-    Of rows in blocks that hold their scales, see `BLOCKS`, `codes` alone is given.
+    Blocks that hold their scales (`BLOCKS`) have `codes` only.
 
     Attributes:
         codes: `e2m1` (fp4: sign, two exponent bits, one of mantissa), `e4m3` (fp8 without
-            infinities, NaN is 0x7f), `uint4` and `uint8` (unsigned integers), `int8`; or a name
-            of `BLOCKS`.
+            infinities, NaN is 0x7f), `uint4` and `uint8` (unsigned integers), `int8`; or a name of
+            `BLOCKS`.
         scales: Type of the scales; `e8m0` is `2 ** (byte - 127)`, and 255 is NaN. `none` for
             blocks.
-        group_rows: Rows that share a scale; 0 when all do.
-        group_cols: Columns that share a scale; 0 when all do. The last group may be shorter.
-        zero: What is subtracted from every integer code where there are no zero points.
-        has_zero_points: Whether each group has a zero point of its own, a byte.
+        group_rows: Rows that share a scale; 0: all.
+        group_cols: Columns that share a scale; 0: all. The last group may be shorter.
+        zero: Subtracted from every integer code if there are no zero points.
+        has_zero_points: Whether each group has a zero point, a byte.
         global_scale: Whether one fp32 number multiplies or divides all scales (NVFP4).
-        int8_activations: Whether rows that are multiplied by the weight are rounded to int8 first,
-            see `int8_values`; only where a user asks for it. Zero points of 4-bit codes are then 16
-            at most.
+        int8_activations: Whether rows times the weight are rounded to int8 first (`int8_values`);
+            on request only. Zero points of 4-bit codes are then at most 16.
     """
 
     codes: CodeName | BlockName
@@ -100,7 +98,7 @@ class WeightFormat:
     int8_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError where fields do not fit together."""
+        """Raises ValueError if fields do not fit together."""
         if self.int8_activations and not self.takes_int8_activations:
             raise ValueError(
                 "rows are rounded to int8 for blocks, and for e2m1 and integers in groups of 32, "
@@ -125,7 +123,7 @@ class WeightFormat:
 
     @property
     def takes_int8_activations(self) -> bool:
-        """Whether codes are int8 numbers, e2m1 or blocks, and groups those of int8 rows or more."""
+        """Whether codes are int8 numbers, e2m1 or blocks, in groups of int8 rows or larger ones."""
         if self.codes in BLOCKS:
             return self.block_codes > 1
         group = self.group_cols
@@ -138,26 +136,26 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of a code that lies in no block."""
+        """Bits of a code outside blocks."""
         return CODES[self.codes]
 
     @property
     def block_codes(self) -> int:
-        """Codes of a block; 0 where codes lie in none."""
+        """Codes of a block; 0 without blocks."""
         return BLOCKS[self.codes].num_codes if self.codes in BLOCKS else 0
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block; 0 where codes lie in none."""
+        """Bytes of a block; 0 without blocks."""
         return BLOCKS[self.codes].num_bytes if self.codes in BLOCKS else 0
 
     @property
     def has_minima(self) -> bool:
-        """Whether blocks hold numbers that are subtracted from scaled codes, or added."""
+        """Whether blocks hold numbers that are added to or subtracted from scaled codes."""
         return self.codes in ("q4_1", "q5_1", "q2_k", "q4_k", "q5_k")
 
     def row_bytes(self, num_cols: int) -> int:
-        """Bytes of the codes of a row; ValueError where it has no whole number of blocks."""
+        """Bytes of the codes of a row; ValueError if it has no whole number of blocks."""
         block = BLOCKS.get(self.codes)
         if block is not None:
             if num_cols % block.num_codes:

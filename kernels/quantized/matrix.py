@@ -1,10 +1,10 @@
-"""Quantised weights: codes, scales and zero points as views of wherever they lie."""
+"""Quantised weights: views of codes, scales and zero points, wherever they lie."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,22 +19,28 @@ _CODE_NUMBERS = {"e2m1": 0, "e4m3": 1, "uint4": 2, "uint8": 3, "int8": 4}
 _FIRST_BLOCK_NUMBER = 32
 _SCALE_NUMBERS = {"e8m0": 0, "e4m3": 1, "bf16": 2, "f16": 3, "f32": 4}
 _GLOBAL_NUMBERS = {"none": 0, "multiply": 1, "divide": 2}
-MOST_COLS = 2**17
-"""Columns up to which the kernels hold a row's values and scales on a thread's stack."""
-LARGEST_ZERO = 255
-"""The largest constant zero point with which every code is exact in bf16."""
+MOST_COLS = 2**17  # of a row, whose values and scales the kernels hold on the stack
+LARGEST_ZERO = 255  # with which every code is exact in bf16
+
+
+def _parts(
+    weight: QuantizedMatrix | QuantizedStack, change: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """Every part of a weight after a change; None for parts that it lacks."""
+    names = ("codes", "scales", "zero_points", "global_scale")
+    parts = {name: getattr(weight, name) for name in names}
+    return {name: None if part is None else change(part) for name, part in parts.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrix:
-    """A weight `[N, K]`, row-major. Rows of codes and scales may lie at any distance.
+    """A row-major weight `[N, K]`. Rows of codes and scales may lie at any distance.
 
     Attributes:
-        format: What the numbers mean.
         num_cols: K.
         codes: `uint8 [N, ceil(K * bits / 8)]`, unit stride along its last dimension.
         scales: `[groups of rows, groups of columns]`, unit stride along its last dimension, of the
-            element type that `SCALES` names; None where blocks hold them.
+            dtype that `SCALES` names; None for blocks.
         zero_points: `uint8`, shaped as the scales, or None.
         global_scale: `fp32 [1]`, or None.
     """
@@ -47,7 +53,7 @@ class QuantizedMatrix:
     global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the parts do not belong together."""
+        """Raises ValueError if the parts do not fit together."""
         kind = self.format
         row_bytes = kind.row_bytes(self.num_cols)
         if self.codes.dtype != torch.uint8 or self.codes.shape[1:] != (row_bytes,):
@@ -79,10 +85,10 @@ class QuantizedMatrix:
     @property
     def nbytes(self) -> int:
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def part(self, first: int, end: int) -> QuantizedMatrix:
-        """Rows in this memory, of a format without a global scale; whole groups, or up to N."""
+        """Rows as views, for formats without a global scale; whole groups, or up to N."""
         group = self.format.group_rows
         groups = slice(first // group, -(-end // group))
         others = (
@@ -91,21 +97,17 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.format, self.num_cols, self.codes[first:end], *others)
 
     def to(self, device: torch.device) -> QuantizedMatrix:
-        return QuantizedMatrix(self.format, self.num_cols, *self._each(lambda p: p.to(device)))
+        return replace(self, **_parts(self, lambda part: part.to(device)))
 
     def stacked(self) -> QuantizedStack:
-        """The only matrix of a stack, in this memory."""
-        return QuantizedStack(self.format, self.num_cols, *self._each(lambda part: part[None]))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-        """What becomes of every part; None of those that are not there."""
-        for part in (self.codes, self.scales, self.zero_points, self.global_scale):
-            yield None if part is None else change(part)
+        """A stack of this matrix only, as views."""
+        return QuantizedStack(self.format, self.num_cols, **_parts(self, lambda part: part[None]))
 
     def native_struct(self) -> tuple[list[int], array[int]] | None:
-        """The four words of the C struct `Matrix`, and what they point at, which must be kept.
+        """The four words of the C struct `Matrix`, and the memory they point at, which must be
+        kept.
 
-        None for what the kernels cannot take: other memory than a CPU's, rows with gaps.
+        None if the kernels cannot read it: rows with gaps, or not in a CPU's memory.
         """
         kind = self.format
         parts = (self.codes, self.scales, self.zero_points, self.global_scale)
@@ -148,7 +150,7 @@ class QuantizedMatrix:
         return (values * self._spread(scales)).to(dtype)
 
     def _spread(self, groups: Tensor) -> Tensor:
-        """A number of each group for every element that it belongs to: `[N, K]`."""
+        """Expands a number of each group to its elements: `[N, K]`."""
         rows, cols = self.format.group_rows, self.format.group_cols
         for dim, (group, size) in enumerate(((rows, len(self.codes)), (cols, self.num_cols))):
             place = torch.arange(size, device=groups.device)
@@ -159,16 +161,10 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedStack:
-    """Weights `[S, N, K]` of one format, each row-major. Slots and rows may lie at any distance.
+    """Row-major weights `[S, N, K]` of one format. Slots and rows may lie at any distance.
 
-    Attributes:
-        format: What the numbers mean.
-        num_cols: K.
-        codes: `uint8 [S, N, ceil(K * bits / 8)]`, unit stride along its last dimension.
-        scales: `[S, groups of rows, groups of columns]`, likewise, of the element type that
-            `SCALES` names; None where blocks hold them.
-        zero_points: `uint8`, shaped as the scales, or None.
-        global_scale: `fp32 [S, 1]`, any stride between slots, or None.
+    Attributes as in `QuantizedMatrix`, with a first dimension of S slots; `global_scale` is
+    `fp32 [S, 1]` with any stride, or None.
     """
 
     format: WeightFormat
@@ -179,7 +175,7 @@ class QuantizedStack:
     global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the parts do not belong together."""
+        """Raises ValueError if the parts do not fit together."""
         parts = {"codes": self.codes, "scales": self.scales, "zero points": self.zero_points}
         for name, part in parts.items():
             if part is None:
@@ -212,33 +208,27 @@ class QuantizedStack:
         return self.codes.device
 
     def matrix(self, slot: int) -> QuantizedMatrix:
-        """Views of what lies in one slot."""
-        parts = (self.scales, self.zero_points, self.global_scale)
-        others = (None if part is None else part[slot] for part in parts)
-        return QuantizedMatrix(self.format, self.num_cols, self.codes[slot], *others)
+        """Views of one slot."""
+        return QuantizedMatrix(self.format, self.num_cols, **_parts(self, lambda part: part[slot]))
 
     def dequantize(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values of some slots, `[len(slots), N, K]`: the specification of every kernel."""
         some, num_rows = self.select(slots), self.shape[1]
         is_apart = self.global_scale is not None
         if is_apart or not self.format.group_rows or num_rows % self.format.group_rows:
-            # a matrix has a scale of its own, or groups of rows end where it ends
+            # each matrix has its own global scale, or groups of rows end with it
             values = [some.matrix(i).dequantize(dtype) for i in range(len(slots))]
             return torch.stack(values) if values else some.codes.new_empty(some.shape, dtype=dtype)
-        parts = (some.codes, some.scales, some.zero_points)
-        flat = (None if part is None else part.flatten(0, 1) for part in parts)
-        return QuantizedMatrix(self.format, self.num_cols, *flat).dequantize(dtype).view(some.shape)  # type: ignore[arg-type]
+        parts = _parts(some, lambda part: part.flatten(0, 1))
+        flat = QuantizedMatrix(self.format, self.num_cols, **parts)
+        return flat.dequantize(dtype).view(some.shape)
 
     def select(self, slots: Tensor) -> QuantizedStack:
         """A copy of some slots."""
-        names = ("codes", "scales", "zero_points", "global_scale")
-        parts = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{n: None if part is None else part[slots] for n, part in parts.items()}
-        )
+        return replace(self, **_parts(self, lambda part: part[slots]))
 
     def halves(self) -> tuple[QuantizedStack, QuantizedStack]:
-        """The upper and the lower rows, as views; scales are repeated if they cover both."""
+        """The upper and the lower rows, as views; scales that cover both are repeated."""
         size = self.shape[1] // 2
         group = self.format.group_rows
         finest = math.gcd(size, group)
@@ -265,15 +255,12 @@ class QuantizedStack:
         return cut(0), cut(size)
 
     def alternating(self) -> tuple[QuantizedStack, QuantizedStack]:
-        """The even and the odd rows, as views; ValueError where several rows share a scale."""
+        """The even and the odd rows, as views; ValueError if rows share scales."""
         if self.format.group_rows != 1:
             raise ValueError("rows that lie in turn must have scales of their own")
-        parts = {name: getattr(self, name) for name in ("codes", "scales", "zero_points")}
-        even, odd = (
-            replace(self, **{n: None if p is None else p[:, first::2] for n, p in parts.items()})
-            for first in (0, 1)
-        )
-        return even, odd
+        own = {"global_scale": self.global_scale}
+        even = replace(self, **_parts(self, lambda part: part[:, 0::2]) | own)
+        return even, replace(self, **_parts(self, lambda part: part[:, 1::2]) | own)
 
 
 def _code_number(kind: WeightFormat) -> int:

@@ -1,4 +1,4 @@
-"""What codes and scales stand for, in plain torch.
+"""The numbers that codes and scales represent, in plain torch.
 
 Shape suffixes: N rows, R rows of activations, K columns, B bytes of a row.
 """
@@ -12,7 +12,7 @@ from moe_runtime.kernels.quantized.formats import INT8_GROUP
 
 
 def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
-    """The number of each code of a kind of `CODES`, without zero point and scale: fp32, exact."""
+    """The numbers of codes of a kind of `CODES`, without zero point and scale: fp32, exact."""
     if kind == "e4m3":
         return codes_NB.contiguous().view(torch.float8_e4m3fn).float()
     if kind == "int8":
@@ -22,8 +22,8 @@ def code_values(codes_NB: Tensor, kind: str, num_cols: int) -> Tensor:
     nibbles_NK = torch.stack((codes_NB & 15, codes_NB >> 4), dim=-1).flatten(1)[:, :num_cols]
     if kind == "uint4":
         return nibbles_NK.float()
-    # e2m1: a sign, two bits of an exponent with bias 1, one of a mantissa; exponent 0 is subnormal.
-    # No table, which would cross to a device at every call.
+    # e2m1: sign, two exponent bits with bias 1, one of mantissa; exponent 0 is subnormal. A table
+    # would be copied to the device at every call.
     exponents, odd = nibbles_NK >> 1 & 3, nibbles_NK & 1
     doubled = torch.where(exponents == 0, odd, (odd + 2) << exponents >> 1)
     return doubled.float() * (0.5 - (nibbles_NK >> 3).float())
@@ -40,10 +40,11 @@ def scale_values(scales: Tensor, kind: str) -> Tensor:
 
 
 def int8_values(x_RK: Tensor) -> Tensor:
-    """The values of rows rounded to int8, `INT8_GROUP` columns to a scale, as ggml's q8_0 does.
+    """The values `fp32 [R, K]` of rows rounded to int8 with a scale per `INT8_GROUP`, as in ggml's
+    q8_0.
 
-    The largest magnitude of a group becomes 127; one of less than `2 ** -100` counts as nothing,
-    and a group with an infinity or a NaN is NaN. `fp32 [R, K]`.
+    The largest magnitude of a group becomes 127; below `2 ** -100` it counts as zero. A group with
+    an infinity or a NaN is NaN.
     """
     num_cols = x_RK.shape[1]
     padded = torch.nn.functional.pad(x_RK.float(), (0, -num_cols % INT8_GROUP))

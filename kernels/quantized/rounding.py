@@ -1,4 +1,4 @@
-"""Weights to codes and scales, each to the nearest, by the rules of compressed-tensors.
+"""Rounds weights to codes and scales, by the rules of compressed-tensors.
 
 Shape suffixes: N rows, K columns, G groups of columns, B bytes of a row.
 """
@@ -12,11 +12,10 @@ from moe_runtime.kernels.quantized.formats import SCALES, WeightFormat
 from moe_runtime.kernels.quantized.matrix import QuantizedMatrix
 from moe_runtime.kernels.quantized.reference import scale_values
 
+# the largest magnitude of a group becomes this: half the range of the codes
 _LARGEST = {"uint4": 7.5, "uint8": 127.5, "e4m3": 448.0}
-"""What the largest magnitude of a group becomes: half the range of the codes."""
 _SCALE_OF_ZEROS = 2.0**-23
-_E2M1_EXPONENT = 2
-"""Of the largest e2m1 code, 6."""
+_E2M1_EXPONENT = 2  # of the largest e2m1 code, 6
 
 
 def quantize(weight_NK: Tensor, kind: WeightFormat) -> QuantizedMatrix:
@@ -50,15 +49,14 @@ def quantize(weight_NK: Tensor, kind: WeightFormat) -> QuantizedMatrix:
 def _exponents(most: Tensor) -> Tensor:
     """The e8m0 scales of groups with these largest magnitudes.
 
-    A magnitude whose mantissa is 1.75 or more counts as the next power of two: so 4 to 7 times the
-    scale is the largest of a group, and what is over 6 becomes 6.
+    A magnitude with a mantissa of 1.75 or more counts as the next power of two: the largest of a
+    group is 4 to 7 times the scale, and numbers over 6 become 6.
     """
     rounded = most.view(torch.int32) + (1 << 21)
     return ((rounded >> 23) - _E2M1_EXPONENT).clamp(0, 254).to(torch.uint8)
 
 
 def _codes(scaled_NK: Tensor, kind: WeightFormat) -> Tensor:
-    """`uint8 [N, B]`."""
     if kind.codes == "e4m3":
         largest = _LARGEST["e4m3"]
         codes = scaled_NK.clamp(-largest, largest).to(torch.float8_e4m3fn)
@@ -71,7 +69,7 @@ def _codes(scaled_NK: Tensor, kind: WeightFormat) -> Tensor:
 
 
 def _e2m1(scaled: Tensor) -> Tensor:
-    """The nearest e2m1 code of each number; of two as near, the even one."""
+    """The nearest e2m1 code of each number; of two equally near, the even one."""
     most = scaled.abs()
     steps = torch.where(most < 2, 2 * most, torch.where(most < 4, 2 + most, 4 + most / 2))
     return (steps.round().clamp(max=7) + 8 * (scaled < 0)).to(torch.uint8)

@@ -1,8 +1,8 @@
-"""Numbers of quantised weights that lie in files in an order which no product reads.
+"""Quantised weights whose numbers lie in files in an order that no product reads.
 
-GPTQ and AWQ have the columns of a weight one after the other, and some pack zero points in words.
-Such tensors are put in order once, when an expert enters its slot (`reads.c`, by `quantized.c`) or
-a dense weight is loaded. `put_in_order` is the specification.
+GPTQ and AWQ store a weight's columns one after the other, and some pack zero points in words. Such
+tensors are reordered once, when an expert enters its slot (`reads.c`, by `quantized.c`) or a dense
+weight is loaded. `put_in_order` is the specification.
 """
 
 from __future__ import annotations
@@ -14,32 +14,30 @@ import torch
 from torch import Tensor
 
 WORD_BITS = 32
-AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word of AWQ has each of its eight columns."""
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of a word's eight columns
 
 ORDERS = MappingProxyType(
     {"transposed": 0, "awq_codes": 1, "zeros_down": 2, "zeros_across": 3, "awq_zeros": 4, "int8": 5}
 )
-"""The number of every order in C."""
+"""The numbers of the orders in C."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageOrder:
-    """How numbers that belong in rows lie in a file.
+    """The order in a file of numbers that belong in rows.
 
     Attributes:
-        kind: in the file there are, for a result `[rows, cols]`,
+        kind: For a result `[rows, cols]`, the file has
             `transposed`: `[cols, rows]` items of `bits`;
             `awq_codes`: words `[cols, rows / 8]` of the nibbles of eight rows, in AWQ's order;
             `zeros_down`: words `[rows * bits / 32, cols]`, each of the numbers of several rows;
             `zeros_across`: words `[cols, rows * bits / 32]`, likewise;
             `awq_zeros`: the same in AWQ's order;
-            `int8`: signed bytes `[rows, cols]`, of which unsigned ones are made by adding 128.
-        rows: of the result.
-        cols: of the result, in items, or in codes of `awq_codes`, a multiple of 8. Zero points
-            become bytes.
-        bits: of an item or a number.
-        adds_one: whether the file has zero points less one, borrowed through each word (GPTQ v1).
+            `int8`: signed bytes `[rows, cols]`, made unsigned by adding 128.
+        cols: In items, or in codes of `awq_codes`, a multiple of 8. Zero points become bytes.
+        bits: Of an item or a number.
+        adds_one: Whether zero points in the file are less one, borrowed through each word (GPTQ
+            v1).
     """
 
     kind: str
@@ -50,7 +48,7 @@ class StorageOrder:
 
     @property
     def moves(self) -> bool:
-        """Whether the result takes memory of its own, as numbers become more bytes."""
+        """Whether the result needs memory of its own, as numbers become more bytes."""
         return self.kind in ("zeros_down", "zeros_across", "awq_zeros")
 
     @property
@@ -67,7 +65,7 @@ class StorageOrder:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of memory that putting them in order takes besides."""
+        """Bytes of extra memory for reordering."""
         return 0 if self.moves or self.kind == "int8" else self.result_bytes
 
     def step(self, source: int, place: int) -> tuple[int, ...]:
@@ -77,7 +75,7 @@ class StorageOrder:
 
 
 def put_in_order(order: StorageOrder, stored: Tensor) -> Tensor:
-    """The bytes of numbers in the order of rows, from those of a file, aligned to words."""
+    """The bytes of numbers in row order, from those of a file, aligned to words."""
     if order.kind == "int8":
         return stored ^ 128
     if order.kind == "transposed":

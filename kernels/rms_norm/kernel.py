@@ -1,4 +1,4 @@
-"""The Triton kernel of `rms_norm`: a program a row."""
+"""The Triton kernel of `rms_norm`: one program per row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rms_norm_fwd(
 ):  # fmt: skip
     """`out[r] = weight * round(x[r] / sqrt(mean(x[r] ** 2) + eps))`, or rounded once; in fp32.
 
-    HAS_RESIDUAL: Of `sum[r] = x[r] + residual[r]`, rounded to its type, which is stored too.
+    HAS_RESIDUAL: normalises `sum[r] = x[r] + residual[r]`, rounded to its type and stored too.
     """
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_D)
@@ -52,7 +52,7 @@ def rms_norm_fwd(
 def launch_rms_norm(
     x: Tensor, weight: Tensor, eps: float, form: NormForm, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What is normalised, and the result of `rms_norm`; a residual is added before."""
+    """The normalised sum (or `x`), and the result of `rms_norm`."""
     dim = weight.shape[0]
     rows_RD = _rows(x, dim)
     residual_RD = rows_RD if residual is None else _rows(residual, dim)

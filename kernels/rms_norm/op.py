@@ -1,4 +1,4 @@
-"""`rms_norm`: validation and choice of the implementation."""
+"""`rms_norm`, also of the sum with a residual."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_runtime.kernels.native import (
     DTYPE_CODES,
-    NEEDS_TORCH,
     NativeLibrary,
+    kernel_problem,
     native_library,
     needs_torch,
     require_native,
@@ -20,7 +20,6 @@ from moe_runtime.kernels.operands import precise_dtype
 from moe_runtime.kernels.triton_support import require_triton
 
 NormForm = Literal["rounded", "wide", "plus_one"]
-"""How a row that was divided is multiplied, see `rms_norm`."""
 FORMS: tuple[NormForm, ...] = ("rounded", "wide", "plus_one")
 
 
@@ -33,10 +32,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, form: NormForm = "
     return (normed * (weight.to(normed.dtype) + (form == "plus_one"))).to(x.dtype)
 
 
-MOST_COLUMNS = 16384
-"""Of a row that one program of the Triton kernel holds."""
-ROWS_ALONE = 64
-"""Rows that the native kernel leaves to the calling thread, as in `norm.c`."""
+MOST_COLUMNS = 16384  # of a row that one program of the Triton kernel holds
+ROWS_ALONE = 64  # rows that the calling thread normalises alone, as in `norm.c`
 
 Impl = Literal["auto", "native", "triton", "reference"]
 
@@ -50,19 +47,17 @@ def rms_norm(
         x: `[..., D]`.
         weight: `[D]`, dtype of `x`.
         eps: Added to the mean of squares.
-        form: `rounded` rounds the row to the type of `x` before the weight is applied, as Llama and
-            its kin do; `wide` rounds once after it (gpt-oss), and so does `plus_one`, whose weight
-            is one more (Gemma, Qwen3-Next).
-        impl: `native` is the C kernel (CPU), `triton` the one for a GPU, both for inference only,
-            `reference` plain torch; `auto` takes a kernel where one is able. A named
-            implementation never falls back.
+        form: `rounded` rounds the row to the dtype of `x` before the weight is applied (Llama);
+            `wide` rounds once, after it (gpt-oss); `plus_one` is `wide` with the weight plus one
+            (Gemma, Qwen3-Next).
+        impl: `native` (C, CPU) and `triton` (GPU) are for inference only, `reference` is torch;
+            `auto` takes a kernel if possible.
 
     Returns:
-        The shape and dtype of `x`. A kernel gives the same bits for a row whatever the other rows
-        are.
+        The shape and dtype of `x`. A kernel's result for a row does not depend on other rows.
 
     Raises:
-        ValueError: Shapes do not fit, a name is unknown, or the kernel cannot take the input.
+        ValueError: Shapes do not fit, a name is unknown, or the named kernel cannot take the input.
         NativeUnavailableError: `impl="native"` and the library was not built.
         TritonUnavailableError: `impl="triton"` and Triton is not installed.
     """
@@ -74,7 +69,7 @@ def rms_norm(
             return found[1]
     if impl == "auto":
         library = native_library()
-        # what is invalid is left to torch to report
+        # torch reports invalid arguments
         if (
             library is not None
             and x.numel() > 0
@@ -101,15 +96,9 @@ def rms_norm(
 
 def native_problem(x: Tensor, weight: Tensor) -> str | None:
     """Why the C kernel cannot take these, or None."""
-    if not (x.is_cpu and weight.is_cpu):
-        return f"it needs CPU tensors, got {x.device} and {weight.device}"
-    if x.dtype not in DTYPE_CODES or x.dtype != weight.dtype:
-        return f"it knows fp32, bf16 and fp16, the same for both, got {x.dtype} and {weight.dtype}"
-    if not weight.is_contiguous():
-        return f"the weight must be contiguous, got stride {weight.stride()}"
-    if needs_torch(x, weight):
-        return NEEDS_TORCH
-    return None
+    if x.dtype != weight.dtype or not weight.is_contiguous():
+        return f"it needs a contiguous weight in the dtype of x, got {weight.dtype} and {x.dtype}"
+    return kernel_problem(x, weight)
 
 
 def _run_native(
@@ -145,10 +134,9 @@ def add_rms_norm(
     form: NormForm = "rounded",
     impl: AddImpl = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`x + residual` in their dtype, and `rms_norm` of it, in the bits of the two one by one.
+    """`x + residual` in their dtype, and its `rms_norm`, with the bits of the two in turn.
 
-    `triton` is one kernel, for inference only; `auto` takes it on a GPU where it is able, and else
-    torch's sum and `rms_norm`.
+    `triton` is one kernel, for inference only; `auto` takes it on a GPU if possible.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.
@@ -180,7 +168,7 @@ def _by_triton(
     *,
     is_asked_for: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """What is normalised and the result; None where the kernel is not able, unless asked for."""
+    """The normalised sum and the result; None if the kernel cannot take them, unless asked for."""
     if is_asked_for:
         require_triton(x.device)
     if (

@@ -1,10 +1,10 @@
 """Triton kernels of `token_sort`: a counting sort by comparison, without atomics.
 
-Few slots are sorted by one program in one launch. Otherwise: every block of slots counts its keys
-(`histogram_BE`, one row a bin), a scan along each bin gives every block its place within the bin,
-and each block adds the first row of the bin and the rank of the slot inside the block.
+One program sorts a few slots in one launch. For more: every block of slots counts its keys
+(`histogram_BE`, one row per bin), a scan along each bin gives every block its place in the bin, and
+each block adds the first row of the bin and the slot's rank in the block.
 
-Keys are expert ids, with `num_experts` for slots without an expert.
+Keys are expert ids, `num_experts` for slots without an expert.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.triton_support import cdiv, launch, power_of_2
 
-# Up to here one program compares every pair of slots faster than three launches start.
-_SMALL_SLOTS = 512
+_SMALL_SLOTS = 512  # one program compares all pairs faster than three launches start
 _BLOCK = 256
 _CHUNK = 32
 
@@ -119,7 +118,7 @@ def _token_sort_place(
 
 
 def token_sort_triton(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launches one program for few slots, three kernels otherwise; see `token_sort`."""
+    """One program for few slots, three kernels otherwise; see `token_sort`."""
     ids_R = ids_TK.reshape(-1).contiguous()
     num_slots = len(ids_R)
     like = {"dtype": torch.int64, "device": ids_R.device}

@@ -1,4 +1,4 @@
-"""`token_sort`: validation and choice of the implementation.
+"""`token_sort`: groups the slots of a routing table by expert.
 
 Shape suffixes: T tokens, K choices a token, E experts, R = T*K routed rows.
 """
@@ -39,19 +39,19 @@ class SortedTokens(NamedTuple):
 def token_sort(ids_TK: Tensor, num_experts: int, *, impl: TokenSortImpl = "auto") -> SortedTokens:
     """Groups the slots of a routing table by expert, in slot order within each expert.
 
-    A counting sort: stable, the same bits in every run, `O(R)` memory. Nothing is copied to the
-    host and the host does not wait, so the whole layer can be captured in a CUDA graph.
+    A counting sort: stable, the same bits in every run, `O(R)` memory. The host does not wait, so a
+    CUDA graph can capture the whole layer.
 
     Args:
-        ids_TK: `[T, K]` (or any shape), an integer dtype. An id below 0 or from `num_experts` on
-            marks a slot that no expert serves; such slots come last.
+        ids_TK: Any shape, int16, int32 or int64. Slots with an id outside `[0, num_experts)` come
+            last.
         num_experts: At least 1.
-        impl: `triton` needs a GPU, `torch` is the CPU path (and works anywhere), `reference` the
-            specification. `auto` is `triton` on a GPU and `torch` elsewhere.
+        impl: `triton` needs a GPU, `torch` is the CPU path, `reference` the specification; `auto`
+            chooses by device.
 
     Raises:
         ValueError: Wrong dtype or number of experts, or `impl` cannot run here.
-        TritonUnavailableError: `impl` comes out as `triton` and Triton is not installed.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
@@ -91,7 +91,7 @@ def token_sort_reference(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tens
     order_R = torch.argsort(keys_R, stable=True)
     slots_R = torch.arange(len(ids_R), device=ids_R.device)
     inverse_R = torch.empty_like(order_R).scatter_(0, order_R, slots_R)
-    # bincount would ask the GPU for its largest value and wait for the answer.
+    # bincount would wait for the GPU's largest value
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_R.device)
     counts_E = counts.scatter_add_(0, keys_R, torch.ones_like(keys_R))[:num_experts]
     offsets_E1 = torch.nn.functional.pad(counts_E.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""What the Triton side of every op shares: choosing an implementation, and starting a kernel."""
+"""Triton helpers for every operation: choosing an implementation, and starting a kernel."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TRITON_HINT = "install it with `pip install triton` (Linux; CUDA builds of torch
 
 
 class TritonUnavailableError(MoERuntimeError):
-    """`impl="triton"` was asked for, or a GPU tensor given, where Triton is not installed."""
+    """Triton is needed (`impl="triton"`, or a GPU tensor) and not installed."""
 
 
 def resolve_impl(impl: str, device: torch.device, supported: Sequence[str]) -> str:
-    """The implementation that a call uses; `auto` is `triton` on a GPU and `torch` elsewhere.
+    """The implementation of a call; `auto` is `triton` on a GPU and `torch` elsewhere.
 
     Raises:
         ValueError: The name is not `supported`, or it is `triton` and the tensors are on no GPU.
-        TritonUnavailableError: It comes out as `triton` and Triton is not installed.
+        TritonUnavailableError: Triton is needed and not installed.
     """
     check_choice(impl, supported)
     if impl == "auto":
@@ -37,9 +37,7 @@ def resolve_impl(impl: str, device: torch.device, supported: Sequence[str]) -> s
 
 
 def require_triton(device: torch.device) -> None:
-    """Raises unless Triton kernels can run on tensors of this device.
-
-    A CPU will do while Triton's interpreter is on, as in the tests.
+    """Raises unless Triton kernels can run on this device, or on a CPU in Triton's interpreter.
 
     Raises:
         ValueError: The device is no GPU.
@@ -55,7 +53,7 @@ def require_triton(device: torch.device) -> None:
 
 
 def check_triton_dtype(x: Tensor) -> None:
-    """Refuses values that no Triton kernel here computes with."""
+    """Raises ValueError for a dtype that the Triton kernels lack."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"impl='triton' takes fp32, bf16 or fp16, got {x.dtype}")
 
@@ -71,30 +69,30 @@ _MOST_REMEMBERED = 1024
 
 
 def cdiv(number: int, size: int) -> int:
-    """Blocks of a size that a number takes; `triton.cdiv` on the host takes microseconds."""
+    """Division rounded up; `triton.cdiv` on the host takes microseconds."""
     return -(-number // size)
 
 
 def power_of_2(number: int) -> int:
-    """The next power of two from a number on, which is at least 1."""
+    """The next power of two, for numbers from 1 on."""
     return 1 << (number - 1).bit_length()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> Any:
-    """Runs `kernel` over `grid` on the GPU that its tensors lie on; returns what Triton returns.
+    """Runs `kernel` over `grid` on the GPU of its tensors; returns what Triton returns.
 
-    By keyword only: kernels have too many arguments to tell apart by position. What was compiled
-    for the same arguments is started at once: of tensors it depends on their types, on whether
-    addresses are multiples of 16, and on ROCm on whether 32 bits tell the bytes apart. Triton's
-    own way to find it takes as long as a small kernel runs.
+    Kernels have too many arguments to tell apart by position, so all are named. Compiled code for
+    the same arguments is started directly, as Triton's own lookup takes as long as a small kernel.
+    Code depends on a tensor's dtype, on whether its address is a multiple of 16, and on ROCm on
+    whether 32 bits can index its bytes.
     """
-    # Products and sums are fused, unless a kernel rounds as torch does. Triton's default changes
-    # with its version; results must not.
+    # products and sums are fused unless a kernel rounds as torch does; Triton's default changes
+    # with its version, results must not
     arguments.setdefault("enable_fp_fusion", True)
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _launch(kernel, grid, device, arguments)
-    # Triton launches on the current device, wherever the tensors are.
+    # Triton launches on the current device, wherever the tensors are
     with torch.cuda.device(device):
         return _launch(kernel, grid, device, arguments)
 
@@ -125,19 +123,19 @@ def _launch(
 
 
 def _kind_of(tensor: Tensor, *, is_rocm: bool = torch.version.hip is not None) -> tuple[Any, ...]:
-    """What a compiled kernel depends on of a tensor."""
+    """The properties of a tensor that compiled code depends on."""
     is_short = is_rocm and tensor.untyped_storage().nbytes() < 2**31
     return tensor.dtype, tensor.data_ptr() % 16, is_short
 
 
 @cache
 def _remembered(kernel: Any) -> dict[Any, Any]:
-    """What was compiled of a kernel; shapes come and go, and so it is emptied now and then."""
+    """Compiled code of a kernel; emptied now and then, as shapes change."""
     return {}
 
 
 class PreparedLaunch:
-    """Launches that differ in their tensors alone, for steps that are as short as a launch."""
+    """Launches that differ in their tensors only, for steps as short as a launch."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], /, **numbers: Any) -> None:
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
@@ -147,11 +145,11 @@ class PreparedLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it has run for tensors of some kind; never when interpreted."""
+        """Whether it has run for some tensors; never when interpreted."""
         return bool(self._compiled)
 
     def __call__(self, **tensors: Tensor) -> None:
-        """Runs the kernel with tensors, which are named in the same order in every call."""
+        """Runs the kernel with tensors, named in the same order in every call."""
         device = next(iter(tensors.values())).device
         key = device, *map(_kind_of, tensors.values())
         compiled = self._compiled.get(key)
@@ -173,10 +171,10 @@ class PreparedLaunch:
 
 @lru_cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Programmatic dependent launch: a kernel begins while the one before it on its stream ends.
+    """IS_CHAINED and, from Hopper on, Triton's option for programmatic dependent launch.
 
-    It waits for that one (`gdc_wait`) before it reads what others may have written, and writes:
-    what waits for it has waited for all before it. IS_CHAINED and, from Hopper on, Triton's option.
+    The kernel starts while the one before it on its stream ends, and waits for that one
+    (`gdc_wait`) before it reads others' results or writes.
     """
     is_able = (
         device.type == "cuda"

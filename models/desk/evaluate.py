@@ -20,6 +20,7 @@ from moe_runtime.models.pocket.evaluate import (
     measure,
     rounded,
     spent_by,
+    usage_and_samples,
     write_evaluation,
 )
 
@@ -34,10 +35,6 @@ def render_card(evaluation: dict[str, Any]) -> str:
     of_experts = matrices * shape["layers"] * shape["experts"]
     losses = ["| held-out text | tokens | unigram | desk model |", "|---|--:|--:|--:|"]
     losses += loss_rows(evaluation, ("unigram", "moe"))
-    usage = ["| layer | least used | most used | entropy |", "|--:|--:|--:|--:|"]
-    for number, layer in enumerate(evaluation["expert_usage"]):
-        least, most = 100 * layer["min"], 100 * layer["max"]
-        usage.append(f"| {number} | {least:.1f} % | {most:.1f} % | {layer['entropy']:.3f} |")
     return filled_card(
         Path(__file__),
         **shape,
@@ -55,19 +52,12 @@ def render_card(evaluation: dict[str, Any]) -> str:
         perplexity=torch.tensor(scores["moe"]["nats_per_token"]).exp(),
         unigram_perplexity=torch.tensor(scores["unigram"]["nats_per_token"]).exp(),
         even=100 / shape["experts"],
-        usage="\n".join(usage),
-        samples="\n\n".join(map(_sample, evaluation["samples"])),
+        **usage_and_samples(evaluation),
     )
 
 
-def _sample(sample: dict[str, str]) -> str:
-    lines = (sample["prompt"] + sample["sampled"]).splitlines()
-    body = "\n".join(f"    {line}".rstrip() for line in lines)
-    return f"**`{sample['prompt'].strip()}`**\n\n{body}"
-
-
 def evaluate(run: Path, note: str) -> dict[str, Any]:
-    """All numbers of the card of a complete run."""
+    """All numbers for the card of a complete run."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(run / "model")

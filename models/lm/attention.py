@@ -26,7 +26,7 @@ from moe_runtime.routing import Routing, ZeroRouting
 
 
 class SequencePart:
-    """The part of each sequence that this process has, `index` of `size`.
+    """This process's part of each sequence, `index` of `size`.
 
     A token attends to those before it, so the back of a sequence is more work than the front. For
     attention a sequence is therefore folded: into `2 * folds` chunks, taken in turn from the front
@@ -39,7 +39,7 @@ class SequencePart:
         self.index, self.size = mesh.get_local_rank(), mesh.size()
 
     def own(self, whole: Tensor) -> Tensor:
-        """`[B, c, ...]` of `[B, C, ...]`."""
+        """This process's `[B, c, ...]` of `[B, C, ...]`."""
         context = whole.shape[1]
         order = fold_order(self._folds)
         for number, name in ((self.size, "tp * parallel.cp"), (len(order), "cp * 2")):
@@ -53,21 +53,21 @@ class SequencePart:
         return folded.narrow(1, self.index * width, width)
 
     def gather(self, part: Tensor) -> Tensor:
-        """`[B, C, ...]` of every process's `[B, c, ...]`, in order; a collective call."""
+        """`[B, C, ...]` from every process's `[B, c, ...]`, in order; a collective call."""
         divided = DTensor.from_local(part, self._mesh, [Shard(1)], run_check=False)
         folded = divided.full_tensor(grad_placements=[Partial()])
         order = fold_order(self._folds)
         return _chunks_in(folded, [order.index(chunk) for chunk in range(len(order))])
 
     def runs(self, num_tokens: int) -> list[range]:
-        """Positions of the tokens here, as runs of consecutive ones."""
+        """Positions of the tokens here, as consecutive runs."""
         assert self.size == self._folds, "other divisions cut through runs"
         width = num_tokens // 2
         own = fold_order(self._folds)[2 * self.index : 2 * self.index + 2]
         return [range(chunk * width, (chunk + 1) * width) for chunk in own]
 
     def own_choices(self, routing: Routing, num_sequences: int) -> Routing:
-        """What a gate decided for the tokens here, of what it decided for all."""
+        """A gate's decisions for the tokens here."""
 
         def rows(all_T: Tensor) -> Tensor:
             return self.own(all_T.unflatten(0, (num_sequences, -1))).flatten(0, 1)
@@ -85,14 +85,13 @@ class SequencePart:
 
 
 def fold_order(folds: int) -> list[int]:
-    """The chunks of a sequence, two for each part: the first and the last, the second and so on."""
+    """Chunk numbers by part: first and last, second and last but one, ..."""
     if folds == 1:
         return [0]
     return [chunk for part in range(folds) for chunk in (part, 2 * folds - 1 - part)]
 
 
 def _chunks_in(whole: Tensor, order: list[int]) -> Tensor:
-    """The equal chunks of dimension 1 in another order."""
     if len(order) == 1:
         return whole
     chunks = whole.chunk(len(order), 1)
@@ -100,13 +99,13 @@ def _chunks_in(whole: Tensor, order: list[int]) -> Tensor:
 
 
 def causal_mask(num_queries: int, first: int, device: torch.device) -> Tensor:
-    """`[q, first + q]` bool: which tokens those of a run may look at."""
+    """`[q, first + q]` bool: the visible tokens of a run."""
     shape = (num_queries, first + num_queries)
     return torch.ones(shape, dtype=torch.bool, device=device).tril(first)
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of the rotary position embedding for every position of the context."""
+    """Cosines and sines of the rotary position embedding for all positions."""
 
     cos: Tensor
     sin: Tensor
@@ -118,14 +117,13 @@ class RotaryTable(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self, max_positions: int) -> dict[str, Tensor]:
-        """Cosines and sines, shaped to broadcast over `[B, C, heads, W/2]`."""
         exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim
         frequencies = 1.0 / self._theta**exponents
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
         return {"cos": angles.cos()[:, None, :], "sin": angles.sin()[:, None, :]}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As in `nn.Module`; the tables are made anew, since `to_empty` leaves no values there."""
+        """As in `nn.Module`; recomputes the tables, since `to_empty` leaves no values."""
         super()._apply(fn, recurse)
         for name, table in self._tables(len(self.cos)).items():
             self.get_buffer(name).copy_(table)
@@ -143,7 +141,7 @@ def _rows(table: Tensor, num_tokens: int, runs: Sequence[range] | None) -> Tenso
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation; its gradient is the rotation back, so nothing of the input need be kept."""
+    """A rotation; its gradient is the inverse rotation and needs no inputs."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -161,7 +159,7 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    # A compiler fuses this, and refuses what follows, as a second derivative does.
+    # A compiler fuses this form, and second derivatives need it.
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     out = torch.empty_like(x)
@@ -200,11 +198,11 @@ class Attention(nn.Module):
         if self.part is None or runs is None:
             attended = self._attend(queries, keys, values)
         else:
-            # One exchange for both.
+            # one exchange for both
             keys, values = self.part.gather(torch.stack([keys, values], dim=-1)).unbind(dim=-1)
             attended = torch.cat(
                 [
-                    # What comes after the last query is of no use to any.
+                    # keys after the last query are not needed
                     self._attend(some, keys[:, : run.stop], values[:, : run.stop], first=run.start)
                     for some, run in zip(queries.split(list(map(len, runs)), 1), runs, strict=True)
                 ],
@@ -215,8 +213,8 @@ class Attention(nn.Module):
     def heads(
         self, x: Tensor, rotary: RotaryTable, runs: Sequence[range] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, C, H, W]`, keys and values `[B, C, G, W]` of tokens at the positions of
-        some runs; from 0 on without any."""
+        """Queries `[B, C, H, W]`, keys and values `[B, C, G, W]` of tokens at the positions of the
+        runs; at 0, 1, ... if omitted."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         queries_keys, values = heads.split(
             [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2
@@ -229,7 +227,7 @@ class Attention(nn.Module):
         return queries, keys, values
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, first: int = 0) -> Tensor:
-        """`[B, q, H, W]` of queries at the positions from `first` on, over all keys up to them."""
+        """`[B, q, H, W]` for queries from position `first`, over all keys up to them."""
         mask = causal_mask(queries.shape[1], first, queries.device) if first else None
         return F.scaled_dot_product_attention(
             queries.transpose(1, 2),

@@ -1,4 +1,4 @@
-"""What a language model is stacked from: attention and feed-forward, dense or routed.
+"""The blocks of a language model: attention and feed-forward, dense or routed.
 
 Shapes: B sequences of C tokens, D model width, T = B * C tokens.
 """
@@ -31,7 +31,7 @@ class DenseFeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each after a norm and beside the residual stream."""
+    """Attention and feed-forward with norms and residual connections."""
 
     def __init__(self, config: LanguageModelConfig, layer: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ShortcutBlocks(nn.Module):
 
     def __init__(self, config: LanguageModelConfig, moe: ExpertsConfig, layer: int) -> None:
         super().__init__()
-        assert moe.shortcut is not None  # its caller has looked
+        assert moe.shortcut is not None  # the caller checks it
         assert config.intermediate_size is not None  # the configuration checks it
         settings: dict[str, Any] = {**_layer_settings(moe), "shared_experts": 0}
         self.pair = ScMoEBlock(
@@ -96,7 +96,7 @@ class ShortcutBlocks(nn.Module):
 
 
 def check_experts(config: LanguageModelConfig) -> None:
-    """Refuses settings of the routed layers before anything large is made."""
+    """Checks the settings of routed layers before anything large is made."""
     if config.moe is None:
         return
     try:
@@ -108,7 +108,7 @@ def check_experts(config: LanguageModelConfig) -> None:
 
 
 def make_blocks(config: LanguageModelConfig) -> Iterator[Block | ShortcutBlocks]:
-    """The stack of a model, from first to last."""
+    """The blocks of a model in order."""
     if config.moe is not None and config.moe.shortcut is not None:
         for layer in range(0, config.num_layers, 2):
             yield ShortcutBlocks(config, config.moe, layer)
@@ -125,7 +125,6 @@ def _feed_forward(config: LanguageModelConfig, layer: int) -> nn.Module:
 
 
 def _layer_settings(moe: ExpertsConfig) -> dict[str, Any]:
-    """The keyword arguments of `MoELayer`."""
     return {
         field.name: getattr(moe, field.name)
         for field in dataclasses.fields(moe)

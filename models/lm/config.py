@@ -1,4 +1,4 @@
-"""The shape of a language model, as one frozen value."""
+"""The shape of a language model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,16 +18,16 @@ class ExpertsConfig:
     gate_options: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "swiglu"
     bias: bool = False
-    shared_experts: int = 0  # experts that see every token, as wide as a routed one
+    shared_experts: int = 0  # experts for every token, each as wide as a routed one
     shared_expert_gate: bool = False  # a sigmoid gate on the shared experts' output
     capacity_factor: float | None = None  # None never drops a token
-    drop_policy: str = "choice"  # which choices are kept where there is a capacity
-    num_groups: int = 1  # consecutive parts of the batch that are routed on their own
+    drop_policy: str = "choice"  # which choices are kept if capacity is limited
+    num_groups: int = 1  # consecutive parts of the batch, routed separately
     zero_experts: Mapping[str, int] | None = None  # of MoE++, by kind: `zero`, `copy`, `constant`
-    impl: str = "auto"  # what computes them: `auto`, `native`, `triton`, `torch`, `reference`
-    recompute: bool = False  # the backward pass computes the experts' pre-activations again
-    # coefficients of the auxiliary losses by name; None takes the gate's own. What is trained on is
-    # the mean over the routed layers.
+    impl: str = "auto"  # implementation: `auto`, `native`, `triton`, `torch`, `reference`
+    recompute: bool = False  # the backward pass recomputes the experts' pre-activations
+    # coefficients of the auxiliary losses by name; None takes the gate's own. The loss is the mean
+    # over the routed layers.
     loss_weights: Mapping[str, float] | None = None
     # ScMoE: layers come in pairs, a dense one and one with experts, whose routed experts read the
     # pair's `input`, its `middle` (after the first attention, which the paper recommends) or the
@@ -36,7 +36,7 @@ class ExpertsConfig:
     shortcut: Literal["output", "middle", "input"] | None = None
 
     def __post_init__(self) -> None:
-        # The layer checks the rest when it is built.
+        # the layer checks the rest when it is built
         _require_positive(self, "num_experts", "top_k", "intermediate_size")
         if self.shortcut is None:
             return
@@ -58,7 +58,7 @@ class LanguageModelConfig:
     max_positions: int  # longest context in tokens
     vocab_size: int | None = None  # entries of the vocabulary; None until the tokenizer is known
     moe: ExpertsConfig | None = None  # the routed feed-forward; None makes a dense model
-    intermediate_size: int | None = None  # of the dense feed-forward, where a layer is dense
+    intermediate_size: int | None = None  # of dense layers
     dense_layers: tuple[int, ...] = ()  # layers that stay dense in a model with experts
     tie_embeddings: bool = True  # the output projection is the embedding
     rope_theta: float = 10_000.0  # base of the rotary position embedding

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face checkpoint that computes the same.
+"""Exports a trained model as a Hugging Face checkpoint that computes the same, and imports one.
 
 Three architectures have our blocks: Qwen3 (no experts), Qwen3-MoE (softmax gate) and GLM-4-MoE
 (sigmoid gate, selection bias, expert groups, shared experts). One tensor for every matrix of every
@@ -29,7 +29,7 @@ Family = Literal["qwen3", "qwen3_moe", "glm4_moe"]
 
 
 def hugging_face_family(config: LanguageModelConfig) -> Family:
-    """The architecture that computes the same."""
+    """The Hugging Face architecture that computes the same."""
     if config.moe is None:
         return "qwen3"
     gate = _gate(config, config.moe)
@@ -46,7 +46,7 @@ def hugging_face_family(config: LanguageModelConfig) -> Family:
 def hugging_face_config(
     config: LanguageModelConfig, special_tokens: Mapping[str, int | None], dtype: torch.dtype
 ) -> "PreTrainedConfig":
-    """The configuration under which `transformers` builds the same model."""
+    """The configuration of the same model in `transformers`."""
     from transformers import Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
     family = hugging_face_family(config)
@@ -73,7 +73,7 @@ def hugging_face_config(
         common["intermediate_size"] = config.intermediate_size
     if config.moe is None:
         return Qwen3Config(**common)
-    # The others want a width even where no layer is dense.
+    # these need a width even without dense layers
     common.setdefault("intermediate_size", config.moe.top_k * config.moe.intermediate_size)
     common |= {
         "moe_intermediate_size": config.moe.intermediate_size,
@@ -86,7 +86,6 @@ def hugging_face_config(
 
 
 def _gate(config: LanguageModelConfig, moe: ExpertsConfig) -> Gate:
-    """A gate of the model's kind, to read its settings from."""
     return make_gate(moe.gate, config.hidden_size, moe.num_experts, moe.top_k, **moe.gate_options)
 
 
@@ -127,7 +126,7 @@ def _qwen3_moe(config: LanguageModelConfig, moe: ExpertsConfig, gate: Gate) -> d
     assert isinstance(gate, SoftmaxTopK)
     return {
         "num_experts": moe.num_experts,
-        # Softmax over the chosen scores alone is the same as renormalising.
+        # Softmax over the chosen scores equals renormalising.
         "norm_topk_prob": gate.renormalize or gate.softmax == "after",
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.dense_layers),
@@ -189,7 +188,7 @@ def export_hugging_face(
     with replace_folder(folder, keeps=keeps) as new:
         for file, names in shards.filename_to_tensors.items():
             save_file({name: tensors[name] for name in names}, new / file, {"format": "pt"})
-            # safetensors makes its files readable by their owner only.
+            # safetensors makes files readable by their owner only
             (new / file).chmod(0o644)
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
@@ -251,7 +250,7 @@ def _routed(layer: MoELayer, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _glm4_extras(layer: MoELayer, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """What GLM-4-MoE always has: a selection bias, and shared experts, of width 0 if need be."""
+    """Tensors that GLM-4-MoE always has: a selection bias, and shared experts (width 0 if none)."""
     bias = dict(layer.gate.named_buffers()).get("expert_bias")
     zeros = torch.zeros(layer.gate.num_experts)
     yield f"{prefix}.gate.{_FP32_SUFFIX}", zeros if bias is None else bias
@@ -269,7 +268,7 @@ def _gated(gate_up: Tensor, down: Tensor, prefix: str) -> Iterator[tuple[str, Te
     yield f"{prefix}.down_proj.weight", down
 
 
-# What decides the numbers, or the shapes; a checkpoint's other settings do not matter here.
+# Settings that decide numbers or shapes.
 _DECISIVE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
@@ -295,7 +294,7 @@ def import_hugging_face(model: LanguageModel, folder: Path) -> None:
     index = read_checkpoint_index(folder)
     views = dict(hugging_face_views(model))
     problems = [f"missing {name}" for name in views if name not in index]
-    # A checkpoint may spell out the output projection that the embedding is.
+    # a checkpoint may repeat the embedding as output projection
     spare = {"lm_head.weight"} if model.config.tie_embeddings else set[str]()
     problems += [f"unexpected {name}" for name in index if name not in views.keys() | spare]
     problems += [
@@ -319,7 +318,6 @@ def import_hugging_face(model: LanguageModel, folder: Path) -> None:
 
 
 def _other_settings(model: LanguageModel, folder: Path) -> Iterator[str]:
-    """What the checkpoint's configuration and the model's disagree in."""
     from transformers import AutoConfig
 
     hugging_face_family(model.config)
@@ -336,16 +334,16 @@ def _other_settings(model: LanguageModel, folder: Path) -> Iterator[str]:
     routed = model.config.moe is not None and not model.config.dense_layers
     for name in _DECISIVE:
         if name == "intermediate_size" and routed:
-            continue  # the width of dense layers, of which there are none
+            continue  # there are no dense layers
         expected, got = _comparable(ours.get(name)), _comparable(theirs.get(name))
         if expected != got:
             yield f"{name} is {got!r}, this model's is {expected!r}"
 
 
 def _comparable(value: Any) -> Any:
-    """A setting so that absent, false and empty ones are the same, as they are in meaning."""
+    """A setting; absent, false and empty are equal."""
     if isinstance(value, Mapping):
-        # A whole rotation is what is meant where no share of it is given.
+        # the default rotation is a whole one
         return {"partial_rotary_factor": 1.0, **value}
     return value or None
 

@@ -19,7 +19,7 @@ from moe_runtime.kernels.operands.second_derivative import first_derivatives_onl
 
 
 def product_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """What operands of `dtype` are multiplied in."""
+    """The dtype in which operands of `dtype` are multiplied."""
     if not torch.is_autocast_enabled(device_type):
         return dtype
     narrow = torch.get_autocast_dtype(device_type)
@@ -28,7 +28,7 @@ def product_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose result has autocast's dtype, whatever its products are computed in."""
+    """`nn.Linear` whose result has autocast's dtype, independent of the product's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         device_type = input.device.type
@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
-        # A norm is one reduction without the square as a tensor of its own.
+        # this norm needs no tensor for the squares
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
         scale = (mean_square + eps).rsqrt()
         ctx.save_for_backward(x, weight, scale)
@@ -59,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
         normed = x.to(scale.dtype) * scale
         grad = grad_y.to(scale.dtype)
         summed = tuple(range(x.ndim - weight.ndim))
-        # as few passes over memory as there can be: that is all these products cost
+        # few passes over memory, which are the whole cost
         both = grad * normed
         grad_weight = both.sum(dim=summed)
         wide_weight = weight.to(both.dtype)
@@ -94,7 +94,7 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-CHUNK_BYTES = 32 << 20  # bytes of the logits that there are at a time
+CHUNK_BYTES = 32 << 20  # bytes of the logits in memory at a time
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -105,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         targets_T: Tensor,
         compute_dtype: torch.dtype,
-        is_grad_enabled: bool,  # within, it never is
+        is_grad_enabled: bool,  # within, it is always off
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = is_grad_enabled and any(ctx.needs_input_grad)  # type: ignore[attr-defined]
         num_tokens = len(hidden_TD)
@@ -128,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_logits = grad_logits.div_(num_tokens).to(compute_dtype)
             grad_hidden[rows] = grad_logits @ weight
             grad_weight += grad_logits.T @ hidden[rows]
-        # leads to the inputs, as any output does, without keeping them
+        # an output that leads to the inputs without keeping them
         link = each_T.new_empty(0)
         if grad_hidden is not None and grad_weight is not None:
             ctx.save_for_backward(grad_hidden, grad_weight, link)
@@ -149,8 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropies(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of `hidden @ weight.T` against the targets, in nats, a chunk of tokens at
-    a time.
+    """Mean cross-entropy of `hidden @ weight.T` against the targets, in nats, computed in chunks of
+    tokens.
 
     Hidden states are `[T, D]`, the projection `[V, D]`. The mean is float32 or wider; the second
     result `[T]` has that of each token, without a gradient.

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """What a batch is trained on, and how its tokens spread over the experts."""
+    """The losses of a batch, and the load of the experts."""
 
     cross_entropy: Tensor  # mean over the tokens, nats; a scalar
     auxiliary: Tensor  # the gates' losses with their coefficients, mean over the routed layers
-    max_load: Tensor | None = None  # demand of the busiest expert over the mean, mean over layers
-    dropped_share: Tensor | None = None  # share of the choices that capacity took away, likewise
+    max_load: Tensor | None = None  # the busiest expert's demand over the mean, mean over layers
+    dropped_share: Tensor | None = None  # choices dropped by the capacity, mean over layers
 
     def detach(self) -> "Losses":
         known = {name: loss.detach() for name, loss in vars(self).items() if loss is not None}
@@ -70,13 +70,13 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Normal weights as in Qwen3; gates keep the initial values that they chose themselves."""
+        """Normal weights as in Qwen3; gates keep their own initial values."""
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2 and ".gate." not in name and not name.endswith("bias"):
                 parameter.normal_(std=self.config.init_std)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
-        """Has `torch.compile` fuse what stands between the products of each block, in place."""
+        """Compiles each block in place with `torch.compile`."""
         for block in self.own_blocks():
             block.compile(backend=backend)
 
@@ -93,8 +93,7 @@ class LanguageModel(nn.Module):
         self, x: Tensor, ids_BC: Tensor, previous_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream `[B, C, D]` after the blocks here, and the last gate's scores or
-        None.
-        """
+        None."""
         for block in self.own_blocks():
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, self.rotary, ids_BC, previous_logits, use_reentrant=False)
@@ -119,7 +118,7 @@ class LanguageModel(nn.Module):
         return self.losses_after(x, targets_BC)
 
     def losses_after(self, x: Tensor, targets_BC: Tensor) -> Losses:
-        """The second half of `losses`: of the residual stream after the last block."""
+        """The second half of `losses`, from the residual stream after the last block."""
         if self.part is not None:
             targets_BC = self.part.own(targets_BC)
         cross_entropy, of_token_T = linear_cross_entropies(
@@ -135,7 +134,7 @@ class LanguageModel(nn.Module):
         return losses
 
     def gate_losses(self, cross_entropy: Tensor) -> Losses:
-        """What the layers that are here add, as shares of the means over all routed layers."""
+        """The gates' losses of the layers here, as shares of the means over all routed layers."""
         layers = self.layer_aux()
         zero = torch.zeros_like(cross_entropy)
         if not self.num_routed:
@@ -147,7 +146,7 @@ class LanguageModel(nn.Module):
         return Losses(cross_entropy, *shares)
 
     def after_step(self, *, skipped: bool = False) -> None:
-        """What gates do between optimizer steps: move a selection bias, anneal a temperature."""
+        """Updates gates after an optimizer step: selection bias, temperature."""
         for layer in self.routed_layers():
             layer.after_step(self.replicas, skipped=skipped)
 
@@ -157,7 +156,7 @@ class LanguageModel(nn.Module):
                 yield block.routed
 
     def layer_aux(self) -> list[LayerAux]:
-        """What the routed layers say about the last call, from first to last."""
+        """Auxiliary results of the routed layers in the last call, in order."""
         return [layer.aux for layer in self.routed_layers() if layer.aux is not None]
 
     def num_parameters(self) -> int:
@@ -173,14 +172,13 @@ class LanguageModel(nn.Module):
         return total
 
     def own_blocks(self) -> Iterator[Block | ShortcutBlocks]:
-        """The blocks that are here from first to last; other stages of a pipeline have others."""
+        """The blocks here in order; other pipeline stages have others."""
         for block in self.blocks:
             if isinstance(block, Block | ShortcutBlocks):
                 yield block
 
 
 def _policy_loss(layer: MoELayer, rewards_T: Tensor) -> Tensor:
-    """What a gate learns from how well the tokens went that it sampled experts for."""
     assert isinstance(layer.gate, Reinforce), "other gates do not sample"
     policy = None if layer.aux is None else layer.aux.routing.policy
     if policy is None:

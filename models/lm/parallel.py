@@ -1,4 +1,4 @@
-"""The language model over several processes: its experts under a layout, its dense part divided.
+"""The language model over several processes: experts under a layout, the dense part divided.
 
 Attention and dense feed-forward are divided by torch's `parallelize_module` and `fully_shard`.
 """
@@ -45,7 +45,7 @@ def spread_experts(
     slots: Sequence[ExpertSlots] | None = None,
     **options: Any,
 ) -> None:
-    """Leaves this rank its share of every routed layer's experts; bits of one process stay.
+    """Leaves this rank its share of every routed layer's experts; results equal one process's bits.
 
     Afterwards the forward and backward passes are collective calls.
 
@@ -72,7 +72,7 @@ def spread_experts(
             device=own.down_proj.device,
             dtype=own.down_proj.dtype,
         )
-        # experts that are not in memory yet get their first values in their tiers
+        # experts without memory are initialised in their tiers
         if not own.down_proj.is_meta:
             share.take(own.stacked())
         layer.experts = share
@@ -83,7 +83,7 @@ def spread_experts(
 
 
 def check_layout(config: LanguageModelConfig, *, tp: int, cp: int, contexts: set[int]) -> None:
-    """Refuses a division of the dense part that cannot be."""
+    """Refuses an impossible division of the dense part."""
     if config.num_kv_heads % tp:
         raise ValueError(
             f"parallel.tp ({tp}) must divide model.num_kv_heads ({config.num_kv_heads})"
@@ -169,7 +169,7 @@ def shard_dense(
 
 
 def leave_exchanges(model: LanguageModel) -> None:
-    """Has `torch.compile` fuse what stands between exchanges of rows, and leave those alone."""
+    """Makes `torch.compile` skip the exchanges of rows and compile the code between them."""
     for layer in model.routed_layers():
         experts: Any = layer.experts
         experts.forward = torch.compiler.disable(experts.forward)
@@ -179,7 +179,7 @@ def leave_exchanges(model: LanguageModel) -> None:
 
 
 class LinearParts(nn.Module):
-    """A linear map whose output columns are those of several maps `[columns, D]`, by name."""
+    """A linear map that concatenates several maps `[columns, D]`."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -189,12 +189,12 @@ class LinearParts(nn.Module):
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., D]` to the parts' columns, in their order."""
+        """`[..., D]` to the columns of all parts, in order."""
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
 def split_fused(module: nn.Module) -> None:
-    """Gives parts of fused products weights of their own, so that each can be divided."""
+    """Gives parts of fused products their own weights, so that each can be divided."""
     for path, shares in list(_fused(module).items()):
         whole = module.get_submodule(path)
         assert isinstance(whole, nn.Linear), "it was split before"
@@ -204,7 +204,7 @@ def split_fused(module: nn.Module) -> None:
 
 
 def by_parts(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names that they have where fused products are split, as views."""
+    """Views of tensors, by the names that they have when fused products are split."""
     fused = {f"{path}.weight": shares for path, shares in _fused(model).items()}
     views: dict[str, Tensor] = {}
     for name, tensor in named.items():
@@ -215,7 +215,7 @@ def by_parts(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _fused(module: nn.Module) -> dict[str, dict[str, int]]:
-    """How the rows of fused products are shared between their parts, by the products' paths."""
+    """The row shares of fused products' parts, by path."""
     found: dict[str, dict[str, int]] = {}
     for path, child in module.named_modules():
         start = f"{path}." if path else ""
@@ -237,12 +237,13 @@ def _split(weight_FD: Tensor, shares: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
-    """Columns of what reads the tokens, rows of what writes them; between, all tokens are there."""
+    """Divides columns of input products and rows of output products; between them all tokens are
+    present."""
     plan: dict[str, ParallelStyle] = {}
     for path, module in block.named_modules():
         if isinstance(module, Attention):
             first, last = "qkv_proj", "o_proj"
-            # The second argument is the table of positions.
+            # the second argument is the table of positions
             layouts, wanted = (Shard(1), None), (Replicate(), None)
         elif isinstance(module, DenseFeedForward):
             first, last = "gate_up_proj", "down_proj"
@@ -259,7 +260,7 @@ def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _dense_mesh(groups: LayoutGroups, device_type: str) -> DeviceMesh:
-    """The ranks of a stage by the rest of the layout and `tp`; what is 1 is left out."""
+    """The ranks of a stage by `tp` and the rest of the layout, without dimensions of size 1."""
     tensor, rest = groups.group("dense", "tp"), groups.group("dense", "cp", "dp")
     if tensor is None or rest is None:
         group, name = (rest, FSDP) if tensor is None else (tensor, "tp")
@@ -279,7 +280,7 @@ def _modules(model: nn.Module, kind: type[M]) -> Iterator[M]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which stage of how many."""
+    """A pipeline stage and the number of stages."""
 
     index: int
     count: int
@@ -293,7 +294,7 @@ class Stage:
         return self.index == self.count - 1
 
     def blocks(self, num_blocks: int) -> range:
-        """The blocks of this stage; the first stages have one more where they do not divide."""
+        """The blocks of this stage; the first stages have one more if they do not divide evenly."""
         if num_blocks < self.count:
             raise ValueError(f"{num_blocks} blocks cannot be divided into {self.count} stages")
         each, more = divmod(num_blocks, self.count)
@@ -302,7 +303,7 @@ class Stage:
 
 
 def piece_of(model: LanguageModel) -> LanguageModel:
-    """The same modules in a model that can leave some of them out."""
+    """A model with the same modules, of which some can be left out."""
     piece = copy.copy(model)
     piece._modules = dict(model._modules)
     piece.blocks = nn.ModuleList(model.blocks)
@@ -310,7 +311,7 @@ def piece_of(model: LanguageModel) -> LanguageModel:
 
 
 def keep_stages(model: LanguageModel, stages: Sequence[StageModule]) -> None:
-    """Leaves a model what some stages made of pieces of it have."""
+    """Leaves a model only the modules of these stages."""
     for number in range(len(model.blocks)):
         if all(isinstance(stage.model.blocks[number], nn.Identity) for stage in stages):
             model.blocks[number] = nn.Identity()
@@ -321,7 +322,7 @@ def keep_stages(model: LanguageModel, stages: Sequence[StageModule]) -> None:
 
 
 def check_stages(config: LanguageModelConfig, num_processes: int, *, per_process: int = 1) -> None:
-    """Refuses a division into stages that cannot be."""
+    """Refuses an impossible division into stages."""
     pairs = config.moe is not None and config.moe.shortcut is not None
     num_blocks = config.num_layers // 2 if pairs else config.num_layers
     if num_processes * per_process > num_blocks:
@@ -376,7 +377,7 @@ class StageModule(nn.Module):
         model.is_whole = False
 
     def forward(self, *received: Tensor, windows: Tensor) -> tuple[Tensor, ...] | Tensor:
-        """What the next stage receives for windows `[B, C + 1]`; of the last one the loss."""
+        """The input of the next stage for windows `[B, C + 1]`; the loss in the last stage."""
         ids_BC, targets_BC = windows[:, :-1], windows[:, 1:]
         model = self.model
         with self._autocast():
@@ -392,11 +393,11 @@ class StageModule(nn.Module):
         return (x, logits) if self._scores_out and logits is not None else (x,)
 
     def received_of(self, windows: Tensor) -> tuple[Tensor, ...]:
-        """What the stage before sends for windows `[B, C + 1]`, without values (device `meta`)."""
+        """Tensors from the previous stage for windows `[B, C + 1]`, on device `meta`."""
         return () if self.stage.is_first else self._passed(windows, self._scores_in)
 
     def sent_of(self, windows: Tensor) -> tuple[Tensor, ...]:
-        """What this stage returns for windows `[B, C + 1]`, without values."""
+        """Results of this stage for windows `[B, C + 1]`, on device `meta`."""
         if self.stage.is_last:
             return (torch.empty((), device="meta", dtype=score_dtype(self._weight)),)
         return self._passed(windows, self._scores_out)
@@ -409,12 +410,12 @@ class StageModule(nn.Module):
         batch, context = windows.shape[0], windows.shape[1] - 1
         parts = 1 if self.model.part is None else self.model.part.size
         shape = (batch, context // parts, self.model.config.hidden_size)
-        # What wants no gradient gets none sent back.
+        # tensors without `requires_grad` get no gradient back
         wanted = {"device": "meta", "requires_grad": True}
         stream = torch.empty(shape, dtype=self._weight.dtype, **wanted)
         if not num_scores:
             return (stream,)
-        # Gates see all tokens.
+        # gates see all tokens
         shape = (batch * context, num_scores)
         return stream, torch.empty(shape, dtype=score_dtype(stream), **wanted)
 
@@ -434,7 +435,7 @@ def _refuse(model: LanguageModel) -> None:
 
 
 def _scores_before(model: LanguageModel, number: int) -> int:
-    """How many scores a token has that gates before a block leave to those after it; 0 for none."""
+    """The scores for each token that gates before a block pass on; 0 for none."""
     before = [block.routed for block in list(model.own_blocks())[:number]]
     gates = [layer.gate for layer in before if layer is not None]
     residuals = [gate.residual for gate in gates if isinstance(gate, MoEPlusPlus)]

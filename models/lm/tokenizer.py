@@ -1,4 +1,4 @@
-"""A tokenizer trained on the text at hand: byte-level BPE.
+"""Trains a byte-level BPE tokenizer.
 
 Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units" (2016), over
 bytes as in GPT-2; the work is done by the `tokenizers` library.

@@ -1,4 +1,4 @@
-"""The pocket model: a small Mixture-of-Experts language model trained and shipped by this project.
+"""The pocket model: a small Mixture-of-Experts language model, trained and shipped by this project.
 
 Importing this package is light: it only knows where the bundled checkpoint lies. `corpus.py`
 gathers the training text, `texts.py` writes it as files, `train.toml` is the run for
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def pocket_path() -> Path:
-    """The folder of the checkpoint in a checkout, in the layout `from_pretrained` reads."""
+    """The checkpoint's folder in a checkout, in the layout of `from_pretrained`."""
     folder = Path(__file__).resolve().parent
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""The text that every Python installation carries, as training documents.
+"""Training documents from the text of every Python installation.
 
 Three kinds of document, all found next to the running interpreter:
 
@@ -28,7 +28,7 @@ CONTEXT = 512  # tokens of the pocket model's context, as train.toml has it
 Kind = Literal["topic", "docstring", "source"]
 KINDS: tuple[Kind, ...] = ("topic", "docstring", "source")
 
-# Third-party code, tests, and tables written by programs: nothing a language model should learn.
+# Third-party code, tests and generated tables are no training text.
 _EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     | {"_bundled", "lib-dynload", "__pycache__", "turtledemo", "pgen2"}
@@ -46,7 +46,7 @@ _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text: its kind, the name that decides its side of the split, and the text."""
+    """A training document; its name decides whether it is held out."""
 
     kind: Kind
     name: str
@@ -54,7 +54,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Whether the document is kept from training; depends on the name alone."""
+        """Whether the document is kept from training."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
 
@@ -109,7 +109,7 @@ def _library(folder: Path) -> Iterator[Document]:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError, ValueError):
-            # A handful of files are deliberately broken or in an old encoding.
+            # a few files are broken on purpose or in an old encoding
             continue
         if len(source) > _MAX_DOCUMENT_CHARS:
             continue
@@ -117,7 +117,6 @@ def _library(folder: Path) -> Iterator[Document]:
 
 
 def _split(relative: Path, source: str, tree: ast.Module) -> Iterator[Document]:
-    """One file as a document of its docstrings and a document of its code."""
     parts = relative.with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
     name = f"module:{relative.as_posix()}"
@@ -139,7 +138,7 @@ def _split(relative: Path, source: str, tree: ast.Module) -> Iterator[Document]:
 
 
 def _documented(node: _Documented, title: str) -> Iterator[tuple[str, _Documented]]:
-    """Every node that may carry a docstring, with its title: `path.to.function(arguments)`."""
+    """Nodes that may have a docstring, with titles: `path.to.function(arguments)`."""
     shown = title
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         shown = f"{title}({ast.unparse(node.args)})"

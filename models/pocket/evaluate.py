@@ -31,12 +31,6 @@ from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, Kind, gat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SHORT_RUN = (
-    "A likely reason: in so short a run each expert is trained on an eighth of the tokens, a dense "
-    "layer on all of them."
-)
-_PURPOSE = "This model is for exercising a runtime, not evidence for what experts gain."
-
 
 def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
     parameters = evaluation["parameters"]
@@ -69,78 +63,54 @@ def render_card(evaluation: dict[str, Any], *, checkpoint_bytes: int) -> str:
                 "| held-out text | tokens | unigram | dense | pocket model |",
                 "|---|--:|--:|--:|--:|",
                 *loss_rows(evaluation, ("unigram", "dense", "moe")),
+                *_equal_rows(evaluation),
             ]
         ),
-        comparison=_comparison(evaluation),
-        usage=_usage_table(evaluation["expert_usage"]),
-        samples="\n\n".join(_sample(sample) for sample in evaluation["samples"]),
+        **usage_and_samples(evaluation),
     )
 
 
 def filled_card(module: Path, **values: Any) -> str:
-    """The text of `card.txt` beside a module, with its fields filled in."""
+    """`card.txt` beside a module with its fields filled in."""
     return module.with_name("card.txt").read_text("utf-8").format(**values)
 
 
 def loss_rows(evaluation: dict[str, Any], models: Sequence[str]) -> list[str]:
-    """Losses of models on each kind of held-out text and on the mixture, as rows of a table."""
+    """Table rows with losses of models on each kind of held-out text and on the mixture."""
     kinds = [(kind, f"{one['tokens']:,} ", one) for kind, one in evaluation["held_out"].items()]
     rows = []
     for name, tokens, scores in [*kinds, (MIXTURE, "", evaluation["held_out_mixture"])]:
-        found = [scores[model] for model in models]
-        cells = [f"{one['nats_per_token']:.3f} ({one['bits_per_byte']:.3f})" for one in found]
+        cells = [_loss(scores[model]) for model in models]
         rows.append(f"| {name} | {tokens}| {' | '.join(cells)} |")
     return rows
 
 
-def _comparison(evaluation: dict[str, Any]) -> str:
-    """A sentence or two on the mixture of experts against the dense baseline."""
-    run, dense_run = evaluation["training"]["moe"], evaluation["training"]["dense"]
-    scores = evaluation["held_out_mixture"]
-    gap = scores["moe"]["nats_per_token"] - scores["dense"]["nats_per_token"]
-    if run["tokens"] == dense_run["tokens"] and gap < 0:
-        return f"The experts lower the loss by {-gap:.3f} nats per token."
-    if run["tokens"] == dense_run["tokens"]:
-        return textwrap.fill(
-            f"The dense baseline is ahead by {gap:.3f} nats per token. {_SHORT_RUN} {_PURPOSE}",
-            width=100,
-        )
-    more = (
-        f"The two differ by {abs(gap):.3f} nats per token here, but the pocket model has seen "
-        f"{run['tokens'] / dense_run['tokens']:.2f} times as many tokens: this compares no "
-        "architectures."
-    )
+def _equal_rows(evaluation: dict[str, Any]) -> list[str]:
+    """A table row with the losses on the mixture when both models had seen as many tokens."""
     equal = evaluation.get("at_equal_tokens")
-    if equal is not None:
-        more += (
-            f" When both had seen {equal['tokens'] / 1e6:.1f} million, dense stood at "
-            f"{equal['dense']['nats_per_token']:.3f} and the pocket model at "
-            f"{equal['moe']['nats_per_token']:.3f}."
-        )
-        if equal["moe"]["nats_per_token"] > equal["dense"]["nats_per_token"]:
-            more += f" {_SHORT_RUN}"
-    return textwrap.fill(f"{more} {_PURPOSE}", width=100)
+    if equal is None:
+        return []
+    cells = [_loss(equal[model]) for model in ("dense", "moe")]
+    millions = f"{equal['tokens'] / 1e6:.1f}"
+    return [f"| mixture, after {millions} million tokens each | | | {' | '.join(cells)} |"]
 
 
-def _usage_table(layers: list[dict[str, Any]]) -> str:
-    lines = ["| layer | least used | most used | entropy | all 16 (%) |", "|--:|--:|--:|--:|---|"]
-    for number, layer in enumerate(layers):
-        shares = " ".join(f"{100 * share:.1f}" for share in layer["shares"])
-        lines.append(
-            f"| {number} | {100 * layer['min']:.1f} % | {100 * layer['max']:.1f} % "
-            f"| {layer['entropy']:.3f} | {shares} |"
-        )
-    return "\n".join(lines)
+def _loss(scores: dict[str, float]) -> str:
+    return f"{scores['nats_per_token']:.3f} ({scores['bits_per_byte']:.3f})"
 
 
-def _sample(sample: dict[str, str]) -> str:
-    """One prompt with its continuations, as indented code so that any text stays literal."""
-    parts = [f"**`{sample['prompt'].strip().splitlines()[0]}`**"]
-    for name in ("greedy", "sampled"):
-        text = sample["prompt"] + sample[name]
-        body = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-        parts.append(f"{name}:\n\n{body}")
-    return "\n\n".join(parts)
+def usage_and_samples(evaluation: dict[str, Any]) -> dict[str, str]:
+    """The fields of a card with the experts' usage, and prompts with sampled continuations."""
+    usage = ["| layer | least used | most used | entropy |", "|--:|--:|--:|--:|"]
+    for number, layer in enumerate(evaluation["expert_usage"]):
+        least, most = 100 * layer["min"], 100 * layer["max"]
+        usage.append(f"| {number} | {least:.1f} % | {most:.1f} % | {layer['entropy']:.3f} |")
+    samples = []
+    for sample in evaluation["samples"]:
+        text = (sample["prompt"] + sample["sampled"]).splitlines()
+        body = "\n".join(f"    {line}".rstrip() for line in text)
+        samples.append(f"**`{sample['prompt'].strip().splitlines()[0]}`**\n\n{body}")
+    return {"usage": "\n".join(usage), "samples": "\n\n".join(samples)}
 
 
 _log = logging.getLogger(__name__)
@@ -156,7 +126,7 @@ def active_parameters(model: "PreTrainedModel") -> int:
     return total - routed + routed * config.num_experts_per_tok // config.num_experts
 
 
-# Share of the training windows by kind, as train.toml has it.
+# shares of the training windows, as in train.toml
 SHARES: dict[Kind, float] = {"topic": 0.15, "docstring": 0.50, "source": 0.35}
 MIXTURE = "mixture, 15 : 50 : 35"
 
@@ -196,7 +166,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """One kind of held-out text: its token stream and its length in bytes."""
+    """A kind of held-out text: its token stream and its length in bytes."""
 
     ids: npt.NDArray[np.uint16]
     num_bytes: int
@@ -208,7 +178,7 @@ class HeldOut:
 
 
 def copy_model(run: Path, folder: Path) -> dict[str, float]:
-    """Copies the checkpoint that a run exported; gives what the run spent."""
+    """Copies the checkpoint of a run; returns the run's costs."""
     with replace_folder(folder, keeps=lambda path: True) as new:
         for name in CHECKPOINT_FILES:
             shutil.copyfile(run / "model" / name, new / name)
@@ -225,7 +195,7 @@ def spent_by(run: Path) -> dict[str, float]:
 def held_out_texts(
     documents: list[Document], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[Kind, HeldOut]:
-    """The held-out documents of each kind as one stream, cut where it is long."""
+    """The held-out documents of each kind as one stream of limited length."""
     streams = tokenize([document for document in documents if document.held_out], tokenizer)
     texts: dict[Kind, HeldOut] = {}
     for kind, stream in streams.items():
@@ -236,7 +206,7 @@ def held_out_texts(
 
 
 def unigram_nats(training: Streams, text: HeldOut, *, vocab_size: int) -> float:
-    """Log loss of a unigram model: token frequencies of the training mixture, add-one smoothed."""
+    """Log loss of a unigram model of the training mixture, add-one smoothed."""
     frequencies = np.zeros(vocab_size)
     for kind, stream in training.items():
         counts = np.bincount(stream, minlength=vocab_size) + 1.0
@@ -265,7 +235,7 @@ def model_nats(
 
 
 def summarise_usage(usage: torch.Tensor) -> list[dict[str, Any]]:
-    """Per layer: each expert's share of the routed rows, extremes, and normalised entropy."""
+    """Shares, extremes and normalised entropy of each layer's experts."""
     layers: list[dict[str, Any]] = []
     for counts in usage:
         shares = counts / counts.sum()
@@ -303,52 +273,29 @@ def generate_samples(
     return samples
 
 
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """The dense model that the mixture is compared with."""
-
-    spent: dict[str, float]
-    parameters: int
-    scores: Callable[[Kind, HeldOut], dict[str, float]]  # its loss on a held-out text
-
-
-def measured_baseline(run: Path) -> Baseline:
-    from transformers import AutoModelForCausalLM
-
-    dense: Any = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32).eval()
-    return Baseline(
-        spent=spent_by(run),
-        parameters=dense.num_parameters(),
-        scores=lambda kind, text: text.scores(model_nats(dense, text.ids)),
-    )
-
-
-def kept_baseline(earlier: dict[str, Any]) -> Baseline:
-    """The dense model as an earlier evaluation measured it, for the same text only."""
-
-    def scores(kind: Kind, text: HeldOut) -> dict[str, float]:
-        known = earlier["held_out"][kind]
-        if (known["tokens"], known["bytes"]) != (len(text.ids), text.num_bytes):
-            raise ValueError(
-                f"the held-out text of kind {kind!r} is another than the earlier evaluation's; "
-                "train and give the dense baseline (--dense)"
-            )
-        return known["dense"]
-
-    return Baseline(
-        spent=earlier["training"]["dense"], parameters=earlier["parameters"]["dense"], scores=scores
-    )
-
-
 def measure(
-    moe_folder: Path, baseline: Baseline | None = None, prompts: Sequence[str] = PROMPTS
+    moe_folder: Path,
+    prompts: Sequence[str] = PROMPTS,
+    *,
+    dense_folder: Path | None = None,
+    earlier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """All numbers of a card: of the exported checkpoint, its baseline if any, and the corpus."""
+    """All numbers of a card: of the exported checkpoint, its dense baseline if any, and the corpus.
+
+    The baseline is measured from its folder, or taken from an earlier evaluation of the same text.
+    """
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(moe_folder)
     moe: Any = AutoModelForCausalLM.from_pretrained(moe_folder, dtype=torch.float32).eval()
+    dense: Any = None
+    parameters = {"total": moe.num_parameters(), "active": active_parameters(moe)}
+    if dense_folder is not None:
+        dense = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32).eval()
+        parameters["dense"] = dense.num_parameters()
+    elif earlier is not None:
+        parameters["dense"] = earlier["parameters"]["dense"]
     documents = gather()
     training = tokenize([document for document in documents if not document.held_out], tokenizer)
     shape = (moe.config.num_hidden_layers, moe.config.num_experts)
@@ -361,12 +308,12 @@ def measure(
             "tokens": len(text.ids),
             "bytes": text.num_bytes,
             "unigram": text.scores(unigram),
-            **({} if baseline is None else {"dense": baseline.scores(kind, text)}),
             "moe": text.scores(model_nats(moe, text.ids, usage=usage)),
         }
-    parameters = {"total": moe.num_parameters(), "active": active_parameters(moe)}
-    if baseline is not None:
-        parameters["dense"] = baseline.parameters
+        if dense is not None:
+            held_out[kind]["dense"] = text.scores(model_nats(dense, text.ids))
+        elif earlier is not None:
+            held_out[kind]["dense"] = kept_scores(earlier["held_out"][kind], kind, text)
     return {
         "versions": {
             "python": platform.python_version(),
@@ -382,6 +329,16 @@ def measure(
     }
 
 
+def kept_scores(known: dict[str, Any], kind: Kind, text: HeldOut) -> dict[str, float]:
+    """The dense baseline's scores from an earlier evaluation, for the same text only."""
+    if (known["tokens"], known["bytes"]) != (len(text.ids), text.num_bytes):
+        raise ValueError(
+            f"the held-out text of kind {kind!r} differs from the earlier evaluation's; train and "
+            "give the dense baseline (--dense)"
+        )
+    return known["dense"]
+
+
 def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
     """Scores on the mixture from when both models had seen as many tokens, if that was measured."""
     spent = earlier["training"]
@@ -392,7 +349,7 @@ def at_equal_tokens(earlier: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Scores averaged over the kinds with the weights that training gives them."""
+    """Scores averaged over the kinds with the weights of training."""
     return {
         model: {
             unit: sum(SHARES[kind] * held_out[kind][model][unit] for kind in KINDS)
@@ -404,21 +361,21 @@ def _mixture(held_out: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers of an evaluation, with four decimals."""
+    """Rounds numbers to four decimals."""
     return json.loads(json.dumps(value), parse_float=lambda text: round(float(text), 4))
 
 
 def write_evaluation(
     folder: Path, evaluation: dict[str, Any], card_of: Callable[[Path], str]
 ) -> None:
-    """Writes the numbers, and the card of the folder that then has them."""
+    """Writes the numbers, and the card."""
     text = json.dumps(evaluation, indent=1, ensure_ascii=False) + "\n"
     write_text(folder / EVALUATION_FILE, text)
     write_text(folder / "README.md", card_of(folder))
 
 
 def card_of(folder: Path) -> str:
-    """The model card of an exported folder, from its `evaluation.json` and its files' sizes."""
+    """The model card of a folder, from its `evaluation.json` and file sizes."""
     evaluation = json.loads((folder / EVALUATION_FILE).read_text(encoding="utf-8"))
     checkpoint_bytes = sum((folder / name).stat().st_size for name in CHECKPOINT_FILES)
     return render_card(evaluation, checkpoint_bytes=checkpoint_bytes)
@@ -436,20 +393,21 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
-    # A second thread gains little at this size and loses much on a busy machine.
+    # a second thread gains little at this size
     torch.set_num_threads(1)
     if options.dense is None and not options.continues:
         parser.error("--dense is needed, unless --continues takes the baseline's numbers over")
-    before = {}
+    before: dict[str, Any] = {}
     if options.continues:
         before = json.loads((options.output / EVALUATION_FILE).read_text(encoding="utf-8"))
-    baseline = measured_baseline(options.dense) if options.dense else kept_baseline(before)
     spent = copy_model(options.moe, options.output)
     if options.continues:
         spent = {name: before["training"]["moe"][name] + spent[name] for name in spent}
+    dense_folder = None if options.dense is None else options.dense / "model"
+    dense = spent_by(options.dense) if options.dense else before["training"]["dense"]
     evaluation = {
-        "training": {"moe": spent, "dense": baseline.spent, "note": options.note},
-        **measure(options.output, baseline),
+        "training": {"moe": spent, "dense": dense, "note": options.note},
+        **measure(options.output, dense_folder=dense_folder, earlier=before),
     }
     if options.continues and not options.dense:
         evaluation["at_equal_tokens"] = at_equal_tokens(before)

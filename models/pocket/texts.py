@@ -1,4 +1,4 @@
-"""Write the pocket model's training text and tokenizer as files.
+"""Writes the pocket model's training text and tokenizer as files.
 
     python -P -m moe_runtime.models.pocket.texts --output models/pocket/texts
 
@@ -16,22 +16,22 @@ from moe_runtime.models.pocket.corpus import CONTEXT, KINDS, Document, gather
 
 _VOCAB_SIZE = 4096
 _REPEATS = {"topic": 6, "docstring": 3, "source": 1}
-"""How often a document trains the tokenizer: the code outweighs the prose about ten times, and its
-identifiers would take most of the merges."""
+"""Repetitions of documents in the tokenizer's training; code is ten times as much as prose, and its
+identifiers would take most merges."""
 
 
 def write_texts(documents: Sequence[Document], folder: Path) -> None:
-    """Writes every document into a file of its own, and the tokenizer trained on them."""
+    """Writes each document into a file, and the tokenizer trained on them."""
     with replace_folder(folder, keeps=lambda path: True) as new:
         for side in ("training", "held-out"):
             for kind in KINDS:
                 (new / side / kind).mkdir(parents=True)
         for number, document in enumerate(documents):
             side = "held-out" if document.held_out else "training"
-            # The number keeps names apart that differ only in what file systems fold.
+            # the number separates names that filesystems take as equal
             stem = document.name.partition(":")[2].replace("/", ".")[-80:]
             path = new / side / document.kind / f"{number:05}-{stem}.txt"
-            # A docstring may spell a lone surrogate, which UTF-8 cannot hold.
+            # docstrings may contain lone surrogates
             path.write_text(document.text, encoding="utf-8", errors="replace")
         training = (
             document.text

@@ -1,4 +1,4 @@
-"""Parameters whose content stays in the checkpoint's files: name, shape and dtype, nothing else."""
+"""Parameters whose content stays in the checkpoint's files: only name, shape and dtype."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DESCRIBING = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel),
     )
 )
-"""What may be asked of a parameter that is not here."""
+"""Calls that need only the description of a parameter."""
 
 _SETTING_NO_GRADIENT = {
     Tensor.requires_grad_: [False],
@@ -39,11 +39,11 @@ _SETTING_NO_GRADIENT = {
     _GRAD.__set__: [None],
     _GRAD.__delete__: [],
 }
-"""What leaves a frozen parameter as it is, as `zero_grad` and loops over parameters do."""
+"""Calls with values that leave a frozen parameter unchanged, as `zero_grad` makes them."""
 
 
 class AbsentTensor(torch.Tensor):
-    """Weights of which only the description is in memory, such as a layer's experts in a stack.
+    """Weights described in memory but stored elsewhere, such as the stacked experts of a layer.
 
     Whatever would need, copy, save or change its content raises an ``UnsupportedUseError``.
     """
@@ -56,14 +56,14 @@ class AbsentTensor(torch.Tensor):
 
     @staticmethod
     def describes(func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call asks for the description, or leaves a frozen parameter as it is."""
+        """Whether a call needs only the description, or leaves a frozen parameter unchanged."""
         given = [*args[1:], *(kwargs or {}).values()]
         return func in _DESCRIBING or _SETTING_NO_GRADIENT.get(func) == given
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if cls.describes(func, args, kwargs):
-            # torch's own way to disable subclasses: no exception can leave it switched on
+            # torch's own way to disable subclasses; no exception can leave it switched on
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         if func is Tensor.detach:
             return cls(args[0].shape, args[0].dtype, args[0].device)
@@ -82,13 +82,13 @@ class AbsentTensor(torch.Tensor):
 
 
 class TrainedElsewhere(AbsentTensor):
-    """An expert parameter that the optimizer of offloaded training has, with its gradient."""
+    """An expert parameter held by the optimizer of offloaded training, with its gradient."""
 
     has_gradient: Callable[[], bool]  # whether a gradient waits for the optimizer's step
 
     @staticmethod
     def parameter(like: Tensor, has_gradient: Callable[[], bool]) -> Any:
-        """A parameter in the place of one whose content leaves the model for host memory."""
+        """Replaces a parameter whose content moves to host memory."""
         made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             TrainedElsewhere, like.shape, dtype=like.dtype, requires_grad=like.requires_grad
         )
@@ -129,7 +129,7 @@ class TrainedElsewhere(AbsentTensor):
 
 
 def refuse_content() -> NoReturn:
-    """Says that the weights of experts are not in memory."""
+    """Raises: expert weights are not in memory."""
     raise UnsupportedUseError(
         "the experts of a model from moe_runtime.load are in its checkpoint's files, not in "
         "memory: their weights cannot be read, changed, trained, exported or given adapters "
@@ -139,12 +139,8 @@ def refuse_content() -> NoReturn:
     )
 
 
-def absent_parameter(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(AbsentTensor(shape, dtype, device), requires_grad=False)
-
-
 def refuse_copy() -> NoReturn:
-    """Says that a loaded model, or a part of it that has experts, cannot be copied."""
+    """Raises: a loaded model, or a part of it with experts, cannot be copied."""
     raise UnsupportedUseError(
         "a model from moe_runtime.load cannot be copied or pickled, because its experts are in "
         "the checkpoint's files: call moe_runtime.load once more where it is wanted, or write it "
@@ -163,41 +159,40 @@ def require_unchanged(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> None
         )
 
 
-class WholeConversion:
-    """The ``_apply`` of a module over absent parameters: refuses before any is converted."""
+def convert_as_a_whole(model: nn.Module) -> None:
+    """Makes all modules with absent parameters refuse a conversion before it changes anything."""
+    for module in model.modules():
+        if any(isinstance(part, AbsentParameters) for part in module.modules()):
+            vars(module)["_apply"] = _whole_conversion(weakref.ref(module))
 
-    def __init__(self, module: nn.Module) -> None:
-        """Becomes an attribute of the module, which it therefore must not keep alive."""
-        self._module = weakref.ref(module)
 
-    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        module = self._module()
+def _whole_conversion(reference: weakref.ref[nn.Module]) -> Callable[..., Any]:
+    """The ``_apply`` of a module. It must not keep the module alive, since it is its attribute."""
+
+    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        module = reference()
         assert module is not None
         for parameter in module.parameters() if recurse else ():
             if isinstance(parameter, AbsentTensor):
                 require_unchanged(parameter, fn)
         return type(module)._apply(module, fn, recurse)
 
-
-def convert_as_a_whole(model: nn.Module) -> None:
-    """Has every part of a model that has absent parameters refuse conversions before they begin."""
-    for module in model.modules():
-        if any(isinstance(part, AbsentParameters) for part in module.modules()):
-            vars(module)["_apply"] = WholeConversion(module)
+    return apply
 
 
 class AbsentParameters(nn.Module):
-    """A module some of whose parameters are not here; torch's walks over modules pass them over."""
+    """A module some of whose parameters are absent; torch's walks over modules skip those."""
 
     _absent_names: tuple[str, ...] = ()
-    _misses_absent = True  # Whether a state without the absent parameters lacks something
+    _misses_absent = True  # whether a state without the absent parameters is incomplete
 
     def add_absent(
         self, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Lists parameters that are not here, frozen, by their names."""
+        """Registers frozen absent parameters by name."""
         for name, shape in shapes.items():
-            self.register_parameter(name, absent_parameter(shape, dtype, device))
+            absent = nn.Parameter(AbsentTensor(shape, dtype, device), requires_grad=False)
+            self.register_parameter(name, absent)
         self._absent_names = tuple(shapes)
 
     def __setattr__(self, name: str, value: Any) -> None:

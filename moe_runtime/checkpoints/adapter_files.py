@@ -1,4 +1,4 @@
-"""Files of adapters of low rank (LoRA), as PEFT writes them: settings, and which tensors there are.
+"""LoRA adapters as PEFT writes them: their settings, and the tensors in their files.
 
 Shape suffixes: I inputs, O outputs of a layer, L rank, E experts.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,29 +17,70 @@ from safetensors import safe_open
 
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, read_header
 from moe_runtime.checkpoints.strict_json import clipped, parse_object
+from moe_runtime.config import is_number
 from moe_runtime.digests import check_digests, digest_of_file
 from moe_runtime.errors import CheckpointError, UnsupportedModelError, blamed_on
 from moe_runtime.files import read_bounded
 
-OBEYED = frozenset(
+_MAX_BYTES = 1 << 22
+_MAX_SCALE = 2.0**127  # products are in fp32
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return is_number(value, Integral) and value >= 1
+
+
+def _is_scale(value: Any) -> bool:
+    return is_number(value) and abs(value) < _MAX_SCALE
+
+
+def _are_indices(value: Any) -> bool:
+    return all(is_number(one, Integral) for one in (value if isinstance(value, list) else [value]))
+
+
+def _are_names(value: Any) -> bool:
+    return all(isinstance(one, str) for one in (value if isinstance(value, list) else [value]))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and _are_names(value)
+
+
+def _by_name(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
+
+
+_RANK, _SCALE = "a whole number from 1 on", "a finite number"
+APPLIED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": (_RANK, _is_rank),
+    "lora_alpha": (_SCALE, _is_scale),
+    "use_rslora": ("true or false", _is_bool),
+    "rank_pattern": (f"{_RANK} by pattern", _by_name(_is_rank)),
+    "alpha_pattern": (f"{_SCALE} by pattern", _by_name(_is_scale)),
+    "target_modules": ("names or a pattern", _are_names),
+    "exclude_modules": ("names or a pattern", _are_names),
+    "layers_to_transform": ("numbers of layers", _are_indices),
+    "layers_pattern": ("names", _are_names),
+    "target_parameters": ("a list of names", _is_list),
+    "use_dora": ("true or false", _is_bool),
+}
+"""Settings that are applied, and their values."""
+IGNORED = frozenset(
     {
-        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("target_parameters", "use_dora"),
-    }
-)
-WITHOUT_EFFECT = frozenset(
-    {
-        # where the adapter comes from, and what it is for
+        # origin and purpose
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-        # of training, or of the first values alone
+        # only for training and initial values
         *("inference_mode", "lora_dropout", "runtime_config"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        # of other layers than linear ones, or of a setting that is refused
+        # only for other layers than linear ones, or for a refused setting
         *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
     }
 )
-REFUSED: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), (False,)),
     **dict.fromkeys(("modules_to_save", "layer_replication"), ([],)),
     **dict.fromkeys(("trainable_token_indices", "alora_invocation_tokens", "megatron_config"), ()),
@@ -49,44 +91,37 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     # the others subtract the first product from the base weights
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-"""Settings that change what an adapter computes, and the values with which they do not."""
+"""Settings that change what an adapter computes, and their values that change nothing."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_MAX_BYTES = 1 << 22
-_MAX_SCALE = 2.0**127
-"""Products are in fp32."""
 
 
 class AdapterSettings:
-    """Which layers have an adapter, of which rank and scale; as PEFT reads its configuration."""
+    """The layers that have an adapter, with rank and scale, as PEFT reads its configuration."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         with blamed_on(f"{file}: cannot be read as an object of JSON"):
             found = parse_object(read_bounded(file, max_bytes=_MAX_BYTES))
         self._values = found
-        self._require_known()
-        self._targets = self._value("target_modules", "names or a pattern", _is_names)
-        self._parameters = self._value("target_parameters", "a list of names", _is_list) or ()
-        if self._targets is None and self._parameters:
-            self._targets = []
-        if self._targets is None:
+        self._require_sound()
+        self._parameters = found.get("target_parameters") or ()
+        self._targets: Any = found.get("target_modules")
+        if self._targets is None and not self._parameters:
             raise self._refusal("target_modules", "names or a pattern")
-        self._excluded = self._value("exclude_modules", "names or a pattern", _is_names) or ()
-        self._layers = self._value("layers_to_transform", "numbers of layers", _is_indices)
-        patterns = self._value("layers_pattern", "names", _is_names) or ()
+        self._targets = [] if self._targets is None else self._targets
+        self._excluded = found.get("exclude_modules") or ()
+        self._layers = found.get("layers_to_transform")
+        patterns = found.get("layers_pattern") or ()
         self._layer_patterns = (patterns,) if isinstance(patterns, str) else patterns
         if isinstance(self._targets, str) and (self._layers is not None or patterns):
             raise self._refusal("target_modules", "a list of names with layers_to_transform")
         if patterns and self._layers is None:
             raise self._refusal("layers_pattern", "given together with layers_to_transform")
-        rank, alpha = "a whole number from 1 on", "a finite number"
-        self._rank = self._value("r", rank, _is_rank, 8)
-        self._alpha = self._value("lora_alpha", alpha, _is_number, 8)
-        self._ranks = self._value("rank_pattern", f"{rank} by pattern", _by_name(_is_rank)) or {}
-        self._alphas = self._value("alpha_pattern", f"{alpha} by pattern", _by_name(_is_number))
-        self._is_root = self._value("use_rslora", "true or false", _is_bool) or False
-        self.has_magnitudes = self._value("use_dora", "true or false", _is_bool) or False
+        self._rank, self._alpha = found.get("r", 8), found.get("lora_alpha", 8)
+        self._ranks, self._alphas = found.get("rank_pattern"), found.get("alpha_pattern")
+        self._is_root = bool(found.get("use_rslora"))
+        self.has_magnitudes = bool(found.get("use_dora"))
         if self.has_magnitudes and self._parameters:
             raise self._refusal("use_dora", "false with target_parameters, as in PEFT")
 
@@ -114,7 +149,7 @@ class AdapterSettings:
         """The factor of an adapter's product, by the name of a layer or parameter."""
         with blamed_on(f"{self._file}: a pattern cannot be used"):
             expected = _of_pattern(self._ranks, layer, self._rank)
-            alpha = _of_pattern(self._alphas or {}, layer, self._alpha)
+            alpha = _of_pattern(self._alphas, layer, self._alpha)
         if rank != expected:
             raise CheckpointError(
                 f"{self._file}: r or rank_pattern says rank {expected} for {layer}, but its "
@@ -122,33 +157,28 @@ class AdapterSettings:
             )
         return alpha / (math.sqrt(rank) if self._is_root else rank)
 
-    def _require_known(self) -> None:
+    def _require_sound(self) -> None:
         if self._values.get("peft_type") is None:
             raise self._refusal("peft_type", '"LORA"')
         for name, value in self._values.items():
-            if value is None or name in OBEYED or name in WITHOUT_EFFECT:
+            if value is None and name not in ("r", "lora_alpha"):
                 continue
-            if name not in REFUSED:
+            if name in APPLIED:
+                expected, is_sound = APPLIED[name]
+                if not is_sound(value):
+                    raise self._refusal(name, expected)
+            elif name in NEUTRAL:
+                if value not in NEUTRAL[name]:
+                    raise UnsupportedModelError(
+                        f"{self._file}: {name} is {clipped(value)}, so the adapter is more than "
+                        "products of low rank; merge the adapter into a checkpoint of its own"
+                    )
+            elif name not in IGNORED:
                 raise UnsupportedModelError(
                     f"{self._file}: {clipped(name)} is a setting that is not known here, so the "
                     "adapter may compute something else; remove it if it has no effect, or merge "
                     "the adapter into a checkpoint of its own"
                 )
-            if value not in REFUSED[name]:
-                raise UnsupportedModelError(
-                    f"{self._file}: {name} is {clipped(value)}, so the adapter is more than "
-                    "products of low rank; merge the adapter into a checkpoint of its own"
-                )
-
-    def _value(
-        self, name: str, expected: str, is_sound: Callable[[Any], bool], absent: Any = None
-    ) -> Any:
-        value = self._values.get(name, absent)
-        if value is None and absent is None:
-            return None
-        if not is_sound(value):
-            raise self._refusal(name, expected)
-        return value
 
     def _refusal(self, name: str, expected: str) -> CheckpointError:
         found = clipped(self._values[name]) if name in self._values else "nothing"
@@ -166,9 +196,8 @@ class AdapterSettings:
         return False
 
 
-def _of_pattern(values: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """The value of the first pattern that is the end of a name."""
-    for pattern, value in values.items():
+def _of_pattern(values: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
+    for pattern, value in (values or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
     return otherwise
@@ -180,50 +209,17 @@ def _is_named(layer: str, names: Any) -> bool:
     return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_rank(value: Any) -> bool:
-    return _is_whole(value) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return (_is_whole(value) or isinstance(value, float)) and abs(value) < _MAX_SCALE
-
-
-def _is_indices(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, list) and all(map(_is_whole, value)))
-
-
-def _is_names(value: Any) -> bool:
-    names = value if isinstance(value, list) else [value]
-    return all(isinstance(name, str) for name in names)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and _is_names(value)
-
-
-def _by_name(is_sound: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_sound, value.values()))
-
-
 _MAGNITUDES = "magnitude_vector"
 _TENSOR = re.compile(
     rf"base_model\.model\.(?P<place>.+)\.lora_(?:(?P<part>[AB])\.weight|(?P<vector>{_MAGNITUDES}))"
 )
 WRAPPED = ".base_layer"
-"""PEFT wraps a module once for each of its parameters that has an adapter."""
+"""PEFT wraps a module once for each of its parameters with an adapter."""
 
 
 class LowRankShape(NamedTuple):
-    """Of a pair of matrices: ``[rank, inputs]`` and ``[outputs, rank]``; with DoRA, and a vector of
-    ``outputs``."""
+    """Sizes of the matrices ``[rank, inputs]`` and ``[outputs, rank]``, and with DoRA of a vector
+    ``[outputs]``."""
 
     rank: int
     inputs: int
@@ -241,8 +237,8 @@ class AdapterFolder:
 
     Attributes:
         widths: inputs and outputs of layers, by their names.
-        stacked: pairs for parameters of experts modules, by the names of these, with `WRAPPED` once
-            for every parameter that the module has behind.
+        stacked: pairs for parameters of experts modules, by module, with `WRAPPED` once for every
+            parameter that comes after it.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -284,21 +280,18 @@ class AdapterFolder:
         return self._scales[layer]
 
     def digest(self) -> str:
-        """Of both files."""
         config = self.folder / "adapter_config.json"
         return digest_of_file(config) + digest_of_file(self._file)
 
     def workspace_bytes(self, num_rows: int) -> int:
-        """Memory of a pass of so many tokens in addition to that of the model."""
+        """Bytes that a pass of so many tokens needs in addition to the model's."""
         widest = max((inputs + 2 * outputs for inputs, outputs in self.widths.values()), default=0)
         return 4 * num_rows * widest
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """The matrices ``[L, I]`` and ``[O, L]``, with DoRA magnitudes ``[O]`` too, by the names in
-        ``widths`` and ``stacked``.
+        """The matrices ``[L, I]`` and ``[O, L]``, with DoRA also magnitudes ``[O]``, by layer.
 
-        They are copies: a mapped file that is cut short would end the process. Those of layers are
-        in fp32.
+        Copies, since a mapped file that is cut short would end the process; for layers in fp32.
         """
         found = {}
         with blamed_on(f"{self._file}: cannot be read"):

@@ -22,45 +22,47 @@ if TYPE_CHECKING:
     from moe_runtime.checkpoints.transformers_private import WeightTransform
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all."""
+"""Called with the current stage, the bytes done and the total bytes."""
 
-QUANT_METHOD = "moe_runtime"  # what a packed checkpoint calls itself in ``config.json``
+QUANT_METHOD = "moe_runtime"  # the name of packed checkpoints in ``config.json``
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # types that models are computed in
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that models compute in
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint folder whose headers have been read."""
+    """The headers of a checkpoint folder or GGUF file."""
 
-    folder: Path  # where the files lie; of a GGUF checkpoint, its file
+    folder: Path  # the folder, or the GGUF file
     config: PreTrainedConfig
     entries: dict[str, TensorEntry]  # every tensor of the checkpoint by name
     dtype: torch.dtype  # the type in which the model computes
-    # its quantised weights by the names that the model's conversion table knows
+    # quantised weights, by the names in the model's conversion table
     packed: dict[str, PackedWeight] = field(default_factory=dict)
     runs: PackedExpertIndex | None = None  # experts that `moe-runtime pack` wrote
-    conversions: Sequence[WeightTransform] = ()  # before the model's own conversion table
-    # changes the model that transformers makes, on the meta device, to one of its weights
+    conversions: Sequence[WeightTransform] = ()  # applied before the model's own conversion table
+    # changes the model on the meta device so that it takes these weights
     adapt: Callable[[PreTrainedModel], None] = give_experts_interface
-    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)  # taken before headers were read
-    # tensors of a GGUF file by the names of weights here; empty for other checkpoints
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)  # before headers were read
+    # GGUF tensor names by the names used here; empty for other checkpoints
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> list[Weight]:
-        """Every weight once: quantised ones, and tensors that are no part of one or of a run."""
+        """Every weight once: quantised weights, and tensors that belong to no quantised weight or
+        run."""
         runs = set() if self.runs is None else self.runs.names
         plain = plain_entries(self.entries, self.packed)
         return [*(entry for entry in plain if entry.name not in runs), *self.packed.values()]
 
     @property
     def is_plain(self) -> bool:
-        """Whether every weight lies as it is in safetensors files, neither quantised nor packed."""
+        """Whether every weight is stored plainly in safetensors files, neither quantised nor
+        packed."""
         return not self.packed and self.runs is None and not self.folder.is_file()
 
     def require_unchanged(self) -> None:
-        """Refuses files that were written or replaced after the checkpoint was opened."""
+        """Refuses files that were written or replaced after opening."""
         for path, stamp in self.stamps.items():
             stamp.require(path, path)
 
@@ -73,7 +75,7 @@ def plain_entries(
 
 
 def require_plain(checkpoint: Checkpoint, purpose: str) -> None:
-    """Refuses quantised weights where they have no use yet, such as in training."""
+    """Refuses quantised and packed checkpoints where they are unsupported, such as in training."""
     if checkpoint.packed or checkpoint.folder.is_file():
         raise UnsupportedModelError(
             f"{checkpoint.folder}: {purpose} of quantised weights or GGUF files is not supported "

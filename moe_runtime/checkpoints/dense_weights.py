@@ -1,4 +1,4 @@
-"""Everything of a model but its routed experts: loaded by transformers, tensor by tensor.
+"""Dense weights: everything of a model but its routed experts, loaded tensor by tensor.
 
 Each tensor is read straight into memory of its own, so that loading needs no more than the weights.
 """
@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
-from moe_runtime.checkpoints.expert_map import ExpertMap, refuse_dense
-from moe_runtime.checkpoints.formats import PackedWeight, Packing, Weight
-from moe_runtime.checkpoints.packed_experts import Part
+from moe_runtime.checkpoints.formats import PackedWeight, Weight, shape_in_words
+from moe_runtime.checkpoints.formats.packed_weight import Packing
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
+from moe_runtime.checkpoints.strict_json import FETCH_OR_CORRECT
 from moe_runtime.errors import (
     CapacityError,
     CheckpointError,
@@ -51,15 +51,17 @@ from moe_runtime.memory.source import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from moe_runtime.checkpoints.expert_map import ExpertMap
+
     AnyMatrix = QuantizedMatrix | PlanesMatrix
 
 ALIGNED_BYTES = 64
-"""What divides the address of a dense weight. Where MKL has no AVX2, it sums a product of one fp32
-row in another order unless 16 does; so the layout of a checkpoint would change bits."""
+"""Alignment of dense weights. Without AVX2, MKL sums the product of one fp32 row in another order
+unless 16 divides the address; the layout of a checkpoint must not change bits."""
 
 
 class _LazyTensor:
-    """A tensor of the checkpoint that is read when transformers asks for it."""
+    """A tensor that is read when transformers asks for it."""
 
     def __init__(self, entry: Weight, reader: DenseReader) -> None:
         self._entry = entry
@@ -77,13 +79,13 @@ class _LazyTensor:
 
 
 class DenseReader:
-    """Reads dense weights, quantised ones as values of `dtype`, and reports how far it is."""
+    """Reads dense weights, quantised ones as values of `dtype`, and reports progress."""
 
     def __init__(
         self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None
     ) -> None:
         entries = list(entries)
-        self._dtype = dtype
+        self.dtype = dtype
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
             parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
@@ -95,9 +97,9 @@ class DenseReader:
         self._total = sum(entry.num_bytes for entry in entries)
 
     def read(self, entry: Weight) -> Tensor:
-        """The values of a weight, in memory of their own."""
+        """The values of a weight, in new memory."""
         if not isinstance(entry, TensorEntry):
-            values = read_values(self, entry, self._dtype)
+            values = read_values(self, entry, self.dtype)
         else:
             dtype = TORCH_DTYPES.get(entry.dtype)
             if dtype is None:
@@ -113,6 +115,7 @@ class DenseReader:
         return values
 
     def report(self, entry: Weight) -> None:
+        """Counts a weight as read."""
         self._done += entry.num_bytes
         if self._progress is not None:
             self._progress("loading dense weights", self._done, self._total)
@@ -130,7 +133,7 @@ class DenseReader:
                 part = buffer[begin : begin + READ_BYTES]
                 wanted = min(len(part), needed - begin)
                 self._files[file].read(start + begin, part, wanted)
-                if excess:  # moved while the processor's cache has it
+                if excess:  # moved while it is still in the processor's cache
                     first, end = max(begin, lead), begin + wanted
                     buffer[first - excess : end - excess] = buffer[first:end]
         except (OSError, EOFError) as error:
@@ -151,8 +154,8 @@ def load_dense(
     progress: Progress | None,
     stored: Mapping[str, str] | None = None,
 ) -> None:
-    """Loads all weights that are not routed experts into a model on the meta device; rows of those
-    ``stored``, by their entries and parameters, stay in the files."""
+    """Loads all weights but the routed experts into a model on the meta device. ``stored`` maps
+    entries to parameters of embeddings whose rows stay in the files."""
     reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
@@ -168,17 +171,16 @@ def load_dense(
         if name not in packed and name not in stored
     }
     try:
-        if packed:
-            keep_packed(model, experts, reader, checkpoint.dtype, device)
-        if stored:
-            from moe_runtime.checkpoints.embedding_rows import keep_rows
-
-            keep_rows(model, experts, stored)
+        _keep(model, experts, reader, device, stored)
         info, _ = private.convert_and_load_state_dict_in_model(model, lazy, config)
     finally:
         reader.close()
     for name, found, expected in sorted(info.mismatched_keys, key=str):
-        refuse_dense(name, expected, found, experts.dense_entries, checkpoint.entries)
+        weight = experts.dense_entries.get(name)
+        shape = f"{[*found]}" if weight is None else shape_in_words(weight)
+        raise CheckpointError(
+            f"{name}: expected {[*expected]}, the checkpoint has {shape}; {FETCH_OR_CORRECT}"
+        )
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be converted: {error.strip().splitlines()[-1]}")
     _forget_expert_parameters(model, experts)
@@ -193,7 +195,6 @@ def load_dense(
 
 
 def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> None:
-    """Keeps transformers from initialising or tying expert parameters, which the model has not."""
     for module in experts.modules:
         # some families initialise their experts from the block around them
         block = model.get_submodule(module.name.rpartition(".")[0])
@@ -204,13 +205,13 @@ def _forget_expert_parameters(model: PreTrainedModel, experts: ExpertMap) -> Non
 
 
 _ELEMENTS_AT_ONCE = 2**16
-"""Elements of a quantised weight that are dequantised at once: a few megabytes on the way."""
+"""Elements of a quantised weight dequantised at once: a few megabytes."""
 _ROOM_SHARE = 8
-"""Escapes of a linear layer have room for one of so many weights; trained ones have a quarter."""
+"""One of this many weights of a linear layer may be an escape; trained layers need a quarter."""
 
 
 def read_matrix(reader: DenseReader, weight: PackedWeight) -> QuantizedMatrix:
-    """The codes of one matrix, put in order, in memory of their own."""
+    """The codes of one matrix, in order, in new memory."""
     parts = weight.ranges(0, 1, weight.num_rows)
     matrix = weight.packing.matrix(_parts(reader, weight, parts))
     if weight.convert is not None:
@@ -238,12 +239,12 @@ def read_coded(reader: DenseReader, entry: TensorEntry) -> PlanesMatrix:
 
 
 def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The values of a weight as the model holds it, computed a few rows after the others."""
+    """The values of a weight as the model holds it, dequantised a few rows at a time."""
     memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
     values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
-    for rows, cols, packing, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
-        matrix = packing.matrix(_parts(reader, weight, ranges))
-        values_RK[rows, cols] = matrix.dequantize(dtype)
+    for rows, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
+        matrix = weight.packing.matrix(_parts(reader, weight, ranges))
+        values_RK[rows] = matrix.dequantize(dtype)
     return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
 
 
@@ -260,11 +261,10 @@ _CONVERSIONS = frozenset(
     getattr(Tensor, name)
     for name in ("to", "cpu", "cuda", "type", "float", "double", "half", "bfloat16", "contiguous")
 )
-"""What gives a tensor back as it is where there is nothing to convert."""
+"""Methods that return a tensor itself where there is nothing to convert."""
 
 _READ_AS_VALUES = ("kv_b_proj",)
-"""Linear layers whose weights are more than multiplied by: steps of latent attention divide them
-into keys and values."""
+"""Linear layers whose weights latent attention splits into keys and values."""
 
 _DATA: Any = Tensor.data
 _READING_CODES = (Tensor.detach, _DATA.__get__)
@@ -273,19 +273,19 @@ _REFUSED = frozenset(
     getattr(Tensor, name)
     for name in ("data_ptr", "storage", "untyped_storage", "share_memory_", "requires_grad_")
 )
-"""What would tell the address of values, which have none of their own, or train them."""
+"""Methods that would expose the address of values, which have no memory, or train them."""
 
 
 class PackedTensor(AbsentTensor):
-    """A frozen weight `[N, K]` of which codes are in memory, and values when they are asked for.
+    """A frozen weight `[N, K]` held as codes; values are written out when asked for.
 
     Products with it read the codes. Whatever else reads it gets values, written out for every call;
     what would change them raises an ``UnsupportedUseError``.
     """
 
     matrix: AnyMatrix
-    product: PreparedQuantizedLinear  # few rows times the weight
-    whole: PackedTensor | None = None  # one that has the rows of this and others, see `join_packed`
+    product: PreparedQuantizedLinear  # the product with few rows
+    whole: PackedTensor | None = None  # the `join_packed` result that contains these rows
 
     @staticmethod
     def __new__(cls, matrix: AnyMatrix, dtype: torch.dtype) -> PackedTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -296,11 +296,11 @@ class PackedTensor(AbsentTensor):
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """`(N, K)`; asked for in every step, and so past torch's own way."""
+        """`(N, K)`; a fast path, since every step asks for it."""
         return torch.Size(self.matrix.shape)
 
     def alike(self) -> PackedTensor:
-        """Another tensor of the same codes."""
+        """Another tensor with the same codes."""
         return PackedTensor(self.matrix, self.dtype)
 
     def values(self) -> Tensor:
@@ -332,7 +332,11 @@ class PackedTensor(AbsentTensor):
                 if isinstance(given, PackedTensor) and given.matrix is own.matrix:
                     return own
                 refuse_change()
-            if func in _CONVERSIONS and not kwargs.get("copy") and _stays(own, func, args, kwargs):
+            if (
+                func in _CONVERSIONS
+                and not kwargs.get("copy")
+                and _is_unchanged_by(own, func, args, kwargs)
+            ):
                 return own
         if func in _REFUSED or getattr(func, "__name__", "") == "__set__":
             refuse_change()
@@ -347,7 +351,7 @@ class PackedTensor(AbsentTensor):
 
 
 def refuse_change() -> Any:
-    """Says that a weight is in memory as codes only."""
+    """Raises: a weight is in memory only as codes."""
     raise UnsupportedUseError(
         "this weight is quantised in the checkpoint, or in the code of cache_code, or an embedding "
         "in its file, and stays so: its values can be read and copied, but not changed, trained, "
@@ -357,12 +361,12 @@ def refuse_change() -> Any:
 
 
 def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
-    """A frozen parameter of a linear layer, of which the codes are in memory."""
+    """A frozen parameter of a linear layer, held as codes."""
     return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
 
 
 def join_packed(parts: Sequence[nn.Linear]) -> None:
-    """Moves the codes of linear layers into one matrix, whose rows theirs are from then on."""
+    """Joins the codes of linear layers into one matrix; each layer keeps its rows of it."""
     matrices = [cast(PackedTensor, part.weight).matrix for part in parts]
     if all(isinstance(matrix, PlanesMatrix) for matrix in matrices):
         joined: Any = _join_coded(cast("list[PlanesMatrix]", matrices))
@@ -410,7 +414,7 @@ def _join_coded(matrices: list[PlanesMatrix]) -> PlanesMatrix | None:
 
 
 def whole_of(weights: Sequence[Tensor | None]) -> PackedTensor | None:
-    """What `join_packed` made of some weights; None where these are not all of it, in order."""
+    """The `join_packed` result of these weights; None unless they are all of it, in order."""
     whole = getattr(weights[0], "whole", None)
     if whole is None or any(getattr(weight, "whole", None) is not whole for weight in weights):
         return None
@@ -424,44 +428,68 @@ def _address(matrix: AnyMatrix) -> int:
 
 
 def may_stay_packed(model: PreTrainedModel, name: str, weight: Weight) -> bool:
-    """Whether a weight of a model is only multiplied by, as that of a linear layer."""
+    """Whether a model only multiplies by a weight, as by that of a linear layer."""
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
     if type(module) is not nn.Linear or own_name != "weight":
         return False
     if isinstance(weight, TensorEntry):
-        if path.rpartition(".")[2] in _READ_AS_VALUES:
-            return False
         is_bf16 = weight.dtype == "BF16" and module.weight.dtype == torch.bfloat16
-        form = Part(name, torch.bfloat16, tuple(weight.shape))
-        if not is_bf16 or weight.convert is not None or not form.is_coded("planes"):
+        if not is_bf16 or weight.convert or len(weight.shape) != 2:
+            return False
+        is_shorter = coded_row_bytes(weight.shape[1]) < 2 * weight.shape[1]
+        if path.rpartition(".")[2] in _READ_AS_VALUES or not is_shorter:
             return False
     elif weight.lead or weight.is_transposed or (weight.convert and not weight.moves_codes):
         return False
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    wide = private.dtype_plan(model, module.weight.dtype)
+    return _is_own_weight(model, name, weight, module.weight)
+
+
+def may_stay_in_file(model: PreTrainedModel, name: str, entry: Weight) -> bool:
+    """Whether a model only looks up rows of a weight, which the file has as they are."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    if not isinstance(module, nn.Embedding) or own_name != "weight" or module.max_norm is not None:
+        return False
+    is_plain = isinstance(entry, TensorEntry) and not entry.convert
     return (
-        weight.shape == module.weight.shape
+        is_plain
+        and TORCH_DTYPES.get(entry.dtype) == module.weight.dtype
+        and _is_own_weight(model, name, entry, module.weight)
+    )
+
+
+def _is_own_weight(model: PreTrainedModel, name: str, weight: Weight, parameter: Tensor) -> bool:
+    """Whether a weight has its parameter's shape, is not tied, and keeps the model's dtype."""
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    wide = private.dtype_plan(model, parameter.dtype)
+    return (
+        weight.shape == parameter.shape
         and name not in {*tied, *tied.values()}
         and not any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
     )
 
 
-def keep_packed(
+def _keep(
     model: PreTrainedModel,
     experts: ExpertMap,
     reader: DenseReader,
-    dtype: torch.dtype,
     device: torch.device,
+    stored: Mapping[str, str],
 ) -> None:
-    """Reads the weights that stay packed to a device, and gives the model's linear layers these."""
+    """Gives linear layers their codes and embeddings the rows that stay in their files."""
+    parameters: dict[str, nn.Parameter] = {}
     for entry_name, name in experts.packed_dense.items():
         weight = experts.dense_entries[entry_name]
         read: Any = read_coded if isinstance(weight, TensorEntry) else read_matrix
         matrix = read(reader, weight)
         if device.type != "cpu":
             matrix = matrix.to(device)
-        parameter = packed_parameter(matrix, dtype)
+        parameters[name] = packed_parameter(matrix, reader.dtype)
+    for entry_name, name in stored.items():
+        rows = StoredRows(cast(TensorEntry, experts.dense_entries[entry_name]))
+        parameters[name] = nn.Parameter(RowsTensor(rows), requires_grad=False)
+    for name, parameter in parameters.items():
         private.mark_as_initialized(parameter)
         path, _, own_name = name.rpartition(".")
         model.get_submodule(path).register_parameter(own_name, parameter)
@@ -484,11 +512,11 @@ def _multiply_any(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> T
     return y_RN.view(*input.shape[:-1], len(weight))
 
 
-# graphs end here, and the product is that of other calls
+# graphs break here; the product is the same as in other calls
 _between_graphs: Any = torch.compiler.disable(_multiply_any)
 
 
-def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
+def _is_unchanged_by(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
     probe = torch.empty(0, dtype=own.dtype, device=own.device)
     converted = func(probe, *args[1:], **kwargs)
     return isinstance(converted, Tensor) and (
@@ -497,12 +525,12 @@ def _stays(own: PackedTensor, func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function with values in the place of codes."""
+    """Calls a function with values instead of codes."""
     written: list[Tensor] = []
 
     def widened(part: Any) -> Any:
         if isinstance(part, PackedTensor):
-            with torch.inference_mode(False):  # inference tensors do not count their changes
+            with torch.inference_mode(False):  # inference tensors have no version counter
                 written.append(part.values())
             return written[-1]
         if isinstance(part, list | tuple) and any(isinstance(p, PackedTensor) for p in part):
@@ -511,21 +539,21 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     args = [widened(part) for part in args]
     kwargs = {name: widened(part) for name, part in kwargs.items()}
-    return _read(func, args, kwargs, written)
+    return _call_reading(func, args, kwargs, written)
 
 
-class _Part(Tensor):
-    """A view of values that were written out: what was written to it would be lost."""
+class _ValuesView(Tensor):
+    """A view of values that were written out. Writing to it is refused, since it would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = torch._C._disabled_torch_function_impl
-        parts = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Part)]
-        return _read(lambda *a, **k: call(func, types, a, k), args, kwargs or {}, parts)
+        parts = [arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _ValuesView)]
+        return _call_reading(lambda *a, **k: call(func, types, a, k), args, kwargs or {}, parts)
 
 
-def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
-    """Calls a function that may look at values; views of them are a `_Part`."""
+def _call_reading(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
+    """Calls a function that may read values; marks views of them as `_ValuesView`."""
     plainly = torch._C.DisableTorchFunctionSubclass
     with plainly():
         before = [part._version for part in values]
@@ -537,15 +565,87 @@ def _read(func: Any, args: Any, kwargs: Any, values: list[Any]) -> Any:
 
         def marked(one: Any) -> Any:
             is_view = isinstance(one, Tensor) and id(one._base) in bases
-            return one.as_subclass(cast(Any, _Part)) if is_view else one
+            return one.as_subclass(cast(Any, _ValuesView)) if is_view else one
 
         return (
             type(result)(map(marked, result)) if type(result) in (list, tuple) else marked(result)
         )
 
 
+class StoredRows:
+    """The rows ``[N, D]`` of a weight in its file. Raises CheckpointError: it cannot be opened."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.shape, self.dtype = entry.shape, TORCH_DTYPES[entry.dtype]
+        self.device = torch.device("cpu")
+        self._entry, self._file = entry, CheckpointFile(entry.file, direct=False)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of tokens ``[..., D]``; each token's row is read once.
+
+        Raises:
+            IndexError: a token is not one of the N.
+            CheckpointError: the file has changed, or the disk reports an error.
+        """
+        tokens = ids.flatten().tolist()
+        places = {token: place for place, token in enumerate(dict.fromkeys(tokens))}
+        rows = torch.empty(len(places), self.shape[1], dtype=self.dtype)
+        for token, row in zip(places, rows, strict=True):
+            if not 0 <= token < self.shape[0]:
+                raise IndexError("index out of range in self")  # as torch has it
+            self._read(token, row)
+        self._file.require_unchanged()
+        return rows[[places[token] for token in tokens]].view(*ids.shape, self.shape[1])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        rows = torch.empty(*self.shape, dtype=self.dtype)
+        self._read(0, rows)
+        self._file.require_unchanged()
+        return rows.to(dtype)
+
+    def _read(self, first: int, into: Tensor) -> None:
+        entry, buffer = self._entry, host_view(into.flatten().view(torch.uint8))
+        offset = entry.offset + first * self.shape[1] * self.dtype.itemsize
+        try:
+            self._file.read(offset, buffer, len(buffer))
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"cannot read {entry.name} from {entry.file}: {error}") from None
+
+
+class RowsTensor(PackedTensor):
+    """The weight of an embedding whose rows are `StoredRows`; other uses get all values."""
+
+    matrix: Any
+
+    @staticmethod
+    def __new__(cls, rows: StoredRows) -> RowsTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        made: Any = AbsentTensor.__new__(cls, torch.Size(rows.shape), rows.dtype, rows.device)
+        made.matrix = rows
+        return made
+
+    def values(self) -> Tensor:
+        return self.matrix.dequantize(self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.embedding and isinstance(args[1], RowsTensor):
+            return _look_up_uncompiled(args[1].matrix.look_up, args[0])
+        if func is nn.functional.linear:
+            return with_values(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def alike(self) -> RowsTensor:
+        return RowsTensor(self.matrix)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"RowsTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+_look_up_uncompiled: Any = torch.compiler.disable(lambda look_up, ids: look_up(ids))
+
+
 def round_activations(experts: ExpertMap, device: torch.device) -> None:
-    """Lets all products with weights that stay quantised in memory round their rows to int8."""
+    """Makes all products with weights that stay quantised round their rows to int8."""
     if device.type != "cpu":
         raise UnsupportedModelError(
             f"activations='int8' is for models on the CPU, got the device {device}"

@@ -1,11 +1,10 @@
-"""Where every expert of a model lies in the files of its checkpoint.
+"""The place of every expert in the files of a checkpoint.
 
 Derived from the model's conversion table and the flags of its experts modules, not from its family.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
@@ -23,10 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.checkpoints import transformers_private as private
 from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.dense_weights import coded_bytes, may_stay_in_file, may_stay_packed
 from moe_runtime.checkpoints.families import checkpoint_renamings
-from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS, PackedWeight, Packing, Weight, sign_of
+from moe_runtime.checkpoints.formats import BESIDE_WEIGHTS, Weight, shape_in_words, sign_of
+from moe_runtime.checkpoints.formats.packed_weight import PackedWeight, Packing
 from moe_runtime.checkpoints.safetensors_index import TORCH_DTYPES, TensorEntry
-from moe_runtime.checkpoints.strict_json import one_line
+from moe_runtime.checkpoints.strict_json import FETCH_OR_CORRECT, TOP_KS, one_line
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning, UnsupportedModelError
 from moe_runtime.memory.source import ExpertLayout, TensorRange, lay_out
 from moe_runtime.types import ExpertKey
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-"""Names of an expert's tensors, in the order in which layouts list those that exist.
+"""Names of an expert's tensors, in the order of layouts.
 
 A quantised matrix is several tensors: `gate.codes`, `gate.scales` and so on."""
 
@@ -46,13 +47,13 @@ _aten = torch.ops.aten
 _REARRANGEMENTS = (_aten.cat, _aten.stack, _aten.clone)
 
 LEAST_EMBEDDING_BYTES = 256 * 2**20
-"""Of an embedding whose rows stay in the file where experts want its memory: a row takes some
-0.1 ms from a disk, and smaller ones make room for few experts."""
+"""Smallest embedding whose rows may stay in the file. A row takes about 0.1 ms from a disk, and
+smaller embeddings free memory for few experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor whose elements were copied from others, laid along ``dim`` in turn."""
+    """A tensor whose elements are copies of others, concatenated along ``dim``."""
 
     shape: tuple[int, ...]
     dim: int
@@ -60,17 +61,17 @@ class _Copy:
 
 
 class Provenance(TorchDispatchMode):
-    """Records, while active, how tensors on the meta device are made of those of ``source``."""
+    """Records, while active, how meta tensors are made from those of ``source``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, int] = {}
         self._copies: dict[int, _Copy] = {}
-        # a storage's identity is its address, so none may be freed and its address used again
+        # a storage is identified by its address, so none may be freed and its address reused
         self._alive: list[torch.Tensor] = []
 
     def source(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous meta tensor that stands for source ``index``."""
+        """A contiguous meta tensor that represents source ``index``."""
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._sources[_storage_of(tensor)] = index
         self._alive.append(tensor)
@@ -84,9 +85,8 @@ class Provenance(TorchDispatchMode):
         return out
 
     def locate(self, tensor: torch.Tensor, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds elements by ``int64`` offsets in a tensor's storage: source indices, and places
-        there.
-        """
+        """Source indices and places there of elements, given as ``int64`` offsets in a tensor's
+        storage."""
         storage = _storage_of(tensor)
         if storage in self._sources:
             return np.full_like(offsets, self._sources[storage]), offsets
@@ -136,10 +136,10 @@ def _storage_of(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacedMatrix:
-    """Where one matrix of one expert lies."""
+    """The place of one matrix of one expert."""
 
     name: str
-    ranges: Mapping[str | None, TensorRange]  # its parts by name, or itself under None
+    ranges: Mapping[str | None, TensorRange]  # by part; None for the matrix itself
     packing: Packing | None = None
 
     @property
@@ -163,7 +163,7 @@ class MatrixRows:
 def expert_rows(
     module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, MatrixRows]]:
-    """Says which rows of which parameter are an expert's gate, up and down, from the flags."""
+    """The rows of parameters that are an expert's gate, up and down, from the module's flags."""
     for parameter, tensor in parameters.items():
         is_bias = parameter.endswith("_bias")
         suffix = "_bias" if is_bias else ""
@@ -187,7 +187,7 @@ def place_matrix(
     provenance: Provenance,
     entries: Sequence[Weight],
 ) -> list[PlacedMatrix]:
-    """Where one matrix of each expert lies, as rows of one weight of the checkpoint."""
+    """The place of one matrix of each expert, as rows of one weight of the checkpoint."""
     tensor = parameters[rows.parameter]
     stride = tensor.stride()
     first = int(tensor.storage_offset()) + np.arange(tensor.shape[0])[:, None] * stride[0]
@@ -238,7 +238,7 @@ def _range(
 def _packed_rows(
     weight: PackedWeight, position: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> PlacedMatrix:
-    """The parts of a matrix of quantised rows, which must be whole."""
+    """The parts of a matrix made of whole quantised rows."""
     first, column = divmod(position, weight.num_cols)
     step, odd = divmod(stride[0], weight.num_cols)
     if len(shape) != 2 or column or odd or shape[1] != weight.num_cols or stride[1] != 1:
@@ -261,24 +261,25 @@ class ExpertsModule:
 
 @dataclass(slots=True)
 class ExpertMap:
-    """Every expert's place in the checkpoint, and what is left for the dense part."""
+    """The place of every expert in the checkpoint, and the dense weights."""
 
     modules: list[ExpertsModule]  # in model order: the layers of an ``ExpertKey``
     top_k: int  # experts that a token visits in a layer
     layouts: dict[ExpertKey, ExpertLayout] = field(default_factory=dict)
-    # for each layer, the names of the tensors that its layouts list
+    # tensor names in the layouts of each layer
     matrices: list[tuple[str, ...]] = field(default_factory=list)
-    # for each layer, how those of its matrices are written that are quantised or coded
+    # formats of quantised or coded matrices in each layer
     packings: list[dict[str, Packing | PlanesPacking]] = field(default_factory=list)
-    dense_entries: dict[str, Weight] = field(default_factory=dict)  # no experts'
-    dense_names: set[str] = field(default_factory=set)  # of these, by the model's names
-    buffers: set[str] = field(default_factory=set)  # of these, no parameters; may be infinite
-    packed_dense: dict[str, str] = field(default_factory=dict)  # codes in memory, their parameters
-    # of the dense entries, embeddings whose rows may stay in their files, and their parameters
+    dense_entries: dict[str, Weight] = field(default_factory=dict)  # no expert's
+    dense_names: set[str] = field(default_factory=set)  # their names in the model
+    buffers: set[str] = field(default_factory=set)  # those that are buffers; may be infinite
+    # entries and parameters of weights that stay codes
+    packed_dense: dict[str, str] = field(default_factory=dict)
+    # entries and parameters of embeddings whose rows may stay in their files
     embeddings: dict[str, str] = field(default_factory=dict)
     weight_mapping: list[private.WeightTransform] = field(default_factory=list)
-    type_names: list[str] = field(default_factory=list)  # of experts in the files, each once
-    unused: dict[str, str] = field(default_factory=dict)  # weights, by the model's names
+    type_names: list[str] = field(default_factory=list)  # types of experts in the files, each once
+    unused: dict[str, str] = field(default_factory=dict)  # by model name
 
     @property
     def slot_bytes(self) -> int:
@@ -286,19 +287,19 @@ class ExpertMap:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that are copied to scratch memory while an expert is put in order that was read."""
+        """Scratch bytes needed to reorder an expert after reading it."""
         steps = (step for layout in self.layouts.values() for step in layout.reorderings)
         return max((order.scratch_bytes for order, *_ in steps), default=0)
 
     @property
     def largest_quantised(self) -> int:
-        """Values of the largest matrix that stays quantised or coded; 0 where none does."""
+        """Values of the largest matrix kept quantised or coded; 0 if none is."""
         dense = (math.prod(self.dense_entries[name].shape) for name in self.packed_dense)
         return max(self.largest_in_experts, *dense, 0)
 
     @property
     def largest_in_experts(self) -> int:
-        """As ``largest_quantised``, of the experts alone."""
+        """As ``largest_quantised``, for experts only."""
         sizes = []
         for key, layout in self.layouts.items():
             for name, tensor in zip(self.matrices[key.layer], layout.tensors, strict=True):
@@ -313,7 +314,7 @@ class ExpertMap:
         return sum(self.dense_entries[name].num_bytes for name in self.embeddings)
 
     def matrices_in(self, key: ExpertKey, slot: Tensor) -> dict[str, Any]:
-        """Views of an expert's matrices and biases; the parts of quantised ones become one."""
+        """Views of an expert's matrices and biases; parts of a quantised matrix become one."""
         views = self.layouts[key].views(slot)
         named = dict(zip(self.matrices[key.layer], views, strict=True))
         matrices: dict[str, Any] = {name: view for name, view in named.items() if "." not in name}
@@ -324,28 +325,21 @@ class ExpertMap:
         return matrices
 
     def tie(self, model: PreTrainedModel) -> None:
-        """Ties the parameters of a model on the meta device as loading the checkpoint will."""
+        """Ties the parameters of a meta model as loading the checkpoint will."""
         found = {f"{m.name}.{name}" for m in self.modules for name in m.parameters}
         missing = model.state_dict().keys() - self.dense_names - found
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
 
     def dense_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the dense weights in memory where they are computed with in ``dtype``."""
+        """Bytes of the dense weights in memory, computed with in ``dtype``."""
         return sum(
-            _packed_bytes(entry)
-            if name in self.packed_dense
-            else math.prod(entry.shape) * dtype.itemsize
+            math.prod(entry.shape) * dtype.itemsize
+            if name not in self.packed_dense
+            else coded_bytes(*entry.shape)
+            if isinstance(entry, TensorEntry)
+            else entry.resident_bytes
             for name, entry in self.dense_entries.items()
         )
-
-
-def _packed_bytes(entry: Weight) -> int:
-    if not isinstance(entry, TensorEntry):
-        return entry.resident_bytes
-    from moe_runtime.checkpoints.dense_weights import coded_bytes
-
-    rows, cols = entry.shape
-    return coded_bytes(rows, cols)
 
 
 def map_experts(
@@ -355,7 +349,7 @@ def map_experts(
     codes_dense: bool = False,
     may_be_dense: bool = False,
 ) -> ExpertMap:
-    """Finds every routed expert of a model on the meta device in the checkpoint's files."""
+    """Finds every routed expert of a meta model in the checkpoint's files."""
     modules = find_experts(model, may_be_dense=may_be_dense)
     experts = ExpertMap(modules, chosen_per_token(model, modules))
     experts.weight_mapping = [
@@ -365,6 +359,8 @@ def map_experts(
     ]
     provenance = Provenance()
     entries = checkpoint.weights
+    named = {entry.name: entry for entry in entries}
+    plain = {name: entry for name, entry in checkpoint.entries.items() if name in named}
     converted = _convert(model, experts, entries, provenance, checkpoint.dtype, codes_dense)
     if checkpoint.runs is not None:
         checkpoint.runs.fill(experts)
@@ -373,11 +369,14 @@ def map_experts(
         for parameter in module.parameters:
             name = f"{module.name}.{parameter}"
             stacked, sources = converted.get(name, (None, ()))
-            if getattr(module.module, "may_be_padded", False) and isinstance(stacked, Tensor):
+            is_padded = getattr(module.module, "may_be_padded", False)
+            if is_padded and isinstance(stacked, Tensor):
                 stacked = stacked[: module.num_experts]
             expected = module.module.get_parameter(parameter).shape
             if not isinstance(stacked, Tensor) or stacked.shape != expected:
-                refuse_sources(name, sources, entries, checkpoint.entries, expected, stacked)
+                if not is_padded:
+                    _require_all_experts(sources, module.num_experts, plain)
+                _refuse_parameter(name, sources, named, plain, expected, stacked)
             slices[parameter] = stacked
         rows = dict(expert_rows(module.module, slices))
         placed = {
@@ -385,6 +384,9 @@ def map_experts(
             for name in MATRICES
             if name in rows
         }
+        for of_experts in placed.values():
+            # conversions stack experts by their order, whatever their numbers
+            _require_all_experts([one.name for one in of_experts], module.num_experts, plain)
         _require_one_type(module.name, placed)
         first = {name: found[0] for name, found in placed.items()}
         experts.matrices.append(
@@ -402,7 +404,7 @@ def map_experts(
             experts.layouts[ExpertKey(layer, expert)] = lay_out([*itertools.chain(*parts)])
     experts.type_names = _type_names(experts)
     unused = private.unexpected_names(model, experts.unused)
-    # some tensors beside quantised weights only say how activations may be rounded, or a shape
+    # these tensors only describe activations or shapes
     ignored = BESIDE_WEIGHTS if checkpoint.packed else ()
     if names := sorted(experts.unused[name] for name in unused if not name.endswith(ignored)):
         _name_unused(model, checkpoint, names)
@@ -410,7 +412,7 @@ def map_experts(
 
 
 def _name_unused(model: PreTrainedModel, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Names weights that no part of the model takes, which `transformers` ignores, too."""
+    """Names weights that no part of the model takes; `transformers` ignores them, too."""
     origins, where = checkpoint.origins, one_line(str(checkpoint.folder))
     shown = ", ".join(origins.get(name, name) for name in names[:3])
     what = f"{len(names)} that {type(model).__name__} has no place for, such as {shown}"
@@ -436,25 +438,26 @@ def _type_names(experts: ExpertMap) -> list[str]:
 
 
 def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -> None:
-    """Refuses experts of a layer that one product could not take together."""
-    start: int | None = None
+    """Refuses experts of a layer that one product cannot take together."""
     for matrix, of_experts in placed.items():
-        if len({(found.described, found.packing) for found in of_experts}) > 1:
-            refuse_types(name, matrix, of_experts)
-        # conversions stack them by their order, whatever their numbers
-        numbers = [one.name.partition("experts.")[2].partition(".")[0] for one in of_experts]
-        if not any(map(str.isdecimal, numbers)):
-            continue
-        found = [int(number) if number.isdecimal() else -1 for number in numbers]
-        start = first_number(found[0], len(found)) if start is None else start
-        if found != [*range(start, start + len(found))]:
-            refuse_numbers(matrix, found, start, of_experts)
+        kinds = [(one.described, one.packing) for one in of_experts]
+        usual = Counter(kinds).most_common(1)[0][0]
+        for expert, kind in enumerate(kinds):
+            if kind == usual:
+                continue
+            # formats with the same description differ in their details
+            part = 0 if kind[0] != usual[0] else 1
+            raise UnsupportedModelError(
+                f"{name}: expected one type for all experts of a layer, found the {matrix} weights "
+                f"of expert {expert}, {of_experts[expert].name}, in {kind[part]}, those of others "
+                f"in {usual[part]}: save the checkpoint again in one type"
+            )
     first = {matrix: of_experts[0] for matrix, of_experts in placed.items()}
     own_kind = {n: "bfloat16" if p.packing else p.described for n, p in first.items()}
     are_apart = {kind for n, kind in own_kind.items() if not n.endswith("_bias")} == {"bfloat16"}
     alike: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for matrix, found in first.items():
-        # beside quantised matrices others are bf16, and biases may have a type of their own
+        # plain matrices of a quantised expert are bf16; its biases may have another type
         is_apart = are_apart and matrix.endswith("_bias")
         alike[is_apart][own_kind[matrix]] = f"{matrix} is {found.described}"
     for kinds in alike.values():
@@ -466,8 +469,8 @@ def _require_one_type(name: str, placed: Mapping[str, Sequence[PlacedMatrix]]) -
 
 
 def find_experts(model: torch.nn.Module, *, may_be_dense: bool = False) -> list[ExpertsModule]:
-    """Finds the modules that transformers marks as routed experts, in model order. Raises
-    UnsupportedModelError: there are none, unless the model ``may_be_dense``."""
+    """The routed experts modules of a model, in model order. Raises UnsupportedModelError if there
+    are none, unless the model ``may_be_dense``."""
     found = []
     for name, module in model.named_modules():
         if private.is_experts_module(module):
@@ -505,7 +508,7 @@ def _convert(
     dtype: torch.dtype,
     codes_dense: bool,
 ) -> dict[str, tuple[Tensor | str, set[str]]]:
-    """Runs the conversion of all expert tensors on placeholders; what is dense goes to the map."""
+    """Runs the conversion of all expert tensors on placeholders; adds dense weights to the map."""
     mapping = experts.weight_mapping
     renamings = [entry for entry in mapping if isinstance(entry, private.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, private.WeightConverter)]
@@ -528,15 +531,12 @@ def _convert(
                 experts.dense_names.add(name)
                 if name in buffers:
                     experts.buffers.add(entry.name)
-                if pattern is None and (codes_dense or not isinstance(entry, TensorEntry)):
-                    from moe_runtime.checkpoints.dense_weights import may_stay_packed
-
-                    if may_stay_packed(model, name, entry):
+                if pattern is None:
+                    may_be_codes = codes_dense or not isinstance(entry, TensorEntry)
+                    if may_be_codes and may_stay_packed(model, name, entry):
                         experts.packed_dense[entry.name] = name
-                if pattern is None and entry.num_bytes >= LEAST_EMBEDDING_BYTES:
-                    from moe_runtime.checkpoints.embedding_rows import may_stay_in_file
-
-                    if may_stay_in_file(model, name, entry):
+                    is_large = entry.num_bytes >= LEAST_EMBEDDING_BYTES
+                    if is_large and may_stay_in_file(model, name, entry):
                         experts.embeddings[entry.name] = name
             else:
                 experts.unused[name] = entry.name
@@ -568,7 +568,6 @@ def _convert(
 
 
 def _placeholder(index: int, entry: Weight, provenance: Provenance, dtype: torch.dtype) -> Tensor:
-    """A tensor of the weight's sizes whose elements are its own."""
     if isinstance(entry, TensorEntry):
         return provenance.source(index, entry.shape, _value_dtype(entry, dtype))
     sizes = (*entry.lead, entry.num_rows, entry.num_cols)
@@ -576,7 +575,7 @@ def _placeholder(index: int, entry: Weight, provenance: Provenance, dtype: torch
 
 
 def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
-    """The type of a weight's values: its own, or the one computed in where it is quantised."""
+    """The dtype of a weight's values: its own, or the compute dtype if it is quantised."""
     if not isinstance(entry, TensorEntry):
         return dtype
     stored = TORCH_DTYPES.get(entry.dtype)
@@ -589,210 +588,86 @@ def _value_dtype(entry: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def chosen_per_token(model: PreTrainedModel, modules: Sequence[ExpertsModule]) -> int:
-    """Experts that a token visits in a layer, in the layer where they are most."""
+    """The most experts that a token visits in a layer, from the model's configuration."""
     text = model.config.get_text_config()
-    found: list[int] = []
-    for experts in modules:
-        block = model.get_submodule(experts.name.rpartition(".")[0])
-        width = next(experts.module.parameters()).shape[1 if experts.module.is_transposed else 2]
-        for size in dict.fromkeys((text.hidden_size, width)):
-            hidden = torch.zeros(1, 1, size, device="meta", dtype=model.dtype)
-            if sizes := [*_choices(block, experts, hidden)]:
-                found.append(min(max(sizes), experts.num_experts))
-                break
-    return max(found, default=getattr(text, "num_experts_per_tok", None) or 1)
-
-
-def _choices(block: Any, experts: ExpertsModule, hidden: Tensor) -> Iterator[int]:
-    """What experts are asked for, or the last sizes of whole numbers that a router gives."""
-    chosen: list[int] = []
-
-    def forward(x: Tensor, ids: Tensor, *_: Any, **__: Any) -> Tensor:
-        chosen.append(ids.shape[-1])
-        return torch.zeros_like(x)
-
-    experts.module.forward = forward
-    _call(block, hidden)
-    del experts.module.forward
-    yield from chosen
-    for part in () if chosen else block.children():
-        given = None if part is experts.module else _call(part, hidden.flatten(0, 1))
-        for tensor in given if isinstance(given, tuple) else ():
-            if isinstance(tensor, Tensor) and tensor.dtype in (torch.int64, torch.int32):
-                yield tensor.shape[-1]
-
-
-@torch.no_grad()
-def _call(part: Any, hidden: Tensor) -> Any:
-    """What a part gives, or None where it needs more or what the meta device has not."""
-    given: dict[str, Any] = {}
-    if "input_ids" in inspect.signature(part.forward).parameters:
-        given["input_ids"] = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-    try:
-        return part(hidden, **given)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return None
+    values = [getattr(text, name, None) for name in TOP_KS]
+    counts = [
+        count
+        for value in values
+        for count in (value if isinstance(value, list | tuple) else [value])
+        if type(count) is int
+    ]
+    most = max((experts.num_experts for experts in modules), default=1)
+    return min(max(counts, default=1), most)
 
 
 _NUMBERED = re.compile(r"(.*\.)(\d+)(\..*)")
-_Stem = tuple[str, str]  # A weight's name, before and after the number of the expert
-_AGAIN = "fetch the checkpoint again, or correct the configuration"
 
 
-def first_number(lowest: int, num_experts: int) -> int:
-    """The number of a layer's first expert: some families count on from other experts."""
-    return 0 if lowest < num_experts else lowest
+def _require_all_experts(
+    names: Iterable[str], num_experts: int, entries: Mapping[str, TensorEntry]
+) -> None:
+    """Refuses experts of a layer whose numbers do not match the configuration."""
+    by_stem: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for name in names:
+        if match := _NUMBERED.fullmatch(name):
+            by_stem[match[1], match[3]].add(int(match[2]))
+    for (head, tail), numbers in sorted(by_stem.items()):
+        if len(numbers) < 2:
+            continue
+        # some families go on counting from the experts of another module
+        first = 0 if min(numbers) < num_experts else min(numbers)
+        last = first + num_experts - 1
+        for number in sorted(numbers.symmetric_difference(range(first, last + 1))):
+            name = f"{head}{number}{tail}"
+            found = f"expert {number}" if number in numbers else "no such tensor"
+            raise CheckpointError(
+                f"{name}: expected experts {first} to {last}, as the configuration says, found "
+                f"{found}; {_remedy(entries, name.removesuffix('weight'))}"
+            )
 
 
-def refuse_sources(
+def _refuse_parameter(
     name: str,
     sources: Iterable[str],
-    weights: Iterable[Weight],
+    named: Mapping[str, Weight],
     entries: Mapping[str, TensorEntry],
     shape: Sequence[int],
     found: Tensor | str | None,
 ) -> NoReturn:
-    """Refuses what a parameter of all experts of a layer would be made of."""
-    named = {weight.name: weight for weight in weights}
-    sources, num_experts = sorted(sources), shape[0]
-    for source in sources:
-        _require_index(named[source], entries, shape[1:])
-    # what no format took is among the plain weights
-    untaken = [entry for entry in entries if entry in named]
-    if not sources:
+    """Raises: a stacked parameter of experts cannot be made from its sources."""
+    weights = [named[source] for source in sorted(sources)]
+    if not weights:
         match = _NUMBERED.fullmatch(name)
         layer = f"{match[1]}{match[2]}." if match else name
-        near = [entry for entry in untaken if entry.startswith(layer) and "expert" in entry]
-        raise CheckpointError(f"the checkpoint has no tensors for {name}; {_remedy(near)}")
-    by_stem: dict[_Stem, dict[int, Weight]] = defaultdict(dict)
-    for source in sources:
-        if match := _NUMBERED.fullmatch(source):
-            by_stem[match[1], match[3]][int(match[2])] = named[source]
-    if any(len(experts) > 1 for experts in by_stem.values()):
-        for stem in _stems_of_other_layers(by_stem, named):
-            _require_experts(stem, {}, num_experts, untaken)
-        for stem, experts in by_stem.items():
-            _require_experts(stem, experts, num_experts, untaken)
-        for experts in by_stem.values():
-            _require_one_shape(experts)
+        raise CheckpointError(
+            f"the checkpoint has no tensors for {name}; {_remedy(entries, layer, 'expert')}"
+        )
+    by_stem: dict[str, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        by_stem[_NUMBERED.sub(r"\1#\3", weight.name)].append(weight)
+    for alike in by_stem.values():
+        usual = Counter(tuple(weight.shape) for weight in alike).most_common(1)[0][0]
+        for weight in alike:
+            if tuple(weight.shape) != usual:
+                raise CheckpointError(
+                    f"{weight.name}: expected {[*usual]} as other experts have, found "
+                    f"{shape_in_words(weight)}; fetch the checkpoint again"
+                )
     gives = found if isinstance(found, str) else tuple(getattr(found, "shape", ()))
-    shapes = ", ".join(f"{source} {_shape_of(named[source])}" for source in sources[:2])
+    shapes = ", ".join(f"{weight.name} {shape_in_words(weight)}" for weight in weights[:2])
     raise CheckpointError(
         f"{name}: expected {tuple(shape)}, as the configuration says, the checkpoint gives "
-        f"{gives}: {shapes}{' and others' if len(sources) > 2 else ''}; {_AGAIN}"
+        f"{gives}: {shapes}{' and others' if len(weights) > 2 else ''}; {FETCH_OR_CORRECT}"
     )
 
 
-def refuse_dense(
-    name: str,
-    expected: Sequence[int],
-    found: Sequence[int],
-    weights: Mapping[str, Weight],
-    entries: Mapping[str, TensorEntry],
-) -> NoReturn:
-    """Refuses a weight that is no expert's and of another shape than the model's."""
-    weight, shape = weights.get(name), f"{[*found]}"
-    if weight is not None:
-        _require_index(weight, entries, expected)
-        shape = _shape_of(weight)
-    raise CheckpointError(f"{name}: expected {[*expected]}, the checkpoint has {shape}; {_AGAIN}")
-
-
-def refuse_types(name: str, matrix: str, of_experts: Sequence[PlacedMatrix]) -> NoReturn:
-    kinds = [(placed.described, placed.packing) for placed in of_experts]
-    usual = Counter(kinds).most_common(1)[0][0]
-    expert = next(number for number, kind in enumerate(kinds) if kind != usual)
-    # described alike, they differ in what only their packings say
-    is_told = kinds[expert][0] != usual[0]
-    one, others = (kind[0] if is_told else str(kind[1]) for kind in (kinds[expert], usual))
-    raise UnsupportedModelError(
-        f"{name}: expected one type for all experts of a layer, found the {matrix} weights of "
-        f"expert {expert}, {of_experts[expert].name}, in {one}, those of others in {others}: save "
-        "the checkpoint again in one type"
-    )
-
-
-def refuse_numbers(
-    matrix: str, numbers: Sequence[int], start: int, of_experts: Sequence[PlacedMatrix]
-) -> NoReturn:
-    """Refuses experts that are as many as they must be, but are not those."""
-    place = next(place for place, number in enumerate(numbers) if number != start + place)
-    raise CheckpointError(
-        f"{of_experts[place].name}: expected the {matrix} weights of experts {start} to "
-        f"{start + len(numbers) - 1} of the layer, found none of expert {start + place}, but "
-        f"these; {_AGAIN}"
-    )
-
-
-def _remedy(near: list[str]) -> str:
-    """What to do, by the tensors that are there in the place of a weight."""
-    sign = sign_of(near)
+def _remedy(entries: Mapping[str, TensorEntry], lead: str, word: str = "") -> str:
+    """Advice that names a part of a quantised weight found in the place of a missing weight."""
+    sign = sign_of([name for name in entries if name.startswith(lead) and word in name])
     if not sign:
-        return _AGAIN
-    remedy = "correct the quantization_config of config.json, or fetch the checkpoint again"
-    return f"found {sign}: {remedy}"
-
-
-def _stems_of_other_layers(stems: Iterable[_Stem], named: Iterable[str]) -> Iterator[_Stem]:
-    """Those that other layers have beside these, and this has not."""
-    for head in sorted({head for head, _ in stems}):
-        numbered = re.compile(
-            re.sub(r"\d+", r"\\d+", re.escape(head)) + r"\d+(\..*(?:weight|bias))"
-        )
-        matches = [match for name in named if (match := numbered.fullmatch(name))]
-        own = {match[1] for match in matches if match[0].startswith(head)}
-        yield from ((head, tail) for tail in sorted({match[1] for match in matches} - own))
-
-
-def _require_experts(
-    stem: _Stem, found: Mapping[int, Weight], num_experts: int, entries: list[str]
-) -> None:
-    first = first_number(min(found, default=0), num_experts)
-    last = first + num_experts - 1
-    expected = f"experts {first} to {last}, as the configuration says"
-    for expert in sorted({*range(first, last + 1), *found}):
-        name = f"{stem[0]}{expert}{stem[1]}"
-        if expert > last:
-            raise CheckpointError(
-                f"{name}: expected {expected}, found one of expert {expert}; correct the number "
-                "of experts in the configuration"
-            )
-        if expert not in found:
-            own = name.removesuffix("weight")
-            hint = _remedy([entry for entry in entries if entry.startswith(own)])
-            raise CheckpointError(
-                f"{name}: expected it for {expected}, found none of expert {expert} among those of "
-                f"{len(found)}; {hint}"
-            )
-
-
-def _require_one_shape(found: Mapping[int, Weight]) -> None:
-    usual = Counter(tuple(weight.shape) for weight in found.values()).most_common(1)[0][0]
-    for weight in found.values():
-        if tuple(weight.shape) != usual:
-            raise CheckpointError(
-                f"{weight.name}: expected {[*usual]} as those of other experts, found "
-                f"{_shape_of(weight)}; fetch the checkpoint again"
-            )
-
-
-def _shape_of(weight: Weight) -> str:
-    codes = getattr(weight, "codes", None)
-    return f"{[*weight.shape]}" + (f" in {codes.name} {[*codes.shape]}" if codes else "")
-
-
-def _require_index(
-    weight: Weight, entries: Mapping[str, TensorEntry], sizes: Sequence[int]
-) -> None:
-    """Checks the `g_idx` of GPTQ, which says how many columns the last words of codes have."""
-    index = entries.get(f"{weight.name.removesuffix('weight')}g_idx")
-    if index is None or isinstance(weight, TensorEntry) or weight.num_cols in sizes:
-        return
-    num_words, per_word = weight.codes.shape[0], 32 // weight.format.bits
-    for size in sizes:
-        if -(-size // per_word) == num_words:
-            raise CheckpointError(
-                f"{index.name}: expected [{size}], a group for each column of "
-                f"{weight.codes.name} {[*weight.codes.shape]}, as the configuration says, found "
-                f"{[*index.shape]}; {_AGAIN}"
-            )
+        return FETCH_OR_CORRECT
+    return (
+        f"found {sign}: correct the quantization_config of config.json, or fetch the checkpoint "
+        "again"
+    )

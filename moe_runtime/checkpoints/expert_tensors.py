@@ -90,7 +90,7 @@ class TensorFinder:
                 self._sorted.setdefault(entry.file, []).append(entry)
 
     def entry_of(self, found: TensorRange) -> TensorEntry:
-        """The tensor that holds the first element of a range."""
+        """The tensor containing the first element of a range."""
         entries = self._sorted[found.file]
         place = bisect.bisect_right(entries, found.offset, key=lambda entry: entry.offset)
         return entries[place - 1]
@@ -100,13 +100,10 @@ class TensorFinder:
         return {self.entry_of(found).name for found in ranges}
 
 
-_AGAIN = "fetch the checkpoint again"
-
-
 def verify_weights(
     checkpoint: Checkpoint, experts: ExpertMap, progress: Progress | None = None
 ) -> None:
-    """Reads all experts, one after another, and then all other weights."""
+    """Reads all experts and then all other weights; refuses NaN and infinite values."""
     finder = TensorFinder(checkpoint.entries.values())
     source, slot = ExpertSource(experts.layouts), aligned_bytes(experts.slot_bytes)
     done, total = 0, sum(layout.tensor_bytes for layout in experts.layouts.values())
@@ -115,14 +112,11 @@ def verify_weights(
             source.read({key: slot})
             named = dict(zip(experts.matrices[key.layer], layout.tensors, strict=True))
             for matrix, found in experts.matrices_in(key, slot).items():
-                if fault := _fault_in(found):
-                    part, numbers, remedy = fault
-                    own = [name for name in named if name == f"{matrix}.{part}"] or [
-                        name for name in named if name.partition(".")[0] == matrix
-                    ]
-                    _refuse_values(
-                        finder.entry_of(named[own[0]]).name, numbers, remedy, matrix, key
-                    )
+                values = found if isinstance(found, Tensor) else values_of(found, torch.float32)
+                if not values.isfinite().all():
+                    parts = [part for name, part in named.items() if name.split(".")[0] == matrix]
+                    whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})"
+                    _refuse_values([finder.entry_of(part).name for part in parts], values, whose)
             done += layout.tensor_bytes
             if progress is not None:
                 progress("verifying experts", done, total)
@@ -132,38 +126,17 @@ def verify_weights(
     try:
         for name, entry in experts.dense_entries.items():
             values = reader.read(entry)
-            may_be_infinite = name in experts.buffers  # a bound, of clipping for example
+            may_be_infinite = name in experts.buffers  # for example bounds of clipping
             if values.isnan().any() or not (may_be_infinite or values.isfinite().all()):
                 parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
-                _refuse_values(" with ".join(part.name for part in parts), values)
+                _refuse_values([part.name for part in parts], values)
     finally:
         reader.close()
 
 
-def _fault_in(found: Any) -> tuple[str, Tensor, str] | None:
-    """Which part of a matrix spoils its values, these or its own, and what to do; None if none."""
-    values = found if isinstance(found, Tensor) else values_of(found, torch.float32)
-    if values.isfinite().all():
-        return None
-    for part in ("scales", "global_scale"):
-        numbers = getattr(found, part, None)
-        if numbers is None:
-            continue
-        if numbers.dtype == torch.uint8:
-            numbers = numbers.view(torch.float8_e8m0fnu)
-        if not numbers.float().isfinite().all():
-            return part, numbers.float(), _AGAIN
-    if getattr(found, "scales", None) is None or not values.isinf().any():
-        return "codes", values, _AGAIN
-    return "scales", values, "its scales are finite, codes times scales are not: save it again"
-
-
-def _refuse_values(
-    name: str, numbers: Tensor, remedy: str = _AGAIN, matrix: str = "", key: ExpertKey | None = None
-) -> None:
-    whose = f" ({matrix} of expert {key.expert} of MoE layer {key.layer})" if key else ""
-    count = int(numbers.isfinite().logical_not().sum())
+def _refuse_values(names: Iterable[str], values: Tensor, whose: str = "") -> None:
+    count = int(values.isfinite().logical_not().sum())
     raise CheckpointError(
-        f"{name}{whose}: expected finite numbers, found {count} of {numbers.numel()} NaN or "
-        f"infinite; {remedy}"
+        f"{' with '.join(dict.fromkeys(names))}{whose}: expected finite numbers, found {count} of "
+        f"{values.numel()} NaN or infinite; fetch the checkpoint again"
     )

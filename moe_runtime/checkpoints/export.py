@@ -1,4 +1,4 @@
-"""A changed model as a checkpoint like the one it was read from: same names, same files.
+"""Writes a changed model as a checkpoint with the names and files of its source.
 
 Experts are written to the places that they were read from, one by one, never all in memory.
 """
@@ -52,15 +52,13 @@ _NOT_COPIED = (
     *("readme*", "*model*card*", "*model*index*", "*result*", "*metric*", "*benchmark*"),
     *("eval*", "*[._-]eval*"),
 )
-"""Weights, what points to them, and what is said or measured of the first checkpoint alone."""
+"""Weights, indices of weights, and texts about the first checkpoint only."""
 
 
 @dataclass
 class _Output:
-    """One file of the new checkpoint."""
-
     path: Path
-    header: bytes = b""  # as safetensors has it, with its length before it
+    header: bytes = b""  # in the format of safetensors, length included
     offsets: dict[str, int] = field(default_factory=dict)  # first byte of each tensor, by name
     dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
     num_bytes: int = 0
@@ -72,7 +70,7 @@ class _Output:
 
 
 class LikeCheckpoint:
-    """Writes checkpoints of a model with the names and files of the one that it was read from."""
+    """Writes checkpoints with the names and files of the one that the model was read from."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
         for entry in checkpoint.entries.values():
@@ -118,7 +116,7 @@ class LikeCheckpoint:
         file_of: Mapping[str, str],
         tensors_of: TensorsOf | None = None,
     ) -> None:
-        """Writes the files of tensors of a model whose experts are as the checkpoint has them."""
+        """Writes the dense tensors of a model; experts are those of the checkpoint."""
         dense = self._dense_tensors(state, same_shapes=False)
         quantised = {n: dense.pop(n) for n in self._checkpoint.packed if n in dense}
         self._require_unchanged(quantised)
@@ -126,7 +124,7 @@ class LikeCheckpoint:
         self._write_tensors(outputs, dense, tensors_of)
 
     def _require_unchanged(self, quantised: Mapping[str, Tensor]) -> None:
-        """Refuses values that are not those of the codes, since nothing is quantised anew."""
+        """Refuses values that differ from the codes', since nothing is quantised anew."""
         weights = [self._checkpoint.packed[name] for name in quantised]
         reader = DenseReader(weights, self._checkpoint.dtype, None)
         with closing(reader):
@@ -150,7 +148,7 @@ class LikeCheckpoint:
         dtypes: Mapping[str, torch.dtype],
         dense: Mapping[str, Tensor] | None = None,
     ) -> dict[str, _Output]:
-        """Where each tensor goes: floating-point ones in the named dtypes, shapes as of `dense`."""
+        """The place of each tensor, with the named dtypes and the shapes in `dense`."""
         files: dict[str, list[TensorEntry]] = {}
         outputs: dict[str, _Output] = {}
         for entry in sorted(self._checkpoint.entries.values(), key=lambda entry: entry.offset):
@@ -180,7 +178,7 @@ class LikeCheckpoint:
         dense: Mapping[str, Tensor],
         tensors_of: TensorsOf | None,
     ) -> None:
-        """Writes what is given and copies what is not, experts too where nothing gives them."""
+        """Writes the given tensors and copies the others, experts too unless they are given."""
         place_of = {name: output for output in outputs.values() for name in output.offsets}
         written = self._expert_names() if tensors_of is not None else set()
         with ExitStack() as stack:
@@ -236,7 +234,6 @@ class LikeCheckpoint:
     def _dense_tensors(
         self, state: Mapping[str, Tensor], *, same_shapes: bool = True
     ) -> dict[str, Tensor]:
-        """Tensors of the checkpoint that are no experts', by their names there."""
         targets = {f"{m.name}.{name}" for m in self._experts.modules for name in m.parameters}
         state = {name: tensor for name, tensor in state.items() if name not in targets}
         reverted = private.revert_weight_conversion(self._model, dict(state))
@@ -258,7 +255,7 @@ class LikeCheckpoint:
 
 
 def _write_matrix(descriptor: int, content: Tensor, start: int, stride: tuple[int, ...]) -> None:
-    """Writes a matrix's elements one after another, or between those of other matrices."""
+    """Writes a matrix; its elements may alternate with those of other matrices."""
     shape = content.shape
     if torch.empty(shape, device="meta").stride() == stride:
         _write_tensor(descriptor, content.contiguous(), start)
@@ -272,7 +269,7 @@ def _write_matrix(descriptor: int, content: Tensor, start: int, stride: tuple[in
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, which are equal where NaN are and differ where zeros have other signs."""
+    """A tensor's bytes: equal for equal NaN, different for zeros of other signs."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -285,7 +282,7 @@ def _write_tensor(descriptor: int, content: Tensor, offset: int) -> None:
 def as_plain(
     model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap
 ) -> tuple[Checkpoint, ExpertMap]:
-    """The plain checkpoint, of which the file of experts does not exist yet, and its experts."""
+    """The plain checkpoint, whose file of experts does not exist yet, and its experts."""
     assert checkpoint.runs is not None
     state = {}
     for described, layer in zip(experts.modules, checkpoint.runs.manifest.layers, strict=True):
@@ -313,7 +310,7 @@ def as_plain(
 
 @contextmanager
 def unpacked(experts: ExpertMap) -> Iterator[TensorsOf]:
-    """Gives experts of a packed checkpoint as their modules would have them, in fp32."""
+    """Gives experts of a packed checkpoint in their modules' layout, in fp32."""
     names = [described.parameters for described in experts.modules]
     with closing(CheckpointExperts(experts, names, torch.float32)) as source:
         yield lambda key: dict(zip(names[key.layer], source.tensors_of(key), strict=True))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def give_experts_interface(model: PreTrainedModel) -> None:
-    """Turns the blocks that are in the table, for a model on the meta device."""
+    """Gives the blocks of a meta model that are in `BLOCKS` the experts interface."""
     for block in list(model.modules()):
         if (found := BLOCKS.get(type(block).__name__)) is not None:
             block.experts = found.experts_of(block, model.config)
@@ -29,7 +29,7 @@ def give_experts_interface(model: PreTrainedModel) -> None:
 
 
 def checkpoint_renamings(model: PreTrainedModel) -> list[private.WeightRenaming]:
-    """Renamings from the names in checkpoints to those that a turned model has for its weights."""
+    """Renamings of checkpoint names for the blocks that were changed."""
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     return [
         private.WeightRenaming(source_patterns=source, target_patterns=target)
@@ -44,7 +44,7 @@ def _with_forward(block: type, forward: Callable[..., Any]) -> type:
 
 
 class _Stacked(torch.nn.Module):
-    """Routed experts as two weights: `[E, 2F, D]` and `[E, D, F]`, or transposed."""
+    """Routed experts as two weights `[E, 2F, D]` and `[E, D, F]`, or transposed."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _Stacked(torch.nn.Module):
 
 @functools.cache
 def _stacked_experts(*, is_transposed: bool = False) -> type[_Stacked]:
-    """The class of experts, made when a model needs it: its decorator imports `transformers`."""
+    """The class of experts; made when needed, since its decorator imports `transformers`."""
     decorate: Any = private.use_experts_implementation(is_transposed=is_transposed)
     return decorate(type("StackedExperts", (_Stacked,), {"__module__": __name__}))
 
@@ -83,7 +83,7 @@ def _jetmoe_experts(block: Any, config: Any) -> _Stacked:
 
 
 def _jetmoe_forward(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
-    """A bias follows the sum."""
+    """The bias is added after the sum."""
     hidden_TD = layer_input.reshape(-1, self.input_size)
     logits_TE = self.router(hidden_TD)[-1]
     chosen_TK, ids_TK = logits_TE.topk(self.router.top_k, dim=1)
@@ -92,7 +92,7 @@ def _jetmoe_forward(self: Any, layer_input: torch.Tensor) -> torch.Tensor:
 
 
 def _llama4_experts(block: Any, config: Any) -> _Stacked:
-    """Refuses more than one expert a token, and pictures where transformers cannot take them."""
+    """Refuses several experts for each token, and pictures if transformers cannot run them."""
     import transformers
 
     if config.model_type == "llama4" and transformers.__version__ == "5.24.0":
@@ -113,7 +113,7 @@ def _llama4_experts(block: Any, config: Any) -> _Stacked:
 
 
 def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gate weight of the one expert multiplies its input."""
+    """The gate weight of the one expert multiplies the expert's input."""
     hidden_TD = hidden_states.reshape(-1, self.hidden_dim)
     scores_TE, logits_TE = self.router(hidden_TD)
     ids_T1 = logits_TE.argmax(dim=-1, keepdim=True)
@@ -125,17 +125,17 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
 def _longcat_experts(block: Any, config: Any) -> _Stacked:
     own = block.experts
     gate_up = own.gate_up_proj[: len(own.down_proj)].detach()
-    # transformers writes room for identity experts in one of the two weights, and never reads it
+    # transformers pads one of the two weights for identity experts, and never reads that part
     return _stacked_experts()(config, own.act_fn, gate_up, own.down_proj, may_be_padded=True)
 
 
 def _longcat_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Some choices of the router are identity experts, which have no weights."""
+    """Some choices of the router are identity experts without weights."""
     hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
     # before transformers 5.20 the router did not return its logits first
     *_, weights_TK, ids_TK = self.router(hidden_states)
     num_experts = self.experts.num_experts
-    # the id after the last expert adds nothing; a token's own values are added for it here
+    # this id adds nothing in the experts; the token's own values are added below
     routed_TD = self.experts(hidden_TD, ids_TK.clamp(max=num_experts), weights_TK)
     own_T1 = (weights_TK * (ids_TK >= num_experts)).sum(-1, keepdim=True)
     return (routed_TD + (hidden_TD * own_T1).to(routed_TD.dtype)).view_as(hidden_states)
@@ -145,9 +145,9 @@ class Family(NamedTuple):
     """A row of the table."""
 
     name: str
-    experts_of: Callable[[Any, Any], torch.nn.Module]  # takes them over: block, configuration
+    experts_of: Callable[[Any, Any], torch.nn.Module]  # of a block and its configuration
     forward: Callable[..., Any]
-    renamings: Mapping[str, str] = {}  # names in checkpoints to those of the turned model
+    renamings: Mapping[str, str] = {}  # checkpoint names to names in the changed model
 
 
 BLOCKS: Mapping[str, Family] = {

@@ -1,4 +1,4 @@
-"""Models of the hub: which files are needed, where they lie in its cache, and how they go."""
+"""Models of the hub: which files are needed, download, the cache, and removal."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _NUM_THREADS = 4
 _WAIT_S = 0.1
-_MOST_FAILURES = 5  # of requests one after the other, none of which gives a byte
-_FIRST_BYTES = 1 << 20  # of a file whose header is read: most headers are shorter
+_MOST_FAILURES = 5  # requests in a row that return no byte
+_FIRST_BYTES = 1 << 20  # first read of a header; most headers are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class HubFile:
     name: str  # its path in the repository
     url: str
     num_bytes: int
-    digest: str  # SHA-256 of its bytes, or Git's SHA-1 of small files; the cache calls it so
+    digest: str  # SHA-256, or Git's SHA-1 of small files; the name in the cache
 
 
 class Download:
-    """Work on several files at once, which ends as soon as the block around it does."""
+    """Downloads of several files at once. Ending the block around it ends them."""
 
     def __init__(self, total_bytes: int, progress: Progress) -> None:
         self._total_bytes = total_bytes
@@ -77,7 +77,7 @@ class Download:
             while waiting and not self._is_over.is_set():
                 try:
                     name = waiting.popleft()
-                except IndexError:  # another thread was quicker
+                except IndexError:  # another thread took it
                     return
                 self._running.append(name)
                 self._num_begun += 1
@@ -107,11 +107,11 @@ class Download:
             raise failures[0]
 
     def fetch(self, file: HubFile, blobs: Path) -> None:
-        """Puts a file into the cache's folder of contents, from where an earlier try ended."""
+        """Puts a file into the cache; continues an earlier partial download."""
         from huggingface_hub.utils import WeakFileLock
 
         blob, part = blobs / file.digest, blobs / f"{file.digest}.incomplete"
-        locks = blobs.parent.parent / ".locks" / blobs.parent.name  # as huggingface_hub has them
+        locks = blobs.parent.parent / ".locks" / blobs.parent.name  # as in huggingface_hub
         blobs.mkdir(parents=True, exist_ok=True)
         locks.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(locks / f"{file.digest}.lock"):
@@ -126,7 +126,7 @@ class Download:
                 self.count(begin)
                 _read_range(file, stream, begin, file.num_bytes, self.count)
                 is_whole = _has_digest(stream, file)
-                if begin and not is_whole:  # what was here may be at fault
+                if begin and not is_whole:  # the earlier part may be damaged
                     self.count(-file.num_bytes)
                     _read_range(file, stream, 0, file.num_bytes, self.count)
                     is_whole = _has_digest(stream, file)
@@ -142,7 +142,7 @@ class Download:
 def _read_range(
     file: HubFile, stream: IO[bytes], begin: int, end: int, count: Callable[[int], None]
 ) -> None:
-    """Writes a range of a file where it belongs, and asks again where the connection breaks off."""
+    """Writes a range of a file at its offset; asks again if the connection breaks."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -172,7 +172,7 @@ def _read_range(
                     if begin == end:
                         return
         except CheckpointError as error:
-            # Errors of the system are the disk's, the hub's own answers, or the end of the wait.
+            # These errors come from the disk or the hub, or the last retry failed.
             if failures > _MOST_FAILURES or isinstance(error.__cause__, OSError):
                 raise
         if failures > _MOST_FAILURES:
@@ -191,7 +191,7 @@ def _has_digest(stream: BinaryIO, file: HubFile) -> bool:
 
 
 class RemoteBeginning:
-    """Reads a file of the hub from its beginning into a local one, with a hole for the rest."""
+    """Reads a remote file from its beginning into a local one, with a hole for the rest."""
 
     def __init__(self, file: HubFile, local: IO[bytes], count: Callable[[int], None]) -> None:
         self._file = file
@@ -201,10 +201,10 @@ class RemoteBeginning:
         local.truncate(file.num_bytes)
 
     def read(self, size: int) -> bytes:
-        """The next bytes; fewer at the file's end."""
+        """The next bytes; fewer at the end of the file."""
         end = min(self._place + size, self._file.num_bytes)
         if end > self._has_bytes:
-            # Twice as many each time: a header of many megabytes takes few requests.
+            # Twice as many each time, so that a long header takes few requests.
             upto = min(max(end, 2 * self._has_bytes, _FIRST_BYTES), self._file.num_bytes)
             _read_range(self._file, self._local, self._has_bytes, upto, self._count)
             self._has_bytes = upto
@@ -224,23 +224,23 @@ _QUANTISATION = re.compile(
     r"(?:^|[-_./])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE
 )
 _USUAL = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_0", "Q8_0")
-"""Of several quantisations, the first of these is taken where none is named."""
+"""Default quantisations; the first one that a repository has is taken."""
 _ABOUT_DATA = re.compile(r"(?:^|/)(?:dataset_infos?|state)\.json$")
 _PART_OF_DATA = re.compile(
     r"(?i)(?<![a-z])(?:(?:train|test)(?:ing)?|valid(?:ation)?|val|dev|eval(?:uation)?)(?![a-z])"
-)  # the words of the datasets library; the last in a path says its part
+)  # as in the datasets library; the last such word in a path names the part
 _NO_MODELS = re.compile(r"(?:.*/)?mmproj|.*imatrix", re.IGNORECASE)
-"""GGUF files that hold no language model."""
+"""GGUF files without a language model."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What a name on the hub asks for."""
+    """A parsed hub name."""
 
     repository: str  # ``owner/name``
     revision: str = "main"  # a branch, tag or commit
-    quantisation: str = ""  # of a GGUF repository, such as ``Q4_K_M``; empty where none is named
-    file: str = ""  # a GGUF file of the repository; empty where none is named
+    quantisation: str = ""  # GGUF quantisation, such as ``Q4_K_M``; empty if unnamed
+    file: str = ""  # GGUF file in the repository; empty if unnamed
     kind: Literal["model", "dataset"] = "model"
 
     @property
@@ -249,7 +249,7 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Reads ``owner/name[:QUANTISATION][/FILE.gguf][@REVISION]``, or a page's address."""
+    """Parses ``owner/name[:QUANTISATION][/FILE.gguf][@REVISION]``, or the address of a page."""
     site = _SITE.match(text)
     text = text[site.end() :].partition("?")[0].rstrip("/") if site else text
     found = _NAME.fullmatch(text)
@@ -273,8 +273,8 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def data_set(text: str) -> HubName | None:
-    """Reads ``owner/name[/PATH][@REVISION]`` of a data set, or its page's address; None for what a
-    local file or a pattern may be called."""
+    """Parses ``owner/name[/PATH][@REVISION]`` of a data set, or the address of its page; None for
+    names of local files and patterns."""
     site = _SITE.match(text)
     text = text[site.end() :].removeprefix("datasets/") if site else text
     found = _DATA_SET.fullmatch(text)
@@ -284,7 +284,7 @@ def data_set(text: str) -> HubName | None:
 
 
 def gguf_models(names: Iterable[str], file: str = "") -> dict[str, list[str]]:
-    """The files of each GGUF model of a repository, by the beginning of their names.
+    """The files of each GGUF model of a repository, by name without the part number.
 
     Files that hold no language model are left out, unless one is the ``file``.
     """
@@ -354,27 +354,27 @@ def _refuse_choice(
 
 
 SMALL_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
-"""Patterns of the files that a checkpoint has beside its weights."""
+"""Patterns of a checkpoint's files other than weights."""
 
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _FOLDERS = ("", "additional_chat_templates")
 _INDICES = (INDEX_FILE_NAME, PACKED_INDEX_NAME)
-# A hub that is there answers within a second; without a limit a dead one is waited for in silence.
+# A live hub answers within a second; without a limit a dead one would be awaited silently.
 _HUB_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Repository:
-    """A repository as the hub lists it, or as far as it is in the cache."""
+    """A repository as listed by the hub, or the part of it in the cache."""
 
     name: HubName
     commit: str
-    folder: Path  # its files in the cache
-    files: dict[str, HubFile]  # those that there are, by their names
-    offline: str  # why the hub was not asked; empty where it answered
+    folder: Path  # its folder in the cache
+    files: dict[str, HubFile]  # existing files by name
+    offline: str  # why the hub was not asked; empty after an answer
 
     def chosen(self) -> list[str]:
-        """The files that are needed beside those of safetensors weights, or the GGUF files."""
+        """The GGUF files, or the files of a safetensors repository other than weights."""
         sizes = {name: file.num_bytes for name, file in self.files.items()}
         if found := gguf_files(self.name, sizes):
             return found
@@ -391,8 +391,8 @@ class _Repository:
             )
         return small
 
-    def tell_choice(self, files: Sequence[str], progress: Progress | None) -> None:
-        """Says which of several GGUF models was taken where the name leaves it open."""
+    def report_choice(self, files: Sequence[str], progress: Progress | None) -> None:
+        """Reports which of several GGUF models was chosen by default."""
         models = gguf_models(self.files)
         is_open = not self.name.file and not self.name.quantisation
         if progress is not None and is_open and len(models) > 1 and files[0].endswith(".gguf"):
@@ -412,7 +412,7 @@ class _Repository:
         )
 
     def missing(self, names: Sequence[str]) -> list[HubFile]:
-        """Those files that are not in the cache yet."""
+        """The files that are not in the cache."""
         absent = [name for name in names if not (self.folder / name).exists()]
         unknown = [name for name in absent if name not in self.files]
         if unknown:
@@ -425,24 +425,24 @@ class _Repository:
 
 
 def download(name: HubName, *, weights: bool, progress: Progress | None = None) -> Path:
-    """Downloads what the hub's cache lacks; gives the repository's folder or first GGUF file."""
-    found = _ask(name)
+    """Downloads missing files into the hub's cache; returns the folder or first GGUF file."""
+    found = _list_repository(name)
     chosen = found.chosen()
-    found.tell_choice(chosen, progress)
+    found.report_choice(chosen, progress)
     _fetch(found, chosen, progress)
     is_gguf = chosen[0].endswith(".gguf")
     if weights and not is_gguf:
         _fetch(found, found.shards(), progress)
-    _note(found)
+    _record_revision(found)
     return found.folder / chosen[0] if is_gguf else found.folder
 
 
 def download_files(
     name: HubName, kinds: tuple[str, ...], progress: Progress | None = None
 ) -> list[Path]:
-    """Downloads a data set's files of some kinds: of its parts, the one for training. Raises
-    CheckpointError: it has none, or several folders have some and none is named."""
-    found = _ask(name)
+    """Downloads a data set's files of some kinds, the training part only. Raises CheckpointError if
+    it has none, or several folders have some and none is named."""
+    found = _list_repository(name)
     below = name.file.rstrip("/")
     own = [
         file
@@ -464,12 +464,12 @@ def download_files(
             f"to train on; found {clipped(sorted(found.files))}"
         )
     _fetch(found, chosen, progress)
-    _note(found)
+    _record_revision(found)
     return [found.folder / file for file in chosen]
 
 
-def _note(found: _Repository) -> None:
-    """Notes the commit of a revision. Last: without a connection the last whole commit is found."""
+def _record_revision(found: _Repository) -> None:
+    """Records the commit of a revision; last, so that offline use finds a complete one."""
     name = found.name
     reference = found.folder.parent.parent / "refs" / name.revision
     is_noted = reference.is_file() and reference.read_text() == found.commit
@@ -479,8 +479,8 @@ def _note(found: _Repository) -> None:
 
 
 def quantisations(name: HubName) -> dict[str, int]:
-    """The GGUF models of a repository and their bytes; none where there is nothing to choose."""
-    files = {file: about.num_bytes for file, about in _ask(name).files.items()}
+    """The GGUF models of a repository and their bytes; empty if there is no choice."""
+    files = {file: about.num_bytes for file, about in _list_repository(name).files.items()}
     models = gguf_models(files)
     if name.file or len(models) < 2:
         return {}
@@ -489,13 +489,13 @@ def quantisations(name: HubName) -> dict[str, int]:
 
 @contextmanager
 def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
-    """Reads headers of a model's files alone, unless all files are in the cache.
+    """Reads only the headers of a model's files, unless all files are in the cache.
 
     Yields a folder or GGUF file whose weights have their sizes, and holes for the values.
     """
-    found = _ask(name)
+    found = _list_repository(name)
     chosen = found.chosen()
-    found.tell_choice(chosen, progress)
+    found.report_choice(chosen, progress)
     is_gguf = chosen[0].endswith(".gguf")
     if not is_gguf:
         _fetch(found, chosen, progress)
@@ -523,7 +523,7 @@ def headers_of(name: HubName, progress: Progress | None) -> Iterator[Path]:
                     length = int.from_bytes(beginning.read(8), "little")
                     beginning.read(min(length, MAX_HEADER_BYTES))
 
-        with _explained(name, f"{name.repository}: "), _shown(progress) as show:
+        with _hub_errors(name, f"{name.repository}: "), _progress_bar(progress) as show:
             transfer = Download(0, show)
             transfer.run("headers", [*missing], read)
         yield folder / chosen[0] if is_gguf else folder
@@ -548,11 +548,12 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
             "make room, or name another folder in HF_HOME"
         )
 
-    with _explained(name := found.name, f"{name.repository}: "), _shown(progress) as show:
+    name = found.name
+    with _hub_errors(name, f"{name.repository}: "), _progress_bar(progress) as show:
         transfer = Download(num_bytes, show)
 
         def fetch(file: str) -> None:
-            # The hub gives larger files by its own protocol alone, which huggingface_hub has.
+            # Larger files need the hub's own protocol, which huggingface_hub has.
             if files[file].digest and files[file].num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                 transfer.fetch(files[file], blobs)
             hf_hub_download(name.repository, file, revision=found.commit, repo_type=name.kind)
@@ -561,7 +562,7 @@ def _fetch(found: _Repository, names: Sequence[str], progress: Progress | None) 
 
 
 @contextmanager
-def _shown(progress: Progress | None) -> Iterator[Progress]:
+def _progress_bar(progress: Progress | None) -> Iterator[Progress]:
     if progress is not None:
         yield progress
         return
@@ -577,20 +578,20 @@ def _shown(progress: Progress | None) -> Iterator[Progress]:
         yield show
 
 
-def _ask(name: HubName) -> _Repository:
-    """Lists a repository; what was downloaded before serves where the hub cannot be reached."""
+def _list_repository(name: HubName) -> _Repository:
+    """Lists a repository; without a connection, the part that was downloaded before."""
     from huggingface_hub import HfApi, constants, hf_hub_url
     from huggingface_hub.file_download import repo_folder_name
 
     cache = Path(constants.HF_HUB_CACHE)
     place = cache / repo_folder_name(repo_id=name.repository, repo_type=name.kind)
     try:
-        with _explained(name, ""):
+        with _hub_errors(name, ""):
             info: Any = HfApi().repo_info(
                 name.repository,
                 repo_type=name.kind,
                 revision=name.revision,
-                timeout=_HUB_LIMIT_S,  # the download itself would ask six times
+                timeout=_HUB_LIMIT_S,  # the library's own download would ask six times
                 files_metadata=True,
             )
     except MoERuntimeError as error:
@@ -627,8 +628,8 @@ def _ask(name: HubName) -> _Repository:
 
 
 @contextmanager
-def _explained(name: HubName, lead: str) -> Iterator[None]:
-    """Says in our words, after some others, why the hub did not give what was asked for."""
+def _hub_errors(name: HubName, lead: str) -> Iterator[None]:
+    """Explains an error of the hub in our words, after ``lead``."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -664,7 +665,7 @@ def _explained(name: HubName, lead: str) -> Iterator[None]:
 
 
 def suggestion(folder: Path) -> str:
-    """The folder beside it whose name is nearest, for the end of a message."""
+    """The folder with the most similar name, for the end of a message."""
     try:
         names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     except OSError:
@@ -701,18 +702,17 @@ class CachedModel:
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the hub's cache, by name."""
     return [_described(one) for _, one in sorted(_models_of(_scan()).items())]
 
 
 def damage() -> list[str]:
-    """What of the hub's cache cannot be read, a line each; the hub's library leaves it out."""
+    """Parts of the cache that cannot be read, a line each; the hub's library leaves them out."""
     cache = _scan()
     return [" ".join(str(one).split()) for one in (() if cache is None else cache.warnings)]
 
 
 def removal_of(names: list[str]) -> tuple[int, Any]:
-    """Bytes that go with models or revisions, and what removes them when it is executed.
+    """The bytes freed by removing models or revisions, and the strategy that removes them.
 
     Args:
         names: ``owner/name``, or ``owner/name@REVISION`` for one of several revisions.
@@ -751,7 +751,7 @@ def removal_of(names: list[str]) -> tuple[int, Any]:
 
 
 def _scan() -> HFCacheInfo | None:
-    """What is in the cache; None where nothing was downloaded yet."""
+    """The content of the cache; None before the first download."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -788,9 +788,7 @@ def _described(repo: CachedRepoInfo) -> CachedModel:
 
 
 def _formats(config: dict[str, Any], files: dict[str, Any]) -> list[str]:
-    """What a name on the hub may end with, or how the weights are stored."""
-    labels = [label_of(stem) for stem in gguf_models(files)]
-    if labels:
+    if labels := [label_of(stem) for stem in gguf_models(files)]:
         return labels
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None

@@ -1,4 +1,4 @@
-"""A checkpoint and the model that transformers would make of it, without its weights."""
+"""Opens a checkpoint, and builds its model on the meta device."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ from moe_runtime.checkpoints.strict_json import (
     check_generation_settings,
     check_layers,
     clipped,
-    in_our_words,
-    named_lookup,
     one_line,
     parse_object,
 )
@@ -63,23 +61,23 @@ _TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json"),
 )
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "*merges.txt")
-"""Files that a tokenizer can be made of."""
+"""Files that a tokenizer can be made from."""
 _SAME_LAYOUT = {"kimi_k2": "deepseek_v3"}
-"""Families whose code lies in their repositories, and which family of transformers they equal."""
+"""Families with code in their repositories, and the equal family of transformers."""
 QUANTIZATION_FILE = "hf_quant_config.json"
 
 
 def find_checkpoint(
     path_or_id: str | Path, *, weights: bool = True, progress: Progress | None = None
 ) -> Path:
-    """A checkpoint's folder or GGUF file, downloaded from the hub if a model there is named."""
+    """A checkpoint's folder or GGUF file; a model on the hub is downloaded."""
     found = _local_or_hub(path_or_id)
     return found if isinstance(found, Path) else download(found, weights=weights, progress=progress)
 
 
 @contextmanager
 def found_headers(path_or_id: str | Path, progress: Progress | None = None) -> Iterator[Path]:
-    """A checkpoint's folder or GGUF file; of one on the hub its small files and headers alone."""
+    """A checkpoint's folder or GGUF file; of a model on the hub only small files and headers."""
     found = _local_or_hub(path_or_id)
     with nullcontext(found) if isinstance(found, Path) else headers_of(found, progress) as folder:
         yield folder
@@ -110,14 +108,14 @@ def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a checkpoint's folder that a download of it would have."""
+    """The files of a checkpoint's folder that a download of it has."""
     if folder.is_file():  # GGUF
         return [folder]
     return [file for pattern in (*SMALL_FILES, _WEIGHTS) for file in folder.glob(pattern)]
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Reads ``config.json``, or what a GGUF file says in its place."""
+    """Reads ``config.json``, or the configuration of a GGUF file."""
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import read_model
 
@@ -136,20 +134,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if (name := values["model_type"]) not in {*transformers.CONFIG_MAPPING, *_SAME_LAYOUT}:
         why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
         raise UnsupportedModelError(f"{file}: {why}; install one that does, if there is one")
-    try:
-        with blamed_on(f"{file} cannot be read"):
-            if name not in transformers.CONFIG_MAPPING:
-                other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
-                return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
-            return transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-    except CheckpointError as error:
-        raise in_our_words(error, file) from error.__cause__
+    with blamed_on(f"{file} cannot be read"):
+        if name not in transformers.CONFIG_MAPPING:
+            other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
+            return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
 
 
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """Takes what a configuration says of quantised weights out of it: what, or None, and where.
+    """Removes the quantisation settings from a configuration; returns them, or None, and their
+    place.
 
     ModelOpt may write it into `hf_quant_config.json`, which counts where `config.json` says
     nothing.
@@ -174,16 +170,12 @@ def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str,
 
 def load_tokenizer(folder: Path) -> Any:
     if not folder.is_file():
-        read_config(folder)  # what is wrong with it is not the tokenizer's fault
-    tokenizer = read_tokenizer(folder)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes up an empty tokenizer where there are no files.
-        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
-    return tokenizer
+        read_config(folder)  # its errors are not the tokenizer's
+    return read_tokenizer(folder)
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """Reads the files of a tokenizer, or the one in a GGUF file; no model is needed."""
+    """Reads the tokenizer of a folder or GGUF file; needs no model."""
     if folder.is_file():
         from moe_runtime.checkpoints.gguf import load_tokenizer
 
@@ -193,6 +185,8 @@ def read_tokenizer(folder: Path) -> Any:
     files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
     for file in files:
         _read_whole(file)
+    if not _has_vocabulary(folder):  # transformers would make an empty tokenizer
+        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
     try:
         with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
             return AutoTokenizer.from_pretrained(
@@ -201,20 +195,22 @@ def read_tokenizer(folder: Path) -> Any:
     except CheckpointError:
         for file in files:
             _read_object(file)
-        if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
-            raise CheckpointError(f"{folder}: has no tokenizer.json") from None
         raise
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Numbers of all tokens of a tokenizer; None where a checkpoint has none."""
-    if not folder.is_file() and not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
+    """Ids of all tokens of a tokenizer; None if a checkpoint has none."""
+    if not folder.is_file() and not _has_vocabulary(folder):
         return None
     return read_tokenizer(folder).get_vocab()
 
 
+def _has_vocabulary(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _VOCABULARIES)
+
+
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """Reads ``generation_config.json``, or what a GGUF file says; None where there is none."""
+    """Reads ``generation_config.json``, or the settings of a GGUF file; None if there are none."""
     from transformers import GenerationConfig
 
     if folder.is_file():
@@ -249,9 +245,9 @@ def _read_object(file: Path) -> dict[str, Any]:
 def open_checkpoint(
     path_or_id: str | Path, dtype: str | torch.dtype, *, progress: Progress | None = None
 ) -> Checkpoint:
-    """Finds a checkpoint and reads its configuration and headers."""
+    """Finds a checkpoint, and reads its configuration and headers."""
     folder = find_checkpoint(path_or_id, progress=progress)
-    folder = folder.absolute()  # whatever the working directory is later
+    folder = folder.absolute()  # the working directory may change later
     files = folder.parent.glob("*.gguf") if folder.is_file() else folder.glob("*.safetensors")
     stamps = {file: FileStamp.of(file) for file in files if file.is_file()}
     if folder.is_file():
@@ -261,13 +257,12 @@ def open_checkpoint(
         dtype = _compute_dtype(dtype, found.config, (), True)
         return replace(found, dtype=dtype, stamps=_of_used(stamps, found.entries))
     config = read_config(folder)
-    # the model is built as one of plain weights: it computes what they stand for
+    # the model is built as one with plain weights
     quantization, place = take_quantization(config, folder)
     is_packed = quantization is not None and quantization.get("quant_method") == QUANT_METHOD
     entries = read_checkpoint_index(folder, PACKED_INDEX_NAME if is_packed else INDEX_FILE_NAME)
     check_layers(config, entries, folder / "config.json")
     runs, packed = None, dict[str, Any]()
-    # most checkpoints are neither packed nor quantised
     if is_packed:
         from moe_runtime.checkpoints.packed_experts import PackedExpertIndex
 
@@ -275,14 +270,14 @@ def open_checkpoint(
     elif quantization is not None:
         from moe_runtime.checkpoints.formats import packed_weights
 
-        packed = packed_weights(quantization, _judged(config, entries), place)
+        packed = packed_weights(quantization, _used_by_transformers(config, entries), place)
     compute_dtype = _compute_dtype(dtype, config, plain_entries(entries, packed), bool(packed))
     own = _of_used(stamps, entries)
     return Checkpoint(folder, config, entries, compute_dtype, packed, runs, stamps=own)
 
 
 def packed_among(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, PackedWeight]:
-    """The quantised weights among tensors of a checkpoint that are no part of its model."""
+    """Quantised weights among tensors that are no part of the checkpoint's model."""
     from moe_runtime.checkpoints.formats import packed_weights, sign_of
 
     quantization, place = take_quantization(read_config(folder), folder)
@@ -292,7 +287,7 @@ def packed_among(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, Pac
 
 
 def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Makes the checkpoint's model with all its parameters on the meta device."""
+    """Builds the checkpoint's model on the meta device."""
     import transformers
 
     warn_if_untested(transformers.__version__)
@@ -302,8 +297,7 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     with ExitStack() as stack:
         for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
             stack.enter_context(context)
-        what = f"{file} does not describe a {model_class.__name__}"
-        with blamed_on(what), named_lookup(checkpoint.config):
+        with blamed_on(f"{file} does not describe a {model_class.__name__}"):
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model
@@ -312,13 +306,15 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
 def _of_used(
     stamps: Mapping[Path, FileStamp], entries: Mapping[str, TensorEntry]
 ) -> dict[Path, FileStamp]:
-    """Stamps of the files that hold tensors: others in the folder may change."""
+    """Stamps of the files with tensors; other files in the folder may change."""
     used = {entry.file for entry in entries.values()}
     return {file: stamp for file, stamp in stamps.items() if file in used}
 
 
-def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors that `transformers` does not ignore, as layers that predict further tokens."""
+def _used_by_transformers(
+    config: PreTrainedConfig, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Tensors that `transformers` does not ignore as it does prediction layers."""
     patterns = _model_class(config)._keys_to_ignore_on_load_unexpected or ()
     ignored = re.compile("|".join(map("({})".format, patterns)) or r"(?!)")
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -332,7 +328,6 @@ def _judged(config: PreTrainedConfig, entries: dict[str, TensorEntry]) -> dict[s
 
 
 def _set_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Has every part of a model made in one type, whichever a nested configuration names."""
     config.dtype = dtype
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
@@ -364,7 +359,7 @@ def _stored_dtype(
 ) -> torch.dtype:
     declared = getattr(config, "dtype", None)
     if declared is None and is_packed:
-        # of plain weights their own type counts, as in transformers
+        # for plain weights their own dtype counts, as in transformers
         declared = getattr(config.get_text_config(), "dtype", None)
     if isinstance(declared, torch.dtype) and (declared in COMPUTE_DTYPES or not is_packed):
         return declared

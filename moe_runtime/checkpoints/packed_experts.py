@@ -1,4 +1,4 @@
-"""What a packed checkpoint says of itself: ``packed_experts.json``, and how an expert lies.
+"""The format of packed checkpoints: ``packed_experts.json``, and the layout of an expert.
 
 An expert is one tensor of bytes, ``experts.LAYER.EXPERT``, in files that hold nothing else: one
 read past the page cache fetches it. A large one begins at a whole block. Its matrices lie one
@@ -40,15 +40,16 @@ CODES: tuple[Code, ...] = get_args(Code)
 MANIFEST_NAME = "packed_experts.json"
 VERSION = 1
 MATRIX_ALIGNMENT, PART_ALIGNMENT = 64, 8
-"""Of matrices, so that vectors do not cross cache lines, and of what goes with them."""
+"""Alignment of matrices, so that vectors do not cross cache lines, and of their other parts."""
 ALIGNED_RUN_BYTES = 1 << 20
-"""Experts of so many bytes begin at whole blocks; smaller ones would grow by too much."""
+"""Experts of this many bytes begin at whole blocks; for smaller ones the padding would be too
+large."""
 _MAX_BYTES = 256 << 20
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Part(NamedTuple):
-    """A matrix or bias of each expert of a layer, or what the code makes of one, where it lies."""
+    """A matrix or bias of each expert of a layer, or a part of its code, with its place."""
 
     name: str
     dtype: torch.dtype
@@ -57,11 +58,11 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes without what fills it up."""
+        """Bytes without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_coded(self, code: Code) -> bool:
-        """Whether it is written in the lossless code, which makes short rows longer."""
+        """Whether the lossless code is used; it makes short rows longer."""
         if code == "none" or self.dtype != torch.bfloat16 or len(self.shape) != 2:
             return False
         return coded_row_bytes(self.shape[1]) < 2 * self.shape[1]
@@ -72,8 +73,8 @@ class PackedLayer:
     """The experts of one module."""
 
     module: str
-    matrices: tuple[Part, ...]  # what each expert has, in the order of the parts
-    rooms: list[tuple[int, ...]]  # for each expert the bytes of escapes of each coded matrix
+    matrices: tuple[Part, ...]  # the matrices of each expert, in the order of the parts
+    rooms: list[tuple[int, ...]]  # for each expert the escape bytes of each coded matrix
 
     def parts(self, expert: int, code: Code) -> tuple[list[Part], int]:
         return lay_out_parts(self.matrices, self.rooms[expert], code)
@@ -81,10 +82,10 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What ``packed_experts.json`` says."""
+    """The content of ``packed_experts.json``."""
 
     code: Code
-    layers: tuple[PackedLayer, ...]  # the experts modules in model order
+    layers: tuple[PackedLayer, ...]  # experts modules in model order
     files: list[str]
 
     def to_json(self) -> str:
@@ -104,14 +105,14 @@ class Manifest:
 
 
 def tensor_name(layer: int, expert: int) -> str:
-    """What an expert is called in the files."""
+    """An expert's name in the files."""
     return f"experts.{layer}.{expert}"
 
 
 def lay_out_parts(
     matrices: Sequence[Part], rooms: Sequence[int], code: Code
 ) -> tuple[list[Part], int]:
-    """The parts of an expert, and the bytes of the run that they lie in."""
+    """The parts of an expert, and the bytes of its run."""
     parts: list[Part] = []
     end, left = 0, iter(rooms)
 
@@ -138,7 +139,7 @@ def aligned(num_bytes: int, multiple: int) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks what a packed checkpoint says of itself."""
+    """Reads and checks ``packed_experts.json``."""
     file = folder / MANIFEST_NAME
     try:
         found = parse_object(read_bounded(file, max_bytes=_MAX_BYTES))
@@ -188,7 +189,7 @@ def _size(value: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlanesPacking:
-    """What makes a matrix of the parts of one in the lossless code."""
+    """Makes a matrix from its parts in the lossless code."""
 
     num_cols: int  # K
 
@@ -203,7 +204,7 @@ class PlanesPacking:
 
 
 class PackedExpertIndex:
-    """The experts of a packed checkpoint, each of which lies in one run of bytes."""
+    """The experts of a packed checkpoint, each in one run of bytes."""
 
     def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]) -> None:
         self.manifest: Manifest = read_manifest(folder)
@@ -218,7 +219,7 @@ class PackedExpertIndex:
         }
 
     def fill(self, experts: ExpertMap) -> None:
-        """Notes where every expert lies."""
+        """Adds the place of every expert to the map."""
         layers, code = self.manifest.layers, self.manifest.code
         if len(layers) != len(experts.modules):
             self._refuse(f"{len(experts.modules)} layers of experts", str(len(layers)))

@@ -24,7 +24,7 @@ from moe_runtime.files import open_regular, read_bounded
 
 COPY_BYTES = 2**24
 MAX_HEADER_BYTES = 100_000_000
-"""Longest header, and longest index, that is read; the limit of the format's own reader."""
+"""The longest header and index that is read, as in the official reader."""
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -43,7 +43,7 @@ TORCH_DTYPES = {
 SINGLE_FILE_NAME = "model.safetensors"
 INDEX_FILE_NAME = "model.safetensors.index.json"
 PACKED_INDEX_NAME = "packed.safetensors.index.json"
-"""The index of a packed checkpoint: readers that do not know it find no weights."""
+"""The index of packed checkpoints; other readers do not know it and find no weights."""
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
@@ -53,7 +53,7 @@ class TensorEntry:
     """One tensor of a checkpoint and the bytes that hold it."""
 
     name: str  # the tensor's key in the checkpoint
-    file: Path  # the file it lies in, as reached from the checkpoint's folder (links not resolved)
+    file: Path  # the file, as reached from the checkpoint's folder; links are not resolved
     dtype: str  # element type by its safetensors name, such as ``"BF16"``
     shape: tuple[int, ...]  # sizes of the dimensions, row-major; empty for a scalar
     offset: int  # first byte, counted from the beginning of the file
@@ -62,7 +62,7 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Verifies one safetensors file; gives its tensors by name, in the order of their bytes."""
+    """Verifies a safetensors file; returns its tensors by name, in the order of their bytes."""
     try:
         with open_regular(path) as file, safe_open(path, framework="np"):
             length = int.from_bytes(file.read(8), "little")
@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def header_of(
     tensors: Iterable[tuple[str, str, Sequence[int], int]], multiple_of: int = 8
 ) -> tuple[dict[str, int], bytes]:
-    """Makes the header of a new file: where each tensor begins after it, and its bytes."""
+    """The offset of each tensor after the header of a new file, and the header's bytes."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
@@ -103,7 +103,8 @@ def header_of(
 
 
 def widest_first(tensors: Iterable[TensorEntry]) -> tuple[dict[str, int], bytes, int]:
-    """Lays tensors out widest elements first, all aligned: as `header_of`, and their bytes."""
+    """Lays tensors out with the widest elements first, so that all are aligned: as `header_of`, and
+    the total bytes."""
     ordered = sorted(tensors, key=lambda one: -(one.num_bytes // max(1, math.prod(one.shape))))
     described = [(one.name, one.dtype, one.shape, one.num_bytes) for one in ordered]
     return *header_of(described), sum(one.num_bytes for one in ordered)
@@ -122,7 +123,7 @@ def write_at(descriptor: int, content: bytes | memoryview, offset: int) -> None:
 
 
 def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
-    """A tensor that the model has no use for stays as it was."""
+    """Copies the bytes of a tensor."""
     with entry.file.open("rb") as file:
         for begin in range(0, entry.num_bytes, COPY_BYTES):
             file.seek(entry.offset + begin)
@@ -135,7 +136,7 @@ def copy_tensor(entry: TensorEntry, descriptor: int, offset: int) -> None:
 def read_checkpoint_index(
     folder: Path, index_name: str = INDEX_FILE_NAME
 ) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint in a folder, in one file or in shards, by the shards' names.
+    """Every tensor of the checkpoint in a folder, in one file or in shards.
 
     As in ``transformers``, ``model.safetensors`` is preferred to an index, and tensors that the
     index does not list are included. If several shards have a tensor, the index decides, else the
@@ -153,7 +154,7 @@ def read_checkpoint_index(
 
 
 def read_weight_map(index_path: Path) -> dict[str, PurePosixPath]:
-    """Reads which shard holds which tensor, as paths relative to the index's folder."""
+    """The shard of each tensor, as paths relative to the index's folder."""
     try:
         raw = read_bounded(index_path, max_bytes=MAX_HEADER_BYTES)
     except (OSError, ValueError) as error:
@@ -166,7 +167,7 @@ def read_weight_map(index_path: Path) -> dict[str, PurePosixPath]:
 
 
 def _shard_path(shard: object, index_path: Path) -> PurePosixPath:
-    """Judges a shard by its name: the hub's cache is made of links that lead out of the folder."""
+    """Checks a shard by name only, since links of the hub's cache lead out of the folder."""
     shown = clipped(shard)
     if not isinstance(shard, str) or not shard.endswith(".safetensors"):
         _refuse(index_path, "shards named *.safetensors", shown)

@@ -1,11 +1,10 @@
-"""JSON from an untrusted file: parsed strictly, bounded in time and memory, and its values judged.
+"""JSON from untrusted files: parsed strictly, within bounds of time and memory.
 
-The values are those of ``config.json`` and ``generation_config.json`` that the runtime relies on.
+Also checks the values of ``config.json`` and ``generation_config.json`` that the runtime uses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -14,19 +13,21 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from moe_runtime.config import type_in_words
 from moe_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+FETCH_OR_CORRECT = "fetch the checkpoint again, or correct the configuration"
+"""Advice where a checkpoint's tensors and its configuration disagree."""
+
 MAX_UINT64 = 2**64 - 1
 
 _MAX_NUMBER_CHARS = 1000
 _MAX_PATH_CHARS = 4096
-# The densest sound input, tensors with the shortest names, has three brackets in 49 bytes. Input of
-# nothing but `[],[],` would take more than twenty times its size as Python lists.
+# The densest sound input, tensors with the shortest names, has three brackets in 49 bytes. `[],[],`
+# repeated would take over twenty times its size as Python lists.
 _BYTES_PER_BRACKET = 12
 _FREE_BRACKETS = 1000
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -35,7 +36,7 @@ _CLIPPED.maxstring = 200
 
 
 def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
-    """Parses a JSON object; raises `ValueError` for all else, and what `parse_value` refuses."""
+    """Parses a JSON object; raises `ValueError` for other values and as `parse_value` does."""
     value = parse_value(raw, has_infinity=has_infinity)
     if not isinstance(value, dict):
         raise ValueError(clipped(value))
@@ -43,7 +44,7 @@ def parse_object(raw: bytes, *, has_infinity: bool = False) -> dict[str, Any]:
 
 
 def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
-    """Parses JSON as strictly as the safetensors package parses a header, and more so."""
+    """Parses JSON more strictly than the safetensors package parses a header."""
     if raw.count(b"[") + raw.count(b"{") > len(raw) // _BYTES_PER_BRACKET + _FREE_BRACKETS:
         raise ValueError(f"{len(raw)} bytes of mostly brackets")
     try:
@@ -56,7 +57,7 @@ def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
             parse_constant=_parse_infinity if has_infinity else _parse_constant,
         )
         if _SURROGATE_ESCAPE.search(text):
-            # Half a surrogate pair is no text: encoding it fails, while a whole pair passes.
+            # Half a surrogate pair cannot be encoded.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise ValueError("brackets nested too deeply") from error
@@ -66,7 +67,7 @@ def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
 
 
 def nests_deeper(values: Iterable[object], depth: int) -> bool:
-    """Says whether lists and objects among the values hold others to more than ``depth`` levels."""
+    """Whether lists and objects nest to more than ``depth`` levels."""
     level = list(values)
     for _ in range(depth):
         children: list[object] = []
@@ -82,17 +83,18 @@ def nests_deeper(values: Iterable[object], depth: int) -> bool:
 
 
 def clipped(value: object) -> str:
-    """Writes a value as Python would, on one line and cut where it is long, for a message."""
+    """A value as Python writes it, on one line and shortened, for a message."""
     return _CLIPPED.repr(value)
 
 
 def one_line(text: str) -> str:
-    """Escapes text that would break a message's line or a terminal, and cuts what is no path."""
+    """Escapes text that would break a message's line or a terminal; shortens it unless it is a
+    path."""
     return text if text.isprintable() and len(text) <= _MAX_PATH_CHARS else clipped(text)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; for `json.loads`, which takes the last of two values otherwise."""
+    """For `json.loads`: refuses a key that occurs twice."""
     unique = dict(pairs)
     if len(unique) == len(pairs):
         return unique
@@ -105,7 +107,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_integer(text: str) -> int | float:
-    # Beyond 64 bits, and for -0, JSON readers in other languages see a real number: never a size.
+    # JSON readers in other languages read -0 and integers beyond 64 bits as real numbers.
     if len(text) <= len(str(MAX_UINT64)) and text != "-0":
         value = int(text)
         if value <= MAX_UINT64:
@@ -130,75 +132,26 @@ def _parse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which JSON does not have")
 
 
-_NO_DTYPE = re.compile(r"module 'torch' has no attribute ('.*')")
-_FIELD = re.compile(r"Validation error for field '(\w+)'")
-_ONE_TYPE = re.compile(r"expected (\w+), got \w+ \(value: (.*)\)")
-_SOME_TYPES = re.compile(r"with value (.*) doesn't match any type in \((.*?)\)\.(?: |$)")
-_LIST = re.compile(r"(list|tuple)\[(\w+)((?:, \w+)*)\]")
-_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
-_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
-
-
-def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
-    """The same error by key, expectation and value, where a value's type is at fault."""
-    reason = " ".join(str(error.__cause__).split())
-    if unknown := _NO_DTYPE.fullmatch(reason):
-        expected = "a floating-point type of torch, such as 'bfloat16'"
-        return CheckpointError(f"{file}: expected dtype to be {expected}, found {unknown[1]:.80}")
-    field = _FIELD.match(reason)
-    if some := _SOME_TYPES.search(reason):  # says what is wrong with each of them, too
-        names, found = re.split(r", (?![^\[]*\])", some[2]), some[1]
-    elif one := _ONE_TYPE.search(reason):
-        names, found = [one[1]], one[2]
-    else:
-        return error
-    names = [re.sub(r"<class '(.*)'>", r"\1", name) for name in names]
-    words = [_in_words(name) for name in names if not (name == "int" and "float" in names)]
-    expected = " or ".join(dict.fromkeys(filter(None, words)))
-    if field is None or not expected:
-        return error
-    found = _JSON_WORDS.get(found, f"{found:.80}")
-    return CheckpointError(f"{file}: expected {field[1]} to be {expected}, found {found}")
-
-
-def _in_words(name: str) -> str:
-    """A type as transformers names it; empty for one that JSON has no words for."""
-    if found := _LIST.fullmatch(name):
-        count = f"{found[3].count(',') + 1} " if found[3] or found[1] == "tuple" else ""
-        kind = type_in_words(_TYPES[found[2]]).removeprefix("a ") if found[2] in _TYPES else "value"
-        return f"a list of {count}{kind}s"
-    if name == "dict" or name.startswith("transformers."):
-        return "an object"
-    if name == "NoneType":
-        return "null"
-    return type_in_words(_TYPES[name]) if name in _TYPES else ""
-
-
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 50_000
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_TOP_KS = (
+TOP_KS = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
     "top_k_experts",
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SMALLEST = {
-    **dict.fromkeys((*_LAYERS, *_TOP_KS), 1),
+    **dict.fromkeys((*_LAYERS, *TOP_KS), 1),
     **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"), 1),
-    # A family's dense members have none of these.
+    # Dense members of a family have none of these.
     **dict.fromkeys((*_EXPERTS, "intermediate_size", "moe_intermediate_size"), 0),
     "num_key_value_heads": 1,
-    # Latent attention without rotated dimensions has none, and neither has attention to all.
+    # 0 is sound: latent attention without rotated dimensions, and attention to all tokens.
     **dict.fromkeys(("head_dim", "sliding_window"), 0),
 }
-"""Sizes of a model and the least that each can be; one for each layer is a list of them."""
+"""Sizes of a model and their smallest values; some are lists with one size for each layer."""
 
 QUANTIZATION_NAMES = ("compression_config", "quantization_config")
-_TEXTS = ("hidden_act", "rope_type")
-_NUMBERS = (
-    *("rope_theta", "rms_norm_eps", "layer_norm_eps"),
-    *("factor", "attention_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
-)
-_LISTS = ("mrope_section", "short_factor", "long_factor")
+_NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps", "factor", "attention_factor")
 
 _WHOLE = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
@@ -209,7 +162,7 @@ _REAL = frozenset(
     | {"repetition_penalty", "length_penalty", "diversity_penalty", "penalty_alpha"}
     | {"guidance_scale", "encoder_repetition_penalty"}
 )
-# of these, what a request may ask for; the first three only where tokens are sampled
+# Ranges of what a request may ask for; the first three apply only to sampling.
 _RANGES = {
     "temperature": (1e-20, math.inf, "0, or at least 1e-20"),
     "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1"),
@@ -228,24 +181,16 @@ _TOKENS = frozenset(
 
 
 def check_config(values: dict[str, Any], file: Path) -> None:
-    """Refuses a configuration with sizes that no model has, at whatever depth."""
+    """Refuses a configuration with impossible sizes, at any depth."""
     if not isinstance(kind := values.get("model_type"), str):
         _refuse(file, "model_type", "the name of an architecture, such as 'olmoe'", kind)
     for part in _parts(values):
-        for name in _TEXTS:
-            if not isinstance(part.get(name), str | None):
-                _refuse(file, name, "a name", part[name])
         for name in QUANTIZATION_NAMES:
             if not isinstance(part.get(name), dict | None):
                 _refuse(file, name, "an object, or left out of plain weights", part[name])
         for name in _NUMBERS:
-            value = part.get(name)
-            if not all(one is None or _is_real(one) for one in _each(value)):
-                _refuse(file, name, "a number", value)
-        for name in _LISTS:
-            value = part.get(name)
-            if value is not None and not (isinstance(value, list) and all(map(_is_real, value))):
-                _refuse(file, name, "a list of numbers", value)
+            if not all(one is None or _is_real(one) for one in _each(part.get(name))):
+                _refuse(file, name, "a number", part[name])
         if part.get("return_dict") is False:
             _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():
@@ -260,43 +205,24 @@ def check_config(values: dict[str, Any], file: Path) -> None:
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             _refuse(file, "architectures", "a list of class names", classes)
         num_experts = max(_counts(part, _EXPERTS), default=None)
-        for name in _TOP_KS:
+        for name in TOP_KS:
             top_k = max(_counts(part, (name,)), default=0)
             if num_experts is not None and top_k > num_experts:
                 _refuse(file, name, f"at most the {num_experts} experts", part[name])
 
 
 def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> None:
-    """Refuses more layers than the numbers in the names of a checkpoint's tensors can count."""
-    highest = max((int(number) for name in names for number in _numbers_in(name)), default=0)
+    """Refuses more layers than the numbers in the tensors' names allow."""
+    numbers = (re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", name) for name in names)
+    highest = max((int(number) for found in numbers for number in found), default=0)
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if isinstance(num_layers, int) and num_layers > highest + 1:
         expected = f"at most {highest + 1}, the highest number in a tensor's name and one"
         _refuse(file, "num_hidden_layers", expected, num_layers)
 
 
-@contextlib.contextmanager
-def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
-    """Names the key of a value that transformers does not know, or of a number that is null."""
-    try:
-        yield
-    except KeyError as error:
-        for part in _parts(config.to_dict()):
-            for key, value in part.items():
-                if isinstance(value, str) and (value,) == error.args:
-                    reason = f"transformers knows no {key} {clipped(value)}"
-                    raise ValueError(reason) from error
-        raise
-    except TypeError as error:
-        for part in _parts(config.to_dict()):
-            for name in _EXPERTS:
-                if part.get(name, 0) is None:
-                    raise ValueError(f"expected {name} to be a whole number, found null") from error
-        raise
-
-
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:
-    """Refuses settings of generation of another kind than they must be, or out of range."""
+    """Refuses generation settings with wrong types or out of range."""
     greedy = values.get("do_sample") is not True or values.get("temperature") == 0
     for name, value in values.items():
         if value is None:
@@ -335,10 +261,6 @@ def _counts(part: dict[str, Any], names: Iterable[str]) -> Iterator[int]:
 
 def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _numbers_in(name: str) -> list[str]:
-    return re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", name)
 
 
 def _is_real(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Everything of transformers that its documentation does not promise, and since which version.
+"""All uses of transformers that its documentation does not promise, with their first version.
 
 A test keeps other modules from touching a private part; `make test-versions` runs both ends.
 """
@@ -56,28 +56,28 @@ else:
             "revert_weight_conversion",
             # The settings of dense loading; 5.17.
             "transformers.modeling_utils": "LoadStateDictConfig",
-            # The experts interface: what our backend is registered with, and what families whose
-            # experts transformers builds without it are given; 5.17.
+            # The experts interface, for our backend and for families that transformers builds
+            # without it; 5.17.
             "transformers.integrations.moe": "ExpertsInterface batched_mm_experts_forward "
             "use_experts_implementation",
             "transformers.integrations.finegrained_fp8": "FP8ExpertsInterface",
-            # The attention that ours stands before; 5.17.
+            # The attention that ours calls; 5.17.
             "transformers.integrations.sdpa_attention": "sdpa_attention_forward",
         },
     )
 
     def __getattr__(name: str) -> Any:
-        # kept: some are asked for in every step
+        # cached, since some names are used in every step
         return globals().setdefault(name, _find(name))
 
 
 FIRST_TESTED, FIRST_UNTESTED = (5, 17), (5, 25)
-"""Versions of transformers that the tests ran with; `pyproject.toml` has the same."""
+"""Tested versions of transformers; `pyproject.toml` has the same."""
 
 
 @functools.cache
 def warn_if_untested(version: str) -> None:
-    """Says once that a version of transformers is none that the tests ran with."""
+    """Warns once about an untested version of transformers."""
     number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not FIRST_TESTED <= number < FIRST_UNTESTED:
         first, last = (".".join(map(str, v)) for v in (FIRST_TESTED, FIRST_UNTESTED))
@@ -90,17 +90,17 @@ def warn_if_untested(version: str) -> None:
 
 
 def is_experts_module(module: torch.nn.Module) -> bool:
-    """Whether a module has the experts interface: its flags and its gate; 5.17."""
+    """Whether a module has the experts interface (flags and gate); 5.17."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
 def gate_of(experts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What an experts module does with gate and up in one tensor; 5.17."""
+    """The function that an experts module applies to gate and up in one tensor; 5.17."""
     return experts._apply_gate
 
 
 def has_usual_gate(experts: Any) -> bool:
-    """Whether that is the activation of the gate, times up, in neither class nor object else."""
+    """Whether the gate is the usual one, the activation of gate times up."""
     from transformers.integrations.moe import _default_apply_gate
 
     is_usual = type(experts)._apply_gate is _default_apply_gate
@@ -108,12 +108,12 @@ def has_usual_gate(experts: Any) -> bool:
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Any:
-    """Which weights stay in another type than the model's; 5.17."""
+    """Weights that stay in another dtype than the model's; 5.17."""
     return model._get_dtype_plan(dtype)
 
 
 def finish_loading(model: PreTrainedModel, config: Any, info: Any) -> Any:
-    """Initialises and ties what loading left, as `from_pretrained` does; 5.17."""
+    """Initialises and ties the remaining parameters, as `from_pretrained` does; 5.17."""
     return model._finalize_model_loading(model, config, info)
 
 
@@ -122,20 +122,20 @@ HEADS_WITHOUT_SETTINGS = {
     **{"qwen3_next": _FULL, "qwen3_5_moe_text": _FULL},
     "mimo_v2_flash": {"mtp_layer_types": ["sliding_attention"], "mtp_mlp_layer_types": ["dense"]},
 }
-"""Families whose settings say nothing of their heads, and what each layer of these is."""
+"""Families without settings of their heads, and the kinds of the heads' layers."""
 _NORMS_OF_HEADS = {
     "mimo_v2_flash": {
         "final_layernorm": "post_norm",
         "pre_mlp_layernorm": "post_attention_layernorm",
     }
 }
-"""Their names in checkpoints, and in a head, where 5.23 does not know them."""
+"""Checkpoint names and names in a head that 5.23 does not know."""
 
 
 def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, list[WeightTransform]]:
-    """A model's first layer for further tokens on the meta device, without what it shares with the
-    model, and how its weights are named and stacked; 5.23. Raises UnsupportedModelError: this
-    version of transformers makes none of it."""
+    """A model's first layer for further tokens on the meta device, without the parts that it shares
+    with the model, and the conversions of its weights; 5.23. Raises UnsupportedModelError if this
+    version of transformers has none."""
     import transformers
     from transformers.core_model_loading import WeightRenaming
 
@@ -158,7 +158,7 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
             f"of {type(model).__name__}; give lookup or a small model"
         ) from error
     conversions = head.get_weight_conversions(model)
-    for each in conversions:  # those of a model with pictures look for the names of its text alone
+    for each in conversions:  # with pictures, they look for the names of the text model
         if getattr(each, "scope_prefix", None) is not None:
             each.scope_prefix = None
     norms = _NORMS_OF_HEADS.get(text.model_type, {}).items()
@@ -169,23 +169,23 @@ def head_of_further_tokens(model: PreTrainedModel) -> tuple[PreTrainedModel, lis
 
 
 def unexpected_names(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Those of a checkpoint's names that `from_pretrained` reports as no part's; 5.17."""
+    """The names that `from_pretrained` reports as unexpected; 5.17."""
     info: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(info)
     return info.unexpected_keys
 
 
 def mark_as_initialized(module: torch.nn.Module | torch.Tensor) -> None:
-    """Keeps transformers from giving a parameter, or those of a module, first values; 5.17."""
+    """Keeps transformers from initialising a parameter, or those of a module; 5.17."""
     cast(Any, module)._is_hf_initialized = True
 
 
 ATTENTION_SETTING = "_attn_implementation"
-"""What configurations call the attention that a model was built with; 5.17."""
+"""The configuration's attribute with the attention of a model; 5.17."""
 
 
 def attention_names(model: Any) -> set[str]:
-    """What the configurations of a model's attention layers name."""
+    """Attention names in the configurations of a model's attention layers."""
     configs = [vars(m).get("config") for m in model.modules() if "layer_idx" in vars(m)]
     names = (getattr(config, ATTENTION_SETTING, None) for config in configs)
     return {name for name in names if name}
@@ -199,8 +199,8 @@ DECIDE_BY_ATTENTION_NAME = frozenset((
     "axk2", "deepseek_v32", "diffusion_gemma", "dots3_note", "falcon", "gemma4", "gemma4_unified",
     "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "minimax_m3_vl", "mistral_large4",
 ))  # fmt: skip
-"""Families that choose by the attention's name which keys they mask or which queries they leave
-out, and so compute something else under a name that they do not know; 5.17 to 5.24."""
+"""Families that choose masked keys or omitted queries by the attention's name, and compute
+something else under an unknown name; 5.17 to 5.24."""
 
 
 def decides_by_attention_name(model: torch.nn.Module) -> bool:
@@ -210,7 +210,7 @@ def decides_by_attention_name(model: torch.nn.Module) -> bool:
 
 
 def window_of_mask(function: Any) -> tuple[bool, int | None]:
-    """Whether a function for masks lets a token see those up to itself, and how many of them; 5.17.
+    """Whether a mask function is causal, and the size of its window or None; 5.17.
 
     The function of a window is that of causal masks within one that keeps the window's size.
     """
@@ -231,7 +231,7 @@ def window_of_mask(function: Any) -> tuple[bool, int | None]:
 
 
 def is_output_recorder(hook: Callable[..., object]) -> bool:
-    """Whether a hook is one with which transformers records the outputs it is asked for; 5.17."""
+    """Whether a hook is one with which transformers records requested outputs; 5.17."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
@@ -240,7 +240,7 @@ def has_adapters(model: Any) -> bool:
 
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What models, layers and outputs call the cache: from 5.24 on, which takes both; before."""
+"""Names of the cache in models, layers and outputs: from 5.24 on, which takes both, and before."""
 
 
 def cache_name(forward: Callable[..., object]) -> str:
@@ -249,13 +249,13 @@ def cache_name(forward: Callable[..., object]) -> str:
 
 
 def page_size_name(settings: Any) -> str:
-    """What the tokens of a page are called in the settings of continuous batching."""
+    """The name of the page size in the settings of continuous batching."""
     return "page_size" if hasattr(settings, "page_size") else "block_size"  # until 5.20
 
 
 def picture_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
-    """The processor of a vision-language checkpoint, which takes texts and pictures only: those of
-    videos and sounds need packages that pictures do not. None where the model has none; 5.17."""
+    """The processor of a vision-language checkpoint, for texts and pictures only; videos and sounds
+    need other packages. None if the model has none; 5.17."""
     import transformers
 
     kind: Any = transformers.PROCESSOR_MAPPING.get(type(config), None)

@@ -1,8 +1,8 @@
 """Checkpoints of a run: whole or absent, and complete enough to resume to the same bits.
 
 A file holds parameters, buffers, optimizer states, the position in the data, the random states and
-the configuration. It is written next to its place, flushed and renamed. When it is read, every
-tensor is compared with its digest, and every value with what a run writes (`Kind`).
+the configuration. It is written next to its place, flushed and renamed. A reader compares every
+tensor with its digest, and checks every value (`Kind`).
 """
 
 import contextlib
@@ -71,7 +71,7 @@ PLAIN = Kind("plain values", _is_plain)
 def require_kinds(
     values: Any, kinds: Mapping[str, Kind], what: str, *, optional: Mapping[str, Kind] | None = None
 ) -> None:
-    """Refuses stored values that are not as they were written; `optional` names may be missing."""
+    """Refuses stored values of other names or kinds; `optional` names may be missing."""
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{what} must be a mapping, found {shown(values)}")
     known = {**kinds, **(optional or {})}
@@ -89,7 +89,7 @@ def require_kind(value: Any, kind: Kind, what: str) -> None:
 
 
 def require_like(tensors: Mapping[str, Any], own: Mapping[str, Tensor], what: str) -> None:
-    """Refuses stored tensors of other names, shapes or types than those they are to replace."""
+    """Refuses stored tensors whose names, shapes or dtypes differ from our own."""
     require_kinds(tensors, dict.fromkeys(own, TENSOR), what)
     for name, tensor in own.items():
         found, expected = ((*t.shape, t.dtype) for t in (tensors[name], tensor))
@@ -106,29 +106,28 @@ def shown(value: Any) -> str:
 
 FORMAT = 1
 SHARDED_SUFFIX = ".shards"
-"""Of the folders that several processes write together."""
+"""Of checkpoints that several processes write together, which are folders."""
 _NAME = re.compile(rf"step-(\d{{8}})(\.pt|{re.escape(SHARDED_SUFFIX)})")
 
 
 def name_of_step(step: int, suffix: str = SHARDED_SUFFIX) -> str:
-    """Of the checkpoint of a step."""
     return f"step-{step:08d}{suffix}"
 
 
 def step_of(path: Path) -> int | None:
-    """Of a checkpoint, by its name; None for what is none."""
+    """The step in a checkpoint's name; None for other names."""
     named = _NAME.fullmatch(path.name)
     return None if named is None else int(named[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run has come, without its weights.
+    """The progress of a run, without its weights.
 
     Attributes:
         taken: windows taken from each source.
-        settings: what must be the same when the run resumes, by dotted name.
-        records: digest of the run's records up to the step; empty where an older version wrote it.
+        settings: values that must be equal when the run resumes, by dotted name.
+        records: digest of the run's records up to the step; empty if an older version wrote it.
     """
 
     step: int
@@ -159,31 +158,31 @@ _STATE_KINDS = {"model": TENSOR.named(), "optimizer": MAPPING}
 
 
 class BackgroundSave:
-    """Writes one checkpoint at a time in a thread of its own, while training goes on."""
+    """Writes one checkpoint at a time in another thread, while training goes on."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._under_way: Future[object] | None = None
 
     def start(self, job: Callable[[], object]) -> None:
-        """Begins a job once the one before is done; as `wait` for errors of that."""
+        """Starts a job once the last one is done; raises that one's errors as `wait` does."""
         self.wait()
         self._under_way = self._thread.submit(job)
 
     @property
     def has_failed(self) -> bool:
-        """Whether `wait` would raise, as far as is known without waiting."""
+        """Whether the last job has failed already, so that `wait` would raise."""
         job = self._under_way
         return job is not None and job.done() and job.exception() is not None
 
     def wait(self) -> None:
-        """Returns when no checkpoint is under way; raises the error of the last one."""
+        """Waits for the last checkpoint; raises its error."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
 
     def close(self) -> None:
-        """Waits for the checkpoint under way, whose error stays for `wait`."""
+        """Waits for the last checkpoint; its error stays for `wait`."""
         self._thread.shutdown()
 
 
@@ -203,13 +202,13 @@ def write_content(path: Path, content: Mapping[str, Any]) -> None:
         try:
             torch.save({"format": FORMAT, **content}, cast(Any, output))
         except RuntimeError as error:
-            # torch's writer has words of its own for a full disk
+            # torch's writer hides the reason, such as a full disk
             reason = f"{path}: the checkpoint cannot be written: {error}"
             raise output.error or OSError(reason) from None
 
 
 class _Output:
-    """A file for torch's writer, which remembers why it could not be written."""
+    """A file for torch's writer; keeps the error of a write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.error: OSError | None = None
@@ -241,7 +240,7 @@ def load_checkpoint(path: Path) -> TrainingState:
 
 
 def load_content(path: Path, kind: type[RunProgress]) -> dict[str, Any]:
-    """Reads the fields of a dataclass, and what else the file holds.
+    """Reads a checkpoint file with the fields of a dataclass.
 
     Raises:
         CheckpointError: the file is damaged, or of another format.
@@ -263,7 +262,7 @@ def load_content(path: Path, kind: type[RunProgress]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named_checkpoint(path: Path) -> Iterator[None]:
-    """Gives errors over what a checkpoint holds the name of its file."""
+    """Adds the name of a checkpoint to errors about its content."""
     try:
         yield
     except (ValueError, CheckpointError) as error:
@@ -280,10 +279,10 @@ def check_settings(
     schedule: Collection[str] = (),
     reschedule: bool = False,
 ) -> None:
-    """Refuses other settings than those a checkpoint was made with.
+    """Refuses settings that differ from a checkpoint's.
 
     Args:
-        schedule: settings that only decide the steps to come.
+        schedule: settings that only affect further steps.
     """
     for name in sorted({*saved, *current}):
         old, new = saved.get(name), current.get(name)
@@ -302,10 +301,10 @@ def on_host(state: Any) -> Any:
 
 
 def host_copy(state: Any) -> Any:
-    """A copy of a state on the host, to be written while the original goes on changing.
+    """A copy of a state on the host, to be written while the original changes.
 
-    Every tensor is copied once: a device would have no room for it, nor the host for two. Offloaded
-    experts are left out, of which the optimizer's state names versions.
+    Every tensor is copied once: a device has no room for a copy, nor the host for two. Offloaded
+    experts are left out; the optimizer's state names their versions.
     """
     memo: dict[int, Any] = {}
 
@@ -339,7 +338,7 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Sets the generators to what `random_states` gave; devices that are absent are left out."""
+    """Sets the generators to the states of `random_states`, without absent devices."""
     what = "the state of random numbers"
     own = {n: state for n, state in random_states().items() if n == "cpu" or n in states}
     require_like({name: states[name] for name in own if name in states}, own, what)

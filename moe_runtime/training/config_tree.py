@@ -1,7 +1,7 @@
-"""Frozen dataclasses from TOML tables: every key checked, every complaint with its full name.
+"""Frozen dataclasses from TOML tables; every error names its key in full.
 
-By hand, because pydantic saves only a tenth of it: it is strict in JSON alone, which has neither
-dates nor file names that are not UTF-8.
+Pydantic would save little: it is strict only for JSON, which has neither dates nor file names that
+are not UTF-8.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from moe_runtime.files import at_home, read_toml, require_file_name
 _Config = TypeVar("_Config")
 
 FILE_NAME = "file name"
-"""Marks the type of a key, ``Annotated[Path, FILE_NAME]``, that names a file to write."""
+"""Marks the type of a key that names a file to write: ``Annotated[Path, FILE_NAME]``."""
 
 
 def read_tree(cls: type[_Config], path: Path, *, settings: tuple[str, ...] = ()) -> _Config:
@@ -69,12 +69,12 @@ def build_tree(cls: type[_Config], values: Mapping[str, Any], *, where: str = ""
     try:
         return cls(**converted)
     except (ValueError, TypeError) as error:
-        # The dataclass's own checks know their field, not the table it stands in.
+        # the dataclass's checks name their field without its table
         raise ValueError(f"[{where}]: {error}" if where else str(error)) from None
 
 
 def _first_required(hint: Any, name: str) -> str:
-    """What has to be given of a table that is missing: its first key without a default."""
+    """The first key without a default in a missing table."""
     if not dataclasses.is_dataclass(hint):
         return name
     hints = typing.get_type_hints(hint, include_extras=True)
@@ -94,7 +94,7 @@ def split_setting(setting: str) -> tuple[str, str]:
 
 
 def toml_value(text: str) -> Any:
-    """A value in TOML's notation; a bare word is a text and needs no quotes inside the shell's."""
+    """A value in TOML's notation, or a text without quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -147,7 +147,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
 
 
 def _convert_union(arguments: tuple[Any, ...], value: Any, name: str) -> Any:
-    """`X | None`, and alternatives of which a text is one."""
+    """`X | None`, and other alternatives."""
     if value is None and type(None) in arguments:
         return None
     options = [argument for argument in arguments if argument is not type(None)]
@@ -184,7 +184,7 @@ def _convert_scalar(hint: Any, value: Any, name: str) -> Any:
         return _path(value, name)
     if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
-    # bool is an int to Python, and never meant as one in a configuration.
+    # a bool is an int in Python, but not in a configuration
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ValueError(f"{name} must be {type_in_words(hint)}, got {value!r}")
@@ -202,7 +202,7 @@ def _dotted(where: str, key: str) -> str:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted name; paths and file lists are left out, the text itself counts."""
+    """Leaves by dotted name, without paths and lists of files."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """From text files to batches: documents, token ids, and the windows that each step sees.
 
-Token ids are kept on disk, so that a resumed run need not encode again. Every source is cut into
-windows. An epoch visits each once, in an order that the seed decides, with the cuts moved by a
-random offset, so that no token is always last. Sources take turns by weight.
+Token ids are kept on disk, so that a resumed run does not encode again. Every source is cut into
+windows. An epoch visits each once, in an order by the seed. A random offset of the cuts prevents
+that a token is always last. Sources take turns by weight.
 
 Shapes: N windows, C tokens of context.
 """
@@ -42,11 +42,11 @@ from moe_runtime.training.run_config import DataConfig, LoopConfig, SourceConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Fewer documents than this cannot be divided by their names: the share would be none or far off.
+# division by names gives no share, or a wrong one, to fewer documents
 _MIN_DOCUMENTS_TO_DIVIDE = 20
-# Texts are held in memory whole.
+# a text is in memory as a whole
 _MAX_FILE_BYTES = 4 << 30
-# Of files of records: as text, a model would learn their braces, quotes and field names.
+# files of records: as text, a model would learn their braces, quotes and field names
 _RECORDS = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 
 
@@ -70,9 +70,9 @@ class Corpus:
 def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> Corpus:
     """Reads and divides the text of a source.
 
-    Held out are the documents of `held_out_files`, where given. Otherwise, of 20 documents or more,
-    those whose path's digest falls into `held_out_share`, so that more files never move an old one
-    to the other side; of fewer, the end of each.
+    The documents of `held_out_files`, if given, are held out. Otherwise a digest of its path
+    decides for each of 20 or more documents, so that more files never move an old one to the other
+    side. Of fewer documents, the end of each is held out.
     """
     separator = data.document_separator
     documents = list(_documents(_find_texts(name, source.files, folder), folder, separator))
@@ -98,7 +98,7 @@ _ADVICE = "make the text first (a configuration file may say how at its head), o
 
 
 def data_files(data: DataConfig, folder: Path, advice: str = _ADVICE) -> list[Path]:
-    """Args: advice: for a pattern without files."""
+    """The files of all sources; `advice` ends the error about a pattern without files."""
     return [
         file
         for name, source in data.sources.items()
@@ -138,7 +138,7 @@ def _holds_records(what: str) -> ValueError:
 
 
 def _is_records(text: str) -> bool:
-    """Whether its first two lines are JSON objects, whatever the file is called."""
+    """Whether the first two lines of a text are JSON objects."""
     lines = [found[0] for found in itertools.islice(re.finditer(r"\S.*", text), 2)]
     try:
         return bool(lines) and all(isinstance(json.loads(line), dict) for line in lines)
@@ -155,8 +155,8 @@ _ASKS = ("user", "human", "instruction")
 
 
 def looks_like_chat(text: str) -> bool:
-    """Whether lines of a text begin with the names of those that talk, on both sides, as
-    `User:`, `<|user|>` or `im_start` have them."""
+    """Whether lines of a text begin with the names of both speakers, such as `User:`, `<|user|>`
+    or after `im_start`."""
     found = {match[1].lower() in _ASKS for match in _SPEAKER.finditer(text[:65536])}
     return len(found) == 2
 
@@ -211,18 +211,18 @@ def place_of(name: bytes) -> float:
 
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-"""A stream of token ids: uint16 where the vocabulary allows, uint32 otherwise."""
+"""A stream of token ids: uint16 if the vocabulary allows, uint32 otherwise."""
 
-# Documents encoded at a time: enough for the tokenizer's threads, little next to the text itself.
+# documents encoded at once: enough for the tokenizer's threads, and small compared with the text
 _BATCH = 256
 _DIGEST_BYTES = 8
 _READ_BYTES = _MOST_READ_BYTES = 1 << 20
-"""Longer streams stay on the disk and are mapped."""
+"""Longer streams are memory-mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStreams:
-    """One source as token ids: of text, every document followed by the end-of-text token.
+    """One source as token ids: of text, with the end-of-text token after every document.
 
     Attributes:
         fingerprint: of the text, its division and the tokenizer.
@@ -244,8 +244,8 @@ def obtain_tokenizer(
     """The tokenizer of a run: loaded from its folder, or trained once and saved with the run.
 
     Args:
-        saved: folder in the run's output where a trained one is kept.
-        keeps: a new one is saved there; it is trained for this process alone otherwise.
+        saved: folder in the run's output for a trained one.
+        keeps: save a new one there; otherwise it is for this process only.
     """
     if config.path is not None:
         return load_tokenizer(folder / config.path)
@@ -303,15 +303,13 @@ def encode_corpus(
     name: str,
     keeps: bool = True,
 ) -> TokenStreams:
-    """The token streams of a corpus, read from the cache where they lie there already.
+    """The token streams of a corpus, from the cache if they are there.
 
     Args:
-        keeps: what is encoded is written there; it stays in memory otherwise.
+        keeps: write new streams to the cache; otherwise they stay in memory.
     """
-    identity = hashlib.sha256()
-    identity.update(corpus.fingerprint.encode())
-    identity.update(tokenizer_identity(tokenizer))
-    fingerprint = identity.hexdigest()[:16]
+    identity = corpus.fingerprint.encode() + tokenizer_identity(tokenizer)
+    fingerprint = hashlib.sha256(identity).hexdigest()[:16]
     streams: list[Ids] = []
     for side, documents in (("training", corpus.training), ("held-out", corpus.held_out)):
         path = cache / f"{name}-{side}-{fingerprint}.npy"
@@ -341,7 +339,7 @@ def keep_ids(path: Path, ids: Ids) -> None:
 
 
 def kept_ids(path: Path) -> Ids | None:
-    """A cached stream; None if there is none, or it is damaged."""
+    """A cached stream; None if it is missing or damaged."""
     if not path.is_file():
         return None
     size = path.stat().st_size - _DIGEST_BYTES
@@ -373,7 +371,7 @@ def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Id
     remaining = list(documents)
     for start in range(0, len(remaining), _BATCH):
         batch = remaining[start : start + _BATCH]
-        # verbose: a document longer than the context is no reason for a warning, it gets cut.
+        # no warning about documents longer than the context, which are cut
         with blamed_on("the tokenizer cannot encode the text", ValueError):
             encoded = encoder(batch, verbose=False)["input_ids"]
         for ids in encoded:
@@ -382,7 +380,7 @@ def encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Id
 
 
 def added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
-    """What a tokenizer puts around a text: the tokens before it, None, the tokens after it."""
+    """The tokens that a tokenizer adds before a text, None, and those after the text."""
     encoder: Any = tokenizer
     found = encoder.backend_tokenizer.encode("a")
     pairs = list(zip(found.ids, found.special_tokens_mask, strict=True))
@@ -394,7 +392,7 @@ def added_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int | None]:
 
 
 def tokenizer_identity(tokenizer: "PreTrainedTokenizerBase") -> bytes:
-    """What ids depend on; where nothing is put around a text, as before anything could be."""
+    """Everything in a tokenizer that ids depend on."""
     backend: Any = tokenizer
     added = added_tokens(tokenizer)
     around = "" if added == [None] else f"{added}"
@@ -418,7 +416,7 @@ class WindowStream:
         self._ids = ids
         self._context = context
         self._seed = tuple(seed)
-        # With any offset below C the last window must still be whole.
+        # the last window is whole with any offset below C
         self.windows_per_epoch = max(1, (len(ids) - context) // context)
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -444,12 +442,11 @@ class WindowStream:
 class Batches:
     """Windows of all sources, mixed by weight.
 
-    The next window is of the source that is furthest behind its share. No randomness decides it, so
-    the mixture is exact after every step.
+    The next window is of the source that is furthest behind its share. This uses no random
+    numbers, so the mixture is exact after every step.
 
     Args:
-        weights: share of each source, by name; either all sources have a weight or none (0), which
-            counts them by size.
+        weights: share of each source, by name; 0 for all sources mixes them by size.
     """
 
     def __init__(
@@ -480,6 +477,7 @@ class Batches:
         shares = [weights[name] if weighted else len(ids) for name, ids in streams.items()]
         self._shares = [share / sum(shares) for share in shares]
         self._taken = [0] * len(self._windows)
+        self.windows_per_epoch = sum(stream.windows_per_epoch for stream in self._windows)
 
     @property
     def taken(self) -> tuple[int, ...]:
@@ -491,10 +489,6 @@ class Batches:
                 f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
         self._taken = list(taken)
-
-    @property
-    def windows_per_epoch(self) -> int:
-        return sum(stream.windows_per_epoch for stream in self._windows)
 
     def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
         """The next windows, `[N, C + 1]` ids, or `[N, C + 1, 3]` with positions and roles."""
@@ -522,8 +516,8 @@ def shorten(windows: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int6
 def held_out_windows(
     ids: Ids | Examples, *, context: int, most_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """Consecutive windows of held-out text, each token predicted at most once: `[N, C + 1]`; of
-    examples as of `Batches.draw`."""
+    """Consecutive windows of held-out text that predict each token at most once, shaped as by
+    `Batches.draw`."""
     if isinstance(ids, Examples):
         return held_out_rows(ids, context=context, most_tokens=most_tokens)
     num_windows = min(max(0, len(ids) - 1) // context, max(1, most_tokens // context))
@@ -558,9 +552,9 @@ def windows_of(
 def check_groups(
     num_groups: int, data: DataConfig, held_out: Mapping[str, npt.NDArray[np.int64]]
 ) -> None:
-    """Refuses groups of tokens (GShard) that would not divide some batch of the run.
+    """Refuses groups of tokens (GShard) that do not divide every batch of the run.
 
-    Held-out windows are measured in batches as large and a smaller last one.
+    Held-out windows are measured in batches of the same size and a smaller last one.
     """
     rows = data.windows_per_micro_batch
     batches = {"a micro-batch": rows}

@@ -1,7 +1,7 @@
 """Separate documents as token ids, several of them in a row.
 
-A row has C + 1 tokens, each with its position in its document and its role. Where several documents
-share a row, attention and positions begin anew with each, so that none sees another.
+A row has C + 1 tokens, each with its position in its document and its role. If several documents
+share a row, attention and positions restart with each, so that none sees another.
 
 Shapes: N rows, C tokens of context, T tokens of all documents.
 """
@@ -19,7 +19,7 @@ from sortedcontainers import SortedList
 from torch import Tensor
 
 PADDING, READ, TRAINED = -1, 0, 1
-"""The role of a token: none, context alone, or also a target."""
+"""The role of a token: none, context only, or a target too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,11 @@ class Examples:
     """Documents, none longer than a row.
 
     Attributes:
-        ids, trained: `[T]`: the documents one after another, and which tokens are targets; ids are
-            uint16 where all of them fit, uint32 otherwise.
-        ends: `[documents]`: where each of them ends.
-        shares_rows: whether several documents may lie in a row.
-        routing: `[T, layers * choices]`: experts that the tokens went to, -1 where they are not
-            known; None where none are.
+        ids, trained: `[T]`: the documents one after another, and whether a token is a target; ids
+            are uint16 if all fit, uint32 otherwise.
+        ends: `[documents]`: the end of each.
+        shares_rows: several documents may share a row.
+        routing: `[T, layers * choices]`: the tokens' experts, -1 if unknown; None if all are.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
@@ -49,8 +48,7 @@ class Examples:
         shares_rows: bool,
         routings: Sequence[npt.NDArray[np.int16] | None] = (),
     ) -> Examples:
-        """Joins documents: the ids of each, and which of them are targets; routings as they are of
-        their first tokens."""
+        """Joins documents: ids, whether each is a target, and routings of the first tokens."""
         empty = np.zeros(0, np.uint32), np.zeros(0, np.bool_)
         pairs = [(np.asarray(ids, np.uint32), np.asarray(own, np.bool_)) for ids, own in documents]
         ids, trained = (np.concatenate(parts) for parts in zip(empty, *pairs, strict=True))
@@ -84,8 +82,8 @@ class Examples:
         return found.digest()
 
     def row(self, numbers: Sequence[int], context: int) -> npt.NDArray[np.int64]:
-        """Documents side by side and padding behind them: `[C + 1, 3]`, ids, positions, roles; and
-        the columns of a routing, where there is one."""
+        """Documents and then padding: `[C + 1, 3]`, ids, positions, roles, and columns of a
+        routing, if there is one."""
         width = 0 if self.routing is None else self.routing.shape[1]
         row = np.zeros((context + 1, 3 + width), np.int64)
         row[:, 2:] = PADDING
@@ -98,7 +96,7 @@ class Examples:
             part[:, 2] = np.where(self.trained[place], TRAINED, READ)
             if self.routing is not None:
                 part[:, 3:] = self.routing[place]
-            part[0, 2] = READ  # nothing comes before it that could predict it
+            part[0, 2] = READ  # no token before it predicts it
             begin += len(part)
         row[begin:, 1] = np.arange(context + 1 - begin)
         return row
@@ -109,19 +107,19 @@ def ids_of(side: npt.NDArray[Any] | Examples) -> npt.NDArray[Any]:
 
 
 def packed(examples: Examples, context: int, seed: Sequence[int]) -> list[list[int]]:
-    """Which documents share which row: longest first, each into the fullest row that has room.
+    """The documents of each row: longest first, each in the fullest row that has room.
 
     Source: Johnson, "Near-optimal bin packing algorithms" (1973), best fit decreasing.
 
     Args:
-        seed: decides the order of documents that are equally long.
+        seed: orders documents of equal length.
     """
     order = np.random.default_rng(seed).permutation(len(examples.ends))
     if not examples.shares_rows:
         return [[int(number)] for number in order]
     lengths = examples.lengths
     rows: list[list[int]] = []
-    room: SortedList = SortedList()  # of each row that has some, and its number
+    room: SortedList = SortedList()  # pairs of free tokens and row
     for number in order[np.argsort(-lengths[order], kind="stable")]:
         length = int(lengths[number])
         place = room.bisect_left((length, -1))
@@ -137,7 +135,7 @@ def packed(examples: Examples, context: int, seed: Sequence[int]) -> list[list[i
 
 
 class ExampleStream:
-    """Rows of documents, epoch after epoch; an epoch has each once, in an order of its own.
+    """Rows of documents, epoch after epoch; each epoch has its own order of all rows.
 
     Args:
         context: C; a row has C + 1 tokens, inputs and targets overlap.
@@ -147,12 +145,9 @@ class ExampleStream:
     def __init__(self, examples: Examples, *, context: int, seed: Sequence[int]) -> None:
         self._examples, self._context, self._seed = examples, context, tuple(seed)
         self._rows = packed(examples, context, [*seed, 0])
+        self.windows_per_epoch = len(self._rows)
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-
-    @property
-    def windows_per_epoch(self) -> int:
-        return len(self._rows)
 
     def window(self, number: int) -> npt.NDArray[np.int64]:
         """The row of this number, counted over all epochs: `[C + 1, 3]`."""
@@ -164,7 +159,7 @@ class ExampleStream:
 
 
 def trimmed(windows: Tensor) -> Tensor:
-    """Windows as of `Batches.draw`, without columns that are padding in all rows."""
+    """Windows of `Batches.draw`, without columns that are padding in all rows."""
     if windows.ndim == 2:
         return windows
     return windows[:, : int((windows[..., 2] != PADDING).sum(1).max())]
@@ -175,8 +170,6 @@ def held_out_rows(examples: Examples, *, context: int, most_tokens: int) -> npt.
     rows = packed(examples, context, [0])
     # packed rows begin with the longest documents
     order = np.random.default_rng(0).permutation(len(rows))[: max(1, most_tokens // context)]
-    return (
-        np.stack([examples.row(rows[number], context) for number in order])
-        if rows
-        else np.zeros((0, context + 1, 3), np.int64)
-    )
+    if not rows:
+        return np.zeros((0, context + 1, 3), np.int64)
+    return np.stack([examples.row(rows[number], context) for number in order])

@@ -1,8 +1,8 @@
-"""What "auto" in `[parallel]` chooses: an exchange of rows, by measured links and loads.
+"""The choice of "auto" in `[parallel]`: an exchange of rows, by measured links and loads.
 
-At the start the processes time exchanges and products. A pass through a layer is then simulated
-with each exchange (`lab/simulate/scaling.py`): with equal loads at first, later with those of the
-last steps.
+At the start the processes time exchanges and products. Then a pass through a layer is simulated
+with each exchange (`lab/simulate/scaling.py`): with equal loads at first, later with the loads of
+the last steps.
 
 Shape suffixes: E experts, P ranks, R rows, D model, S slots.
 """
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 DEGREES = (1, 2, 4, 8)
 _CLEARLY = 0.99
-"""Another exchange is taken if its time is below so much of that of the one in use."""
+"""Another exchange must take less than this share of the time of the one in use."""
 _BACKWARD = 1.5
-"""Products of both passes, for each of the two: the backward pass has twice those of the other."""
+"""Mean products of a forward and a backward pass, in those of a forward pass."""
 _STATES = 3
-"""A weight and its moments, which move together."""
+"""A weight and its moments move together."""
 _ROWS, _REPEATS = (32, 512), 3
 
 
@@ -58,9 +58,9 @@ class RoutedLayerShape:
     """A layer of experts.
 
     Attributes:
-        rows: that a process sends in a pass, one for each choice of a token.
+        rows: of a process in a pass, one for each choice of a token.
         expert_numbers: weights of an expert.
-        number_bytes: of one of them.
+        number_bytes: of a weight.
     """
 
     rows: int
@@ -82,7 +82,7 @@ class ExchangeChoice:
     """Times of a layer by exchange and loads, on a cluster.
 
     Args:
-        schedules: those to choose from, the simplest first.
+        schedules: to choose from, the simplest first.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ExchangeChoice:
         return found
 
     def gather_s(self) -> float:
-        """Seconds of a pass for which every rank gathers all experts, and sends no rows."""
+        """Seconds of a pass in which every rank gathers all experts and sends no rows."""
         size, local = self.cluster.num_ranks, self.cluster.local_ranks
         own_bytes = self.shape.expert_bytes * self.shape.num_experts / size
         inside_s = self.cluster.intra.seconds(local - 1, (local - 1) * own_bytes)
@@ -120,12 +120,12 @@ class ExchangeChoice:
 
     @property
     def gathers(self) -> bool:
-        """Whether gathering experts is faster than sending rows of equal loads."""
+        """Whether gathering experts is faster than sending rows with equal loads."""
         equal = np.ones(self.cluster.num_ranks)
         return self.gather_s() < _CLEARLY * self.layer_s(equal, self.best(equal))
 
     def saved_s(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
-        """Seconds that a pass saves where experts lie otherwise."""
+        """Seconds that a pass saves with other slots."""
         both = [rank_loads(loads_E, slots) for slots in (before, after)]
         old_s, new_s = (self.layer_s(loads_P, self.best(loads_P)) for loads_P in both)
         return old_s - new_s
@@ -138,7 +138,7 @@ class ExchangeChoice:
 
 @dataclass(frozen=True, slots=True)
 class SecondsOfMoves:
-    """`MoveCosts` of a layer; `passes` until the next look, where a backward pass is one."""
+    """`MoveCosts` of a layer; forward and backward `passes` until the next check."""
 
     choice: ExchangeChoice
     passes: float
@@ -151,7 +151,7 @@ class SecondsOfMoves:
 
 
 class NoMoves:
-    """`MoveCosts` of experts that stay, whose loads are counted all the same."""
+    """`MoveCosts` of experts that stay, but whose loads are counted."""
 
     def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
         del loads_E, before, after
@@ -162,7 +162,7 @@ class NoMoves:
 
 
 def schedules_of(own: ParallelConfig, *, has_machines: bool) -> list[LayerSchedule]:
-    """What a run may choose from, the simplest first."""
+    """The schedules that a run may choose from, the simplest first."""
     ways = (own.transport == "hierarchical",)
     if own.transport == "auto":
         ways = (False, True) if has_machines else (False,)
@@ -175,24 +175,24 @@ def schedules_of(own: ParallelConfig, *, has_machines: bool) -> list[LayerSchedu
 
 
 def row_bytes(columns: int, wire: WireName, precision: Precision) -> int:
-    """Bytes of a row on its way, the mean of there and back."""
+    """Bytes of a row in transfer, the mean of both directions."""
     exact = 2.0 if precision == "bfloat16" else 4.0
     fp8 = (1 + 4 / 128 + 2) / 2  # with a scale for 128 columns; results are bf16
     return round(columns * {"exact": exact, "bf16": 2.0, "fp8": fp8}[wire])
 
 
 class AutoExchange:
-    """The exchanges of a run's layers, chosen at the start and, by loads, from time to time.
+    """The exchanges of a run's layers, chosen at the start and again when loads change.
 
     Args:
-        model: with its experts whole; the call is collective.
-        groups: with those of machines, where there are several.
-        can_gather: whether there is something that makes experts that are switching.
+        model: with its whole experts; the call is collective.
+        groups: with groups of machines, if there are several.
+        can_gather: switching experts can be made.
 
     Attributes:
         resolved: the configuration of `[parallel]` without "auto".
-        ranks_per_node: processes of a machine for the layers' groups; 1 where one transport serves
-            the whole run.
+        ranks_per_node: processes of a machine for the layers' groups; 1 if one transport serves the
+            whole run.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class AutoExchange:
     ) -> None:
         own, data = config.parallel, config.data
         self._own, self._steps = own, 0
-        # forward and backward, until the next look
+        # forward and backward, until the next check
         self._passes = 2 * data.micro_batches // ranks.num_data_ranks * own.rebalance_every
         self._choice: ExchangeChoice | None = None
         self._transports: dict[bool, Transport] = {}
@@ -220,7 +220,7 @@ class AutoExchange:
             experts = layer.experts
             assert isinstance(experts, Experts), "they are spread later"
             measured, self._transports = measure_cluster(groups, experts)
-            # one for all processes, as copies of experts move alike
+            # the first rank's, as all processes must move the same experts
             first = json.loads(ranks.texts(json.dumps(asdict(measured)))[0])
             intra, inter = (Link(**first.pop(name)) for name in ("intra", "inter"))
             tokens = data.tokens_per_step // data.micro_batches // (own.tp * own.cp)
@@ -240,7 +240,7 @@ class AutoExchange:
             is_plain = own.wire == "exact" and own.transport != "panels" and not experts.recompute
             can_gather = can_gather and is_plain and not config.run.compile
             can_gather = can_gather and not (shape.num_experts % size and size % shape.num_experts)
-            # copies are asked for, and only experts that move have them
+            # only experts that move have copies
             can_gather = (
                 can_gather and not own.copies and own.etp == max(1, size // shape.num_experts)
             )
@@ -262,7 +262,7 @@ class AutoExchange:
         return f"rows travel {way}, overlap {self._schedule.degree}; experts are {own.experts}"
 
     def follow(self, experts: Sequence[ParallelExperts], groups: LayoutGroups) -> list[Rebalancer]:
-        """Counts the loads of layers and sees to their exchanges; also what moves their experts."""
+        """Sets the exchanges of layers, and returns the rebalancers that count their loads."""
         self._experts = list(experts)
         self._set()
         costs: MoveCosts | None = NoMoves()
@@ -283,7 +283,7 @@ class AutoExchange:
         return self._counters
 
     def step(self) -> None:
-        """After a step of what `follow` gave: another exchange, where the loads say so."""
+        """After a step of the rebalancers: changes the exchange if the loads require it."""
         self._steps += 1
         if self._choice is None or not self._counters or self._steps % self._own.rebalance_every:
             return
@@ -305,13 +305,13 @@ class AutoExchange:
 def measure_cluster(
     groups: LayoutGroups, experts: Experts
 ) -> tuple[Cluster, dict[bool, Transport]]:
-    """Times links and products, the same on all ranks; a collective call.
+    """Times links and products; a collective call.
 
     Args:
-        experts: whole ones of a layer, of which as many are timed as a rank has.
+        experts: all of a layer; as many as a rank has are timed.
 
     Returns:
-        The cluster, and the transports by whether they go by way of machines.
+        The cluster, and the transports by whether they are hierarchical.
     """
     assert groups.experts is not None, "several processes divide the experts"
     device = experts.down_proj.device
@@ -325,7 +325,7 @@ def measure_cluster(
         assert isinstance(grid, HierarchicalTransport), "make_nodes was called"
         transports[True] = grid
         intra, inter = (measure_link(part, device=device) for part in grid.parts())
-    of_cpu = device.type == "cpu"  # exchanges take its time
+    of_cpu = device.type == "cpu"  # exchanges occupy it
     intra, inter = (replace(link, occupies_compute=of_cpu) for link in (intra, inter))
     whole = experts.stacked()
     here = max(1, experts.num_experts // flat.size)
@@ -344,7 +344,7 @@ def measure_cluster(
 
 @torch.no_grad()
 def _product_s(experts: StackedExperts, rows: int, activation: Activation) -> float:
-    """Median seconds of experts with so many rows each."""
+    """Median seconds of the products of experts with equally many rows."""
     counts_S = torch.full((len(experts.down),), rows, device=experts.device)
     shape = (rows * len(experts.down), experts.dim_model)
     rows_RD = torch.ones(shape, device=experts.device, dtype=experts.down.dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
-from moe_runtime.files import make_folders, write_atomically
+from moe_runtime.files import make_folders, write_text
 from moe_runtime.kernels.operands import without_autocast
 from moe_runtime.models.lm.model import Losses
 from moe_runtime.training.checkpoint import (
@@ -51,9 +51,9 @@ from moe_runtime.training.tracing import TrainingTrace
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """The rate of one step (the first is 0).
 
-    Rises linearly over the first `warmup_steps` and reaches the peak at the last of them; then
-    falls along half a cosine to `final_share` of the peak, which it reaches after the last step,
-    so no step has a rate of 0. Loshchilov and Hutter, "SGDR" (2017), without restarts.
+    It rises linearly to the peak at the last of `warmup_steps`. Then it falls along half a cosine
+    to `final_share` of the peak after the last step, so no step has a rate of 0. Source: Loshchilov
+    and Hutter, "SGDR" (2017), without restarts.
     """
     if step < config.warmup_steps:
         return config.peak_rate * (step + 1) / config.warmup_steps
@@ -67,11 +67,7 @@ LOWER = "lower optimizer.peak_rate or raise optimizer.warmup_steps"
 
 
 class SkippedSteps:
-    """Steps that changed nothing, as their gradients were not finite.
-
-    Attributes:
-        in_a_row: since the last step that was taken.
-    """
+    """Skipped steps, whose gradients were not finite; `in_a_row` since the last step taken."""
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
@@ -79,10 +75,10 @@ class SkippedSteps:
     def count(
         self, bad_parameters: tuple[str, ...], *, step: int, first: int, last: int, has_loss: bool
     ) -> None:
-        """Counts one step; `bad_parameters` are empty where it was taken.
+        """Counts one step, which was skipped if there are `bad_parameters`.
 
         Raises:
-            ValueError: the run cannot go on, or has come to nothing.
+            ValueError: too many steps were skipped, or all of a short run.
         """
         if not bad_parameters:
             self.in_a_row = 0
@@ -97,7 +93,7 @@ class SkippedSteps:
             )
         if not has_loss and step == last:
             raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")
-        # a resumed run whose last steps overflow has taken steps before
+        # a resumed run has taken steps before its last steps overflow
         most = min(MOST_SKIPPED, last) if first == 1 else MOST_SKIPPED
         if self.in_a_row >= most:
             raise ValueError(
@@ -107,7 +103,7 @@ class SkippedSteps:
 
 
 class TrainableModel(Protocol):
-    """What the loop asks of a model; `LanguageModel` is one."""
+    """A model for the loop; `LanguageModel` is one."""
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor, /) -> Losses: ...
 
@@ -126,13 +122,13 @@ class Trainer:
     """Takes the steps of a run.
 
     Args:
-        ranks: the processes that train together; this one alone when omitted.
+        ranks: the processes that train together; one process when omitted.
         shards: checkpoints that all processes write together; None writes a file.
-        trace: where the gates send the tokens; None records nothing.
+        trace: records the gates' choices.
         snapshots: of every few steps in memory; None takes none.
 
     Attributes:
-        origin: checkpoint or snapshot that it went on from; None where the run begins.
+        origin: checkpoint or snapshot that the run resumed from; None for a new run.
     """
 
     def __init__(
@@ -167,12 +163,13 @@ class Trainer:
         *,
         take: Callable[[], None] | None = None,
     ) -> None:
-        """Goes on from the last checkpoint of a run; one that does not fit ends the sinks.
+        """Resumes from the last checkpoint of a run; closes the sinks if it does not fit.
 
         Args:
-            shards: this process's parts, which a checkpoint of other processes may be read into.
-            take: takes up the weights and moments of a checkpoint of another form.
+            shards: reads this process's parts of a checkpoint of any number of processes.
+            take: loads the weights and moments of a checkpoint of another form.
         """
+        is_saved = last.parent == self._run.checkpoints  # a snapshot is not on the disk
         with contextlib.ExitStack() as refused, named_checkpoint(last):
             for sink in self.sinks:
                 refused.callback(sink.close)
@@ -185,12 +182,14 @@ class Trainer:
                 if isinstance(state, TrainingState):
                     shards.take(state)
                 else:
-                    is_snapshot = last.parent != self._run.checkpoints
-                    known = self._snapshots if is_snapshot else None
+                    known = None if is_saved else self._snapshots
                     shards.load(last, None if known is None else known.lost)
-            self._go_on(state)
-            if last.parent != self._run.checkpoints:
-                self._saved_step = -1  # a snapshot, which is not on the disk
+            self._settings = {**state.settings, **self._settings}
+            self._run.batches.seek(state.taken)
+            restore_random_states(state.random)
+            self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
+            self._first_step = state.step + 1
+            self._saved_step = state.step if is_saved else -1
             self.origin = last
             refused.pop_all()
 
@@ -202,26 +201,17 @@ class Trainer:
         model.load_state_dict(dict(state.model))
         self.optimizer.load_state_dict(dict(state.optimizer))
 
-    def _go_on(self, state: RunProgress) -> None:
-        """Takes up where a checkpoint left off, without its weights."""
-        self._settings = {**state.settings, **self._settings}
-        self._run.batches.seek(state.taken)
-        restore_random_states(state.random)
-        self.step, self.tokens, self.elapsed_s = state.step, state.tokens, state.elapsed_s
-        self._saved_step, self._first_step = state.step, state.step + 1
-
     def train(
         self, *, should_stop: Callable[[], bool], on_record: Callable[[Record], None]
     ) -> bool:
-        """Takes steps until the run is complete or asked to stop, and saves a checkpoint of the
-        last one.
+        """Takes steps until the run is complete or stopped, and saves a checkpoint of the last.
 
         Returns:
-            Whether the run is complete; one that got no better for `patience` measurements is.
+            Whether the run is complete, also by `patience`.
 
         Raises:
-            ValueError: the run diverged: scores or the loss at its end are no numbers, or the
-                gradients of ten steps in a row are not.
+            ValueError: the run diverged: scores or the final loss are not finite, or the gradients
+                of ten steps in a row.
             OSError: a checkpoint or a record cannot be written.
         """
         run = self._config.run
@@ -233,27 +223,24 @@ class Trainer:
             if is_last or _is_due(self.step, run.evaluate_every):
                 measured += self._evaluate(on_record)
                 stalled = self._has_stalled(measured)
-            # skipped steps change nothing, and would take the place of earlier checkpoints
+            # skipped steps change nothing, and would replace earlier checkpoints
             if is_last or (_is_due(self.step, run.checkpoint_every) and not self.skipped.in_a_row):
                 self.save()
             if _is_due(self.step, run.snapshot_every) and self._snapshots is not None:
                 self._snapshots.save(self._progress())
-            if self._ranks.any(should_stop() or self._has_failed_save()):
+            saves = (self.optimizer if self._shards is None else self._shards).saves
+            if self._ranks.any(should_stop() or saves.has_failed):
                 break  # and the failure is raised below
         self.save()
         self.optimizer.wait()
         if self._shards is not None:
-            self._shards.wait()
+            self._shards.saves.wait()
         if self._snapshots is not None:
             self._snapshots.clear()
         return self.step >= run.steps or stalled
 
-    def _has_failed_save(self) -> bool:
-        owner = self.optimizer if self._shards is None else self._shards
-        return owner.has_failed_save
-
     def _measured_before(self) -> list[float]:
-        """The mean held-out losses before this run went on, in rank 0, which alone decides."""
+        """The mean held-out losses before the run was resumed, in rank 0, which decides."""
         if not self._config.run.patience or self._ranks.rank:
             return []
         records = read_metrics(self._run.output)
@@ -275,7 +262,7 @@ class Trainer:
             if self.trace is not None:
                 stack.callback(self.trace.close)
             if self._shards is not None:
-                stack.callback(self._shards.close)
+                stack.callback(self._shards.saves.close)
             self.optimizer.close()
 
     def save(self) -> None:
@@ -350,7 +337,7 @@ class Trainer:
     def _backward(self, rate: float) -> list[Losses]:
         micro_batches, weights = self._micro_batches()
         losses: list[Losses] = []
-        # a caller's autocast would keep narrow copies of weights for the steps that follow
+        # a caller's autocast would cache narrow copies of weights for later steps
         with without_autocast(self._run.device.type):
             if self._ranks.pipeline is not None:
                 inputs = [windows.to(self._run.device) for windows in micro_batches]
@@ -363,7 +350,7 @@ class Trainer:
         return losses
 
     def _means(self, losses: Sequence[Losses]) -> dict[str, float | None]:
-        """What a record says of the step's losses, over the parts of all processes."""
+        """A record's losses of the step, means over the parts of all processes."""
         named = {
             "loss": [part.cross_entropy for part in losses],
             "aux_loss": [part.auxiliary for part in losses],
@@ -380,21 +367,23 @@ class Trainer:
         return dict.fromkeys(named) | dict(zip(known, found, strict=True))
 
     def _micro_batches(self) -> tuple[list[Tensor], list[float]]:
-        """This process's share of the step's micro-batches, and the weights of their losses."""
+        """This process's share of the step's micro-batches, and weights of their losses."""
         data = self._config.data
         windows = self._run.batches.draw(data.sequences_per_step)
         context = data.context_at(self.step, self._config.run.steps)
         if context != data.context:
             windows = shorten(windows, context)
         parts = torch.from_numpy(windows).chunk(data.micro_batches)
-        weights = _weights(parts)
+        counts = [_num_targets(part) for part in parts]
+        # every target of the step counts the same
+        weights = [count * len(parts) / sum(counts) for count in counts]
         return self._ranks.part([trimmed(part) for part in parts]), self._ranks.part(weights)
 
     def _part(self, windows: Tensor, weight: float, found: list[Losses]) -> Tensor:
-        """One part's share of the loss; its losses are appended to `found`.
+        """One part's share of the loss; appends its losses to `found`.
 
         Args:
-            weight: its targets over the mean of the step's parts.
+            weight: the part's number of targets over the mean of the step's parts.
         """
         recorded = contextlib.nullcontext()
         if self.trace is not None:
@@ -416,7 +405,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, on_record: Callable[[Record], None]) -> list[float]:
-        """Measures the held-out text, emits the record and gives the mean; none without text."""
+        """Measures the held-out text, emits the record and returns the mean; none without text."""
         if not self._run.held_out:
             return []
         self._model.eval()
@@ -440,7 +429,7 @@ class Trainer:
     def _held_out_loss(self, parts: Sequence[Tensor]) -> float:
         """Mean loss of windows in parts, which the data-parallel ranks compute in turn."""
         ranks = self._ranks
-        # Who has no part left keeps the others company: passes are collective calls.
+        # passes are collective calls, so a rank without a part left repeats the last one
         numbers = range(ranks.data_rank, len(parts) + ranks.data_rank, ranks.num_data_ranks)
         own = [parts[min(number, len(parts) - 1)] for number in numbers]
         total = torch.zeros((), dtype=torch.float64)
@@ -458,23 +447,18 @@ class Trainer:
         yield from (losses.cross_entropy for losses in pipeline.measure(inputs, at_once=at_once))
 
     def write_summary(self, folder: Path | None, *, adapters: Path | None = None) -> dict[str, Any]:
-        """Writes and returns the results of a run; `adapters` is the folder of exported ones, if
-        any."""
-        summary = self._summary(folder)
-        if adapters is not None:
-            summary["adapters"] = str(adapters)
-        make_folders(self._run.output)
-        with write_atomically(self._run.output / SUMMARY_FILE) as file:
-            file.write((json.dumps(summary, indent=1) + "\n").encode())
-        return summary
+        """Writes and returns the results of a run.
 
-    def _summary(self, folder: Path | None) -> dict[str, Any]:
+        Args:
+            folder: of the exported model, if any.
+            adapters: folder of the exported adapters, if any.
+        """
         import transformers
 
         records = read_metrics(self._run.output)
         losses = [record["loss"] for record in records if "loss" in record]
         held_out = [record for record in records if "held_out" in record]
-        return {
+        summary = {
             "steps": self.step,
             "tokens": self.tokens,
             "elapsed_s": round(self.elapsed_s, 3),
@@ -495,6 +479,11 @@ class Trainer:
                 "transformers": transformers.__version__,
             },
         }
+        if adapters is not None:
+            summary["adapters"] = str(adapters)
+        make_folders(self._run.output)
+        write_text(self._run.output / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        return summary
 
     def _emit(self, record: Record, on_record: Callable[[Record], None]) -> None:
         for sink in self.sinks:
@@ -503,14 +492,8 @@ class Trainer:
 
 
 def _num_targets(windows: Tensor) -> int:
-    """Targets of windows as of `Batches.draw`; of text, in windows."""
+    """Targets of windows of `Batches.draw`; for text, the number of windows."""
     return len(windows) if windows.ndim == 2 else int((windows[:, 1:, 2] == TRAINED).sum())
-
-
-def _weights(parts: Sequence[Tensor]) -> list[float]:
-    """The targets of each part over their mean, so that every target of a step counts the same."""
-    counts = [_num_targets(part) for part in parts]
-    return [count * len(parts) / sum(counts) for count in counts]
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a run reports: one record a step, as lines of JSON and, if wanted, for TensorBoard."""
+"""A run's records, one for each step: lines of JSON and, optionally, TensorBoard's files."""
 
 import json
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ class StepRecord:
     Attributes:
         step: its number, the first is 1.
         loss: mean cross-entropy of its tokens, nats; None if it was not finite.
-        aux_loss: what the gates' losses added, their coefficients included; None likewise.
+        aux_loss: the gates' losses with their coefficients; None if not finite.
         gradient_norm: before clipping; None if it was not finite.
         tokens: tokens trained on so far.
         max_load: demand of the busiest expert over the mean, averaged over the layers; 1 is even.
-        dropped_share: share of the choices that capacity took away.
+        dropped_share: share of the choices that exceeded an expert's capacity.
         is_skipped: the gradients were not finite and nothing was changed.
-        stall_s: seconds that offloaded experts were waited for; None where all are in memory.
-        memory_bytes: of offloaded experts that were asked for and were in memory; None likewise.
+        stall_s: seconds of waiting for offloaded experts; None if all are in memory.
+        memory_bytes: of offloaded experts that were needed and in memory; None likewise.
         read_bytes: of offloaded experts, from the disk.
         written_bytes: to the disk.
     """
@@ -76,8 +76,8 @@ class JsonLines:
     """Records as lines of JSON in the run's folder.
 
     Args:
-        first_step: steps already taken; lines of later ones are removed.
-        digest_then: of the lines up to that step; they are found by their steps when omitted.
+        first_step: steps already taken; lines of later steps are removed.
+        digest_then: of the lines up to that step; when omitted, steps decide.
 
     Raises:
         CheckpointError: the file does not hold the lines up to the step.
@@ -103,7 +103,7 @@ class JsonLines:
 
 
 def holds_records(folder: Path, expected: str) -> bool:
-    """Whether the file begins with the lines of a digest, as `JsonLines` has it."""
+    """Whether the file begins with lines of this digest of `JsonLines`."""
     found = ""
     return any(
         (found := digest(line, found)) == expected for line in _whole_lines(folder / METRICS_FILE)
@@ -116,7 +116,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines_up_to(path: Path, step: int, expected: str) -> list[bytes]:
-    """The lines of the steps up to one; those of an older version's checkpoint have no digest."""
+    """The lines up to a step, by their digest; checkpoints of older versions have none."""
     lines = _whole_lines(path)
     if not expected:
         records = (_record(path, number, line) for number, line in enumerate(lines, 1))
@@ -150,12 +150,12 @@ def _whole_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
     with open_regular(path) as file:
-        # Only what ends in a line break was written completely.
+        # a line without a line break was not written completely
         return [line for line in file if line.endswith(b"\n")]
 
 
 class TensorBoard:
-    """Records as TensorBoard's scalars; what an earlier run logged after `first_step` is hidden."""
+    """Records as TensorBoard's scalars; hides what an earlier run logged after `first_step`."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:

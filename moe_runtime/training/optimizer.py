@@ -1,4 +1,4 @@
-"""What the loop asks of an optimizer, and AdamW in memory."""
+"""The interface of the loop's optimizers, and AdamW in memory."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         gradient_norm: global norm of the gradients before clipping.
-        bad_parameters: parameters whose gradients were not finite; the step was skipped if any.
+        bad_parameters: parameters whose gradients were not finite; if any, the step was skipped.
     """
 
     gradient_norm: float
@@ -48,50 +48,58 @@ class StepOutcome:
 
 
 class StepOptimizer(abc.ABC):
-    """What the loop asks of an optimizer, wherever its states are and whenever it updates them."""
+    """An optimizer of the loop, wherever its states are and whenever it updates them.
+
+    Attributes:
+        keeps_newest_alone: a checkpoint takes over files that the last one names.
+        dense: of all parameters but offloaded experts.
+        saves: writes checkpoints in the background.
+    """
 
     keeps_newest_alone = False
-    """Whether a checkpoint takes over what the one before names."""
+    dense: DenseAdamW
+
+    def __init__(self) -> None:
+        self.saves = BackgroundSave()
 
     @abc.abstractmethod
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> object:
-        """Computes the losses of a step's micro-batches, one a part, and adds up their gradients.
+        """Computes the losses of a step's micro-batches, one a part, and sums their gradients.
 
-        After an exception of a part, no gradient is left behind.
+        After an exception of a part, no gradient is left.
         """
 
     @abc.abstractmethod
     def step(self, rate: float) -> StepOutcome:
         """Clips, updates and forgets the gradients; changes nothing if some are not finite."""
 
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return self.dense.state_dict()
 
-    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up what `state_dict` gave, or refuses it with a `CheckpointError`."""
+        """Loads a `state_dict`, or refuses it with a `CheckpointError`."""
+        if "experts" in state:
+            raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
+        self.dense.load_state_dict(state)
 
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
     ) -> None:
-        """Has a job write a checkpoint, which may be done in another thread.
+        """Writes a copy of a state by a job in the background, while training goes on.
 
         Args:
-            state: everything that belongs to it, `state_dict` included.
-            own: finds in it what `state_dict` gave; for optimizers that complete it first.
+            state: of the whole run, with the `state_dict` of this optimizer.
+            own: finds that `state_dict` in it, for optimizers that complete it first.
             job: writes a state to its place, atomically.
         """
         del own
-        job(state)
+        self.saves.wait()  # one copy at a time
+        copied = host_copy(state)
+        self.saves.start(lambda: job(copied))
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is durable; raises if it could not be written."""
-        return
-
-    @property
-    def has_failed_save(self) -> bool:
-        """Whether `wait` would raise, as far as is known without waiting."""
-        return False
+        """Waits until the last checkpoint is durable; raises if it could not be written."""
+        self.saves.wait()
 
     def transfers(self) -> dict[str, Any]:
         """Seconds of waiting and bytes so far, by name; empty where nothing is moved."""
@@ -101,12 +109,16 @@ class StepOptimizer(abc.ABC):
         return {}
 
     def close(self) -> None:
-        """Ends background work; an offloaded model is of no use then."""
-        return
+        """Ends background work; an offloaded model is unusable then."""
+        self.saves.close()
 
 
 class DenseAdamW:
-    """torch's AdamW over named parameters; norms and biases do not decay."""
+    """torch's AdamW over named parameters; norms and biases do not decay.
+
+    Attributes:
+        adamw: None without parameters.
+    """
 
     def __init__(
         self,
@@ -118,20 +130,15 @@ class DenseAdamW:
         weight_decay: float,
     ) -> None:
         self._named = dict(named)
-        self._adamw: torch.optim.AdamW | None = None
+        self.adamw: torch.optim.AdamW | None = None
         if self._named:
             groups = list(_groups(self._named, weight_decay))
-            self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-    @property
-    def adamw(self) -> torch.optim.AdamW | None:
-        """torch's, or None where there are no parameters."""
-        return self._adamw
+            self.adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """AdamW's groups that have parameters; what is changed in them holds for the next step."""
-        groups = [] if self._adamw is None else self._adamw.param_groups
+        """AdamW's groups that have parameters; changes in them hold for the next step."""
+        groups = [] if self.adamw is None else self.adamw.param_groups
         return [group for group in groups if group["params"]]
 
     def parameters(self) -> list[Tensor]:
@@ -152,21 +159,17 @@ class DenseAdamW:
         )
 
     def step(self, rate: float | None = None, scale: float = 1.0) -> None:
-        """Args: rate: of all groups; None for what each has."""
+        """Takes a step; `rate` is of all groups, None for the rate of each."""
         if scale != 1:
             for gradient in self.gradients():
                 gradient.mul_(scale)
-        if self._adamw is not None:
-            for group in self._adamw.param_groups if rate is not None else ():
+        if self.adamw is not None:
+            for group in self.adamw.param_groups if rate is not None else ():
                 group["lr"] = rate
-            self._adamw.step()
+            self.adamw.step()
 
     def clipped_step(self, rate: float, clip_norm: float, norm: float | None = None) -> StepOutcome:
-        """Clips, updates and forgets the gradients; changes nothing if some are not finite.
-
-        Args:
-            norm: of all gradients, where other processes have some of them.
-        """
+        """As `StepOptimizer.step`; `norm` is of all gradients, if other processes have some."""
         norm = self.norm() if norm is None else norm
         bad: tuple[str, ...] = ()
         if not math.isfinite(norm):
@@ -181,43 +184,42 @@ class DenseAdamW:
             parameter.grad = None
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq` and `step`; zeros at
-        first."""
-        if self._adamw is None:
+        """AdamW's states by parameter, in place: `exp_avg`, `exp_avg_sq`, `step`."""
+        if self.adamw is None:
             return {}
         for parameter in self._named.values():
-            state = self._adamw.state[parameter]
+            state = self.adamw.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return {name: dict(self._adamw.state[p]) for name, p in self._named.items()}
+        return {name: dict(self.adamw.state[p]) for name, p in self._named.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._adamw is None else self._adamw.state_dict()
+        return {} if self.adamw is None else self.adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = self.state_dict()
         kinds = {"state": MAPPING, "param_groups": MAPPING.listed()} if own else {}
         require_kinds(state, kinds, "the optimizer's state")
-        if self._adamw is None:
+        if self.adamw is None:
             return
         numbers, found = (
             [group.get("params") for group in groups["param_groups"]] for groups in (own, state)
         )
         if not COUNT.listed().listed().fits(found) or found != numbers:
             raise CheckpointError("the optimizer's state belongs to other parameters")
-        parameters = [p for group in self._adamw.param_groups for p in group["params"]]
+        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         for number, moments in state["state"].items():
             if number not in range(len(parameters)):
                 raise CheckpointError(f"the optimizer's state has a parameter {shown(number)}")
             what = f"the optimizer's state of parameter {number}"
             require_moments(moments, parameters[number], what)
-        self._adamw.load_state_dict({**own, "state": state["state"]})
+        self.adamw.load_state_dict({**own, "state": state["state"]})
 
 
 def require_moments(moments: Any, parameter: Tensor, what: str) -> None:
-    """Refuses a stored state that is none of AdamW's for a parameter."""
+    """Refuses a stored state that is not AdamW's for a parameter."""
     step = moments.get("step") if isinstance(moments, Mapping) else None
     # torch counts in fp64 where that is the default type
     kind = step.dtype if isinstance(step, Tensor) and step.is_floating_point() else None
@@ -227,15 +229,17 @@ def require_moments(moments: Any, parameter: Tensor, what: str) -> None:
 
 
 class Optimizer(StepOptimizer):
+    """AdamW in memory, by one process or by several."""
+
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, ranks: OneRank | None = None
     ) -> None:
+        super().__init__()
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise ValueError("the model has no trainable parameter")
         self._ranks, self._clip_norm = ranks, config.clip_norm
-        self._saves = BackgroundSave()
-        self._adamw = DenseAdamW(
+        self.dense = DenseAdamW(
             self._named,
             lr=config.peak_rate,
             betas=(config.betas[0], config.betas[1]),
@@ -246,8 +250,8 @@ class Optimizer(StepOptimizer):
     def backward(self, parts: Sequence[Callable[[], Tensor]], *, rate: float) -> None:
         del rate  # for optimizers that update inside the backward pass
         with contextlib.ExitStack() as failed:
-            # a part of them would be added to the next step's
-            failed.callback(self._adamw.forget)
+            # gradients of some parts would be added to those of the next step
+            failed.callback(self.dense.forget)
             for number, part in enumerate(parts, 1):
                 if self._ranks is not None:
                     self._ranks.begin_part(is_last=number == len(parts))
@@ -259,44 +263,14 @@ class Optimizer(StepOptimizer):
         if self._ranks is not None:
             self._ranks.reduce_gradients(self._named)
             norm = self._ranks.gradient_norm(self._named)
-        outcome = self._adamw.clipped_step(rate, self._clip_norm, norm)
+        outcome = self.dense.clipped_step(rate, self._clip_norm, norm)
         if self._ranks is not None:
-            self._ranks.after_step(self._adamw.adamw)
+            self._ranks.after_step(self.dense.adamw)
         return outcome
-
-    def write(
-        self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
-    ) -> None:
-        """As of `StepOptimizer`; training goes on while the job writes a copy."""
-        del own
-        self._saves.wait()  # one copy at a time
-        copied = host_copy(state)
-        self._saves.start(lambda: job(copied))
-
-    def wait(self) -> None:
-        self._saves.wait()
-
-    @property
-    def has_failed_save(self) -> bool:
-        return self._saves.has_failed
-
-    def close(self) -> None:
-        self._saves.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._adamw.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "experts" in state:
-            raise CheckpointError("the checkpoint is of a run with a host_memory; give one")
-        self._adamw.load_state_dict(state)
-
-    def moments(self) -> dict[str, dict[str, Tensor]]:
-        return self._adamw.moments()
 
 
 def state_order(named: Mapping[str, Tensor]) -> list[str]:
-    """Names of all parameters of a model in one process in the order of `DenseAdamW.state_dict`."""
+    """Names of a whole model's parameters in the order of `DenseAdamW.state_dict`."""
     return sorted(named, key=lambda name: not decays(name, named[name]))
 
 
@@ -318,7 +292,7 @@ def _is_finite(gradient: Tensor) -> bool:
 def _groups(named: Mapping[str, Tensor], weight_decay: float) -> Iterator[dict[str, Any]]:
     """AdamW's groups of parameters, some of them empty.
 
-    The fused kernel takes whole parameters and those of every mesh in separate calls.
+    The fused kernel needs separate calls for whole parameters and for those of every mesh.
     """
     decaying = [p for name, p in named.items() if decays(name, p)]
     others = [p for name, p in named.items() if not decays(name, p)]

@@ -1,4 +1,4 @@
-"""What all runs share: settings, checkpoints, records, summary."""
+"""The common part of all runs: settings, checkpoints, records, summary."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ TOKENIZER = "tokenizer"
 EXPERTS = "experts"
 LOCK_FILE = "run.lock"
 
-# What may change when a run goes on: it decides where and how fast, not which numbers come out.
+# settings that may change when a run resumes: they change places and speed, not the results
 _FREE_NAMES = (
     *("output", "device", "threads", "recompute", "compile", "log_every", "evaluate_every"),
     *("host_memory", "device_memory", "evaluate_tokens", "checkpoint_every", "keep_checkpoints"),
@@ -59,10 +59,10 @@ _FREE = frozenset(
     }
 )
 BASE_FILES = "the model's files"
-"""A setting of fine-tuning: what the checkpoint holds that is fine-tuned."""
+"""A setting of fine-tuning: the content of the base checkpoint."""
 FIRST_ADAPTERS = "the files of lora.start"
-"""The same of the adapters that it began with, where they still are."""
-# What only the steps to come depend on: a resumed run may change it if asked to.
+"""The content of the first adapters, if their files still exist."""
+# settings that only affect further steps: --reschedule changes them
 _SCHEDULE = frozenset(
     {
         *("run.steps", "data.short_context", "data.short_share"),
@@ -72,18 +72,18 @@ _SCHEDULE = frozenset(
 
 
 COURSE = "half a cosine to behind the last step"
-"""What a resumed run must have begun with, as its other settings."""
+"""A setting that a resumed run shares with its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """What every run has before its first step, whatever it trains.
+    """A run before its first step.
 
     Attributes:
         storage: folder of offloaded experts.
-        held_out: windows of held-out text as of `Batches.draw`, by source; sources without any are
-            left out.
-        device: where everything but offloaded experts lies, and what computes.
+        held_out: windows of held-out text, shaped as by `Batches.draw`, by source; sources without
+            any are left out.
+        device: computes, and has everything but offloaded experts.
         num_parameters, num_active_parameters: of the model, offloaded experts included.
     """
 
@@ -103,7 +103,7 @@ class PreparedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same when the run resumes, by dotted name."""
+        """Values that must be equal when the run resumes, by dotted name."""
         config: Any = self.config
         flat = dict(leaves(dataclasses.asdict(config), ""))
         kept = {name: value for name, value in flat.items() if name not in _FREE}
@@ -116,7 +116,7 @@ class PreparedRun:
 
     @property
     def mixture(self) -> dict[str, float]:
-        """Share of each source, as the batches have it: by weight, else by size."""
+        """Share of each source in the batches: by weight, otherwise by size."""
         sources = self.config.data.sources
         return {
             name: sources[name].weight or float(len(stream.training))
@@ -125,15 +125,15 @@ class PreparedRun:
 
     def find_state(
         self, *, resume: bool, reschedule: bool = False, snapshot: Path | None = None
-    ) -> tuple[Path | None, RunProgress | None]:
-        """The newest checkpoint of a run and what it holds; None twice where a run begins.
+    ) -> tuple[Path, RunProgress] | None:
+        """The newest checkpoint of a run and its content; None for a new run.
 
         Args:
-            snapshot: one in memory, which is taken if it is newer.
+            snapshot: in memory; used if it is newer.
         """
         found = [*checkpoints_in(self.checkpoints), *filter(None, [snapshot])]
         if not found:
-            return None, None
+            return None
         last = max(found, key=lambda path: (step_of(path) or 0, path != snapshot))
         if not resume:
             raise CheckpointError(
@@ -143,7 +143,7 @@ class PreparedRun:
         state = read_progress(last) if last.is_dir() else load_checkpoint(last)
         saved, current = dict(state.settings), dict(self.settings)
         for name in (BASE_FILES, FIRST_ADAPTERS):
-            if not (name in saved and name in current):  # of an older version, or gone since
+            if not (name in saved and name in current):  # of an older version, or deleted
                 saved.pop(name, None)
                 current.pop(name, None)
         check_settings(last, saved, current, schedule=_SCHEDULE, reschedule=reschedule)
@@ -161,9 +161,10 @@ class PreparedRun:
             )
         return last, state
 
-    def open_sinks(self, state: RunProgress | None) -> list[MetricsSink]:
+    def open_sinks(self, found: tuple[Path, RunProgress] | None) -> list[MetricsSink]:
+        """Files of records, that continue after the checkpoint that `find_state` found."""
         sinks: list[MetricsSink] = []
-        first_step, records = (0, "") if state is None else (state.step, state.records)
+        first_step, records = (0, "") if found is None else (found[1].step, found[1].records)
         if self.config.run.tensorboard:
             sinks.append(TensorBoard(self.output / "tensorboard", first_step=first_step))
         sinks.append(JsonLines(self.output, first_step=first_step, digest_then=records))
@@ -173,18 +174,18 @@ class PreparedRun:
 def check_inputs_stay(
     output: Path, trace: Path | None, texts: Iterable[Path], model: Path | None = None
 ) -> None:
-    """Refuses outputs that would replace what a run reads, or lie among it.
+    """Refuses outputs that would replace a run's inputs, or lie among them.
 
     Args:
-        model: the folder of the checkpoint that is trained further, or its GGUF file.
+        model: the folder or GGUF file of the checkpoint that the run begins with.
     """
     files = list(texts)
     if model is not None and model.is_file():
         files.append(model)
     require_not_read(trace, "trace", [*files, *(files_of(model) if model else ())])
-    place = _end_of(output)
-    read = {_end_of(file).parent for file in files} & {place}
-    if model is not None and place.is_relative_to(_end_of(model)):
+    place = _real_path(output)
+    read = {_real_path(file).parent for file in files} & {place}
+    if model is not None and place.is_relative_to(_real_path(model)):
         read.add(model)
     for folder in read:
         raise ValueError(
@@ -194,8 +195,7 @@ def check_inputs_stay(
 
 
 def check_outputs(output: Path, trace: Path | None) -> None:
-    """Refuses places where nothing could be written, and removes what killed runs left half
-    there."""
+    """Refuses places that cannot be written, and removes partial files of killed runs."""
     for folder in (output, output / CHECKPOINTS, output / DATA):
         remove_abandoned(folder)
         check_output_folder(folder, "run's output")
@@ -203,16 +203,16 @@ def check_outputs(output: Path, trace: Path | None) -> None:
         check_output_path(output / SUMMARY_FILE, "run's output")
     if trace is None:
         return
-    run, place = _end_of(output), _end_of(trace)
+    run, place = _real_path(output), _real_path(trace)
     if run.is_relative_to(place):
         raise CheckpointError(f"{trace}: is the run's folder, expected the name of a trace file")
-    # The run's folder is there when its trace is begun; no other one is made for it.
+    # the run makes its own folder before it opens the trace, but no other
     if run.is_dir() or place.parent != run:
         check_output_path(trace, "trace")
 
 
-def _end_of(path: Path) -> Path:
-    """Where a name leads to; `Path.resolve` would raise for links that lead in a circle."""
+def _real_path(path: Path) -> Path:
+    """The target of a path; unlike `Path.resolve`, it does not raise for circular links."""
     return Path(os.path.realpath(path))
 
 
@@ -220,18 +220,18 @@ def _end_of(path: Path) -> Path:
 def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> Iterator[None]:
     """Locks the folders of a run, until the block or the process ends.
 
-    A new folder is removed if the run fails before its first step. After it, what the run wrote
-    stays, but for the experts' states, which no checkpoint names.
+    If the run fails before its first step, a new folder is removed. If it fails before its first
+    checkpoint, its files stay, except the experts' states, which no checkpoint names.
 
     Args:
         output: the run's folder, which is made. An existing one is not removed.
-        storage: that of its experts' states, where it is another one.
-        is_used: False where nothing is written, or another process of the run uses the folder.
+        storage: folder of its experts' states, if it is another one.
+        is_used: False if nothing is written, or another process of the run uses the folder.
     """
     if not is_used:
         yield
         return
-    missing = [_end_of(output)]
+    missing = [_real_path(output)]
     while not os.path.lexists(missing[-1]):
         missing.append(missing[-1].parent)
     made = missing[:-1]
@@ -242,12 +242,12 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
         with contextlib.ExitStack() as lock:
             for folder in {os.path.realpath(one): one for one in (output, storage) if one}.values():
                 if not folder.is_dir():
-                    continue  # what is no folder is refused where it is used
+                    continue  # it is refused later
                 try:
                     lock.enter_context(locked(folder / LOCK_FILE))
                 except BlockingIOError:
                     if folder == output:
-                        made.clear()  # it is the other run's
+                        made.clear()  # the folder belongs to the other run
                     raise CheckpointError(
                         f"{folder}: another train or finetune uses this folder; wait until it has "
                         "ended, or name another one"
@@ -255,19 +255,17 @@ def run_folder(output: Path, storage: Path | None = None, *, is_used: bool) -> I
             try:
                 yield
             except OSError:
-                _tell_of_last(output)
+                last = checkpoints_in(output / CHECKPOINTS)[-1:]
+                way_on = (
+                    f"{last[0]}: is kept; free space, and the same command with --resume goes on "
+                    "from it"
+                    if last
+                    else f"{output}: no checkpoint is whole; free space, and give the same command "
+                    "again"
+                )
+                warnings.warn(way_on, MoERuntimeWarning, stacklevel=2)
                 raise
         stack.pop_all()
-
-
-def _tell_of_last(output: Path) -> None:
-    last = checkpoints_in(output / CHECKPOINTS)[-1:]
-    way_on = f"{output}: no checkpoint is whole; free space, and give the same command again"
-    if last:
-        way_on = (
-            f"{last[0]}: is kept; free space, and the same command with --resume goes on from it"
-        )
-    warnings.warn(way_on, MoERuntimeWarning, stacklevel=2)
 
 
 def _remove_unbegun(made: list[Path]) -> None:
@@ -277,7 +275,7 @@ def _remove_unbegun(made: list[Path]) -> None:
     has_begun = metrics.is_file() and metrics.stat().st_size > 0
     for name in (EXPERTS,) if has_begun else (DATA, TOKENIZER, EXPERTS):
         remove_or_warn(made[0] / name, "no checkpoint goes on with it")
-    # What is left is no harm, and an error has been reported already.
+    # an error has been reported already, and files that stay do no harm
     with contextlib.suppress(OSError):
         if not has_begun:
             metrics.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Training by one process or by several: which part is whose, and what has to be added up.
+"""Training by one process or by several: division of the work, and sums over the processes.
 
-Several processes share a step's micro-batches, each holds its share of the experts, and rows travel
-to them. With tensor, context or pipeline parallelism some of them compute one micro-batch together,
-as one data-parallel rank. The same configuration trains the same model whatever the number of
+Several processes share a step's micro-batches. Each holds its share of the experts, and rows travel
+to them. With tensor, context or pipeline parallelism, several processes compute one micro-batch
+together, as one data-parallel rank. A configuration trains the same model with any number of
 processes.
 
 `torch.distributed.pipelining` schedules the stages. Huang et al., "GPipe" (2019); Narayanan et al.,
@@ -35,17 +35,15 @@ if TYPE_CHECKING:
     from moe_runtime.parallel import (
         ExpertSlots,
         LayoutGroups,
-        Overlap,
         ParallelExperts,
         ParallelLayout,
         Rebalancer,
     )
-    from moe_runtime.parallel.placement_map import PlacementMap
     from moe_runtime.training.exchange_choice import AutoExchange
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuses early what `torch.compile` would say in the first step, at length."""
+    """Refuses in one line a missing compiler, of which `torch.compile` would complain at length."""
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise ValueError(
             "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "
@@ -54,10 +52,10 @@ def require_compiler(device: torch.device) -> None:
 
 
 def autocast_of(precision: str, device_type: str) -> torch.autocast:
-    """The context in which a run's matrix products have its `run.precision`.
+    """A context in which matrix products have the precision `run.precision`.
 
-    It keeps no narrow copies of weights: torch drops those at the end of the outermost autocast
-    alone, and inside of a caller's the next step would compute with weights from before the update.
+    It caches no narrow copies of weights: torch drops them only at the end of the outermost
+    autocast, so inside a caller's, the next step would use weights from before the update.
     """
     return torch.autocast(
         device_type, dtype=torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False
@@ -75,19 +73,18 @@ _SCHEDULES = {
 """torch's names."""
 _MADE_ELSEWHERE = ("sparse", "switching")
 _TAKEN_APART: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
-"""Those that compute gradients of inputs first and those of weights later."""
+"""Schedules that compute gradients of inputs first and of weights later."""
 
 
 class Pipeline:
     """Takes micro-batches through all stages; every method is a collective call of the stages.
 
-    The losses that it gives are those of this stage times the number of stages, so that the mean
-    over the stages is that of the whole model.
+    The losses are those of this stage times the number of stages, so that the mean over the stages
+    is the loss of the whole model.
 
     Args:
-        group: The processes of all stages, in their order.
-        loss_scale: Factor of the cross-entropy that is trained on, as the stages have it for the
-            losses of gates.
+        group: processes of all stages, in order.
+        loss_scale: factor of the cross-entropy; the stages scale the losses of gates.
     """
 
     def __init__(
@@ -102,18 +99,16 @@ class Pipeline:
         self._group = group
         self._schedule = schedule
         self._loss_scale = loss_scale
-        # Of the last call that trained and of the last that measured: lengths change rarely.
+        # of the last call that trained and the last that measured: lengths change rarely
         self._built: dict[bool, tuple[tuple[int, ...], Any]] = {}
 
     def backward(self, parts: Sequence[Tensor]) -> list[Losses]:
-        """Adds the gradients of micro-batches, windows `[B, C + 1]` of equal shapes; the losses of
-        each."""
+        """Adds the gradients of windows `[B, C + 1]` of equal shapes; returns their losses."""
         return self._pass(parts, is_training=True)
 
     @torch.no_grad()
     def measure(self, parts: Sequence[Tensor], *, at_once: int) -> list[Losses]:
-        """The losses of windows, without gradients; at most `at_once` parts are under way
-        together."""
+        """The losses of windows, without gradients; at most `at_once` parts are in flight."""
         found: list[Losses] = []
         if len(self._modules) > 1:
             for part in parts:
@@ -136,8 +131,7 @@ class Pipeline:
         return self._losses_found()
 
     def _measure_in_turn(self, windows: Tensor) -> None:
-        """One stage after another; torch's schedules of two stages have no pass without
-        gradients."""
+        """One stage after another: torch's schedules of two stages always compute gradients."""
         import torch.distributed as dist
 
         size, group = self._group.size(), self._group
@@ -161,9 +155,9 @@ class Pipeline:
 
     def _losses_found(self) -> list[Losses]:
         """The losses of the calls since the last time, of all stages of this process."""
-        # Blocks that are computed again in the backward pass are no calls of the stage.
+        # recomputed blocks in the backward pass are no calls of the stage
         calls = zip(*(module.found for module in self._modules), strict=True)
-        found = [_times(_sum(losses), self._group.size()) for losses in calls]
+        found = [_total(losses, self._group.size()) for losses in calls]
         for module in self._modules:
             module.found.clear()
         return found
@@ -173,8 +167,7 @@ class Pipeline:
 
         key = (len(parts), *parts[0].shape)
         if is_training not in self._built or self._built[is_training][0] != key:
-            # Shapes are told, so that torch need not find them out by calls of its own, which
-            # would exchange rows and count loads.
+            # torch would find the shapes by calls of its own, which exchange rows and count loads
             stages = [
                 pipelining.PipelineStage(
                     module,
@@ -200,7 +193,7 @@ class Pipeline:
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Takes off the wrapping that torch puts around the errors of a stage's forward pass."""
+    """Unwraps the errors of a stage's forward pass, which torch wraps."""
     try:
         yield
     except RuntimeError as error:
@@ -209,27 +202,26 @@ def _own_errors() -> Iterator[None]:
         raise error.__cause__ from None
 
 
-def _sum(parts: Sequence[Losses]) -> Losses:
-    """Shares of one micro-batch's losses by several stages, added up."""
-    columns = {n: [getattr(part, n) for part in parts] for n in Losses.__dataclass_fields__}
-    values: dict[str, Any] = {n: None if c[0] is None else sum(c) for n, c in columns.items()}
+def _total(parts: Sequence[Losses], factor: int) -> Losses:
+    """The sum of several stages' shares of one micro-batch's losses, times a factor."""
+    values: dict[str, Any] = {}
+    for name in Losses.__dataclass_fields__:
+        shares = [getattr(part, name) for part in parts]
+        values[name] = None if shares[0] is None else sum(shares) * factor
     return Losses(**values)
 
 
-def _times(losses: Losses, factor: int) -> Losses:
-    values: dict[str, Any] = {name: getattr(losses, name) for name in Losses.__dataclass_fields__}
-    return replace(losses, **{n: v if v is None else v * factor for n, v in values.items()})
-
-
 class OneRank:
-    """A process that trains by itself.
+    """A process that trains alone.
 
     Attributes:
-        data_rank: which of the micro-batches that are computed side by side is this process's.
-        loss_share: what this process adds to its micro-batch's part of the loss, which other
-            processes of the same data-parallel rank add to as well.
-        pipeline: what takes micro-batches through stages; None where each process has all layers.
-        exchange: what "auto" of `[parallel]` has come to; empty without one.
+        data_rank: index of this process's micro-batch among those computed side by side.
+        loss_share: this process's share of its micro-batch's loss, which the processes of a
+            data-parallel rank add up.
+        pipeline: takes micro-batches through stages; None if each process has all layers.
+        exchange: the choice of "auto" in `[parallel]`; empty without one.
+        layout_groups: groups of the layout; None for one process.
+        group: all processes, for torch; None for one process.
     """
 
     rank = 0
@@ -238,27 +230,24 @@ class OneRank:
     num_data_ranks = 1
     loss_share = 1.0
     pipeline: "Pipeline | None" = None
-
-    @property
-    def exchange(self) -> str:
-        return ""
-
-    @property
-    def layout_groups(self) -> "LayoutGroups | None":
-        return None
+    exchange = ""
+    layout_groups: "LayoutGroups | None" = None
+    group: "ProcessGroup | None" = None
 
     def spread(self, model: LanguageModel) -> None: ...
 
     def draw_apart(self, seed: int, step: int) -> None:
-        """Has gates and dropout draw at random for other tokens than the first data-parallel
-        rank's; before each step, so that a resumed run draws what it would have drawn."""
+        """Seeds the random numbers of gates and dropout, except in the first data-parallel rank.
+
+        Called before each step, so that a resumed run draws the same numbers.
+        """
 
     def part(self, items: Sequence[T]) -> list[T]:
-        """This data-parallel rank's share of what all have; their number divides it."""
+        """This data-parallel rank's share of the items; the number of ranks divides theirs."""
         return list(items)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over the processes; a collective call, as all that follow."""
+        """Mean over the processes; a collective call, as the following."""
         return values
 
     def any(self, flag: bool) -> bool:
@@ -269,16 +258,15 @@ class OneRank:
         return [text]
 
     def first_text(self, text: str) -> str:
-        """The first text among all processes that is not empty; empty if all are."""
+        """The first non-empty text of all processes; empty if all are."""
         return next(filter(None, self.texts(text)), "")
 
-    def beside(self) -> "OneRank":
-        """The same processes for another thread, which exchanges things meanwhile."""
+    def for_background(self) -> "OneRank":
+        """The same processes, for exchanges of another thread."""
         return self
 
     def require_shared(self, folder: Path) -> None:
-        """Refuses a folder that the processes do not share, as on machines with disks of their
-        own."""
+        """Refuses a folder that not all processes see, as on machines without a shared disk."""
         with contextlib.ExitStack() as stack:
             probe = ""
             if self.rank == 0:
@@ -294,7 +282,7 @@ class OneRank:
             )
 
     def begin_part(self, *, is_last: bool) -> None:
-        """A micro-batch is computed next, the last of its step or not."""
+        """Called before each micro-batch."""
 
     def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """May move experts and their states in a `torch.optim.Optimizer`; a collective call."""
@@ -310,12 +298,8 @@ class OneRank:
         """The block runs in the first process, and then in the others."""
         yield
 
-    @property
-    def group(self) -> "ProcessGroup | None":
-        return None
-
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """A block in which torch exchanges something: a missing process is named."""
+        """A block with exchanges by torch; names a process that is missing."""
         del what
         return contextlib.nullcontext()
 
@@ -324,7 +308,7 @@ class OneRank:
 
 
 class Processes(OneRank):
-    """One of the processes of a `torch.distributed` world that train together, whatever they train.
+    """One of the processes of a `torch.distributed` world that train together.
 
     Attributes:
         here: processes of the group on this machine.
@@ -352,17 +336,14 @@ class Processes(OneRank):
         self._stage = places["pp"]
         self.groups = LayoutGroups(layout, timeout_s=timeout_s)
         self.groups.make_ends()
+        self.layout_groups = self.groups
         group = self.groups.make("dense", "tp", "cp", "dp", "pp")
         assert group is not None, "several processes are more than one"
-        self._group = group
+        self._group = self.group = group
         self._watch = CollectiveMonitor(group, timeout_s)
         transport = FlatTransport(group, timeout_s=timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
         self.here = processes_here(transport)
-
-    @property
-    def layout_groups(self) -> "LayoutGroups":
-        return self.groups
 
     def draw_apart(self, seed: int, step: int) -> None:
         number = self.data_rank + self.num_data_ranks * self._stage
@@ -390,11 +371,7 @@ class Processes(OneRank):
             dist.all_gather_object(texts, text, group=self._group)
         return texts
 
-    @property
-    def group(self) -> "ProcessGroup":
-        return self._group
-
-    def beside(self) -> "Processes":
+    def for_background(self) -> "Processes":
         import torch.distributed as dist
 
         from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
@@ -403,7 +380,8 @@ class Processes(OneRank):
         group = dist.new_group(everybody, timeout=backend_limit(timeout_s), backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         found = copy.copy(self)
-        found._group, found._watch = group, CollectiveMonitor(group, timeout_s)
+        found._group = found.group = group
+        found._watch = CollectiveMonitor(group, timeout_s)
         return found
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -420,7 +398,7 @@ class Processes(OneRank):
             finally:
                 store.set(key, outcome)
             return
-        # However long the first one takes; its end is noticed.
+        # no time limit; an ended first process is noticed
         while not store.check([key]):
             if 0 in self._watch.ended_ranks():
                 raise RankFailureError(f"rank 0 of {self.size} has ended", ranks=(0,))
@@ -434,9 +412,9 @@ class SeveralRanks(Processes):
     """One of the processes that train a language model together.
 
     Args:
-        folder: what relative paths start from.
-        make_experts: makes a layer's experts, as `ParallelExperts` does; for those that are sparse
-            or switching.
+        folder: base of relative paths.
+        make_experts: makes a layer's experts, as `ParallelExperts` does, if they are sparse or
+            switching.
 
     Raises:
         ValueError: the layout or the number of parts does not fit the number of processes.
@@ -453,6 +431,7 @@ class SeveralRanks(Processes):
         import torch.distributed as dist
 
         from moe_runtime.parallel import ParallelLayout
+        from moe_runtime.parallel.placement_map import load_placement_map
 
         own, size = config.parallel, dist.get_world_size()
         self._config = config
@@ -469,14 +448,17 @@ class SeveralRanks(Processes):
         if make_experts is None and own.experts in _MADE_ELSEWHERE:
             raise ValueError(f"experts that are {own.experts} need a make_experts that makes them")
         self._make_experts = make_experts
-        self._map = _placement(config, folder, layout)
+        self._map = None
+        if own.placement is not None:
+            self._map = load_placement_map(folder / own.placement)
+            self._map.require(self._map.signature, num_ranks=layout.ep)
         self._rebalancers: list[Rebalancer] = []
         self._spread: dict[str, ParallelExperts] = {}
         self._sharded: Any = None
         if config.run.host_memory is not None:
             _refuse_offloaded(config, layout.edp)
         super().__init__(layout, own.timeout_s)
-        # The sum over a data-parallel rank is divided by the parts of each sequence only.
+        # a sum over a data-parallel rank is divided by the parts of each sequence only
         self.loss_share = 1 / layout.tp
         self._auto: AutoExchange | None = None
         if own.transport in ("hierarchical", "auto"):
@@ -495,24 +477,20 @@ class SeveralRanks(Processes):
             shard_dense,
             spread_experts,
         )
+        from moe_runtime.parallel import Overlap
 
         numbers = {id(layer): number for number, layer in enumerate(model.routed_layers())}
         self._choose(model)
         stages = self._keep_stages(model)
         own = self._config.parallel
+        assert own.overlap != "auto", "it is replaced before"
+        panels = max(2, own.overlap) if own.transport == "panels" else 1
+        options: dict[str, Any] = {"overlap": Overlap(degree=own.overlap, panels=panels)}
+        if self._make_experts is not None and own.experts in _MADE_ELSEWHERE:
+            options["make"] = self._make_experts
         here = [numbers[id(layer)] for layer in model.routed_layers()]
-        spread_experts(
-            model,
-            self.groups,
-            overlap=_overlap(self._config),
-            wire=own.wire,
-            **(
-                {"make": self._make_experts}
-                if self._make_experts is not None and own.experts in _MADE_ELSEWHERE
-                else {}
-            ),
-            slots=self._slots(model, here),
-        )
+        slots = self._slots(model, here)
+        spread_experts(model, self.groups, wire=own.wire, slots=slots, **options)
         self._follow_experts(model)
         divide_sequences(model, self.groups)
         for stage in stages:
@@ -533,13 +511,10 @@ class SeveralRanks(Processes):
             self._auto = AutoExchange(self._config, model, self.groups, self, can_gather=can_gather)
             self.groups.ranks_per_node = self._auto.ranks_per_node
             self._config = replace(self._config, parallel=self._auto.resolved)
-
-    @property
-    def exchange(self) -> str:
-        return "" if self._auto is None else str(self._auto)
+            self.exchange = str(self._auto)
 
     def _slots(self, model: LanguageModel, layers: Sequence[int]) -> "list[ExpertSlots] | None":
-        """Where the experts of some layers lie at first; None for equal runs."""
+        """The first slots of some layers' experts; None for equal runs of experts."""
         from moe_runtime.parallel import ExpertSlots
         from moe_runtime.policies.placement import Devices, rebalance
         from moe_runtime.policies.placement.base import slots_needed
@@ -553,7 +528,7 @@ class SeveralRanks(Processes):
             self._map.require(signature_of_config(model.config), num_ranks=size)
             placed = [self._map.experts_of_ranks(layer) for layer in layers]
         elif own.experts == "rebalanced":
-            # as many slots as there will be, so that no parameter changes its shape
+            # all slots of the run, so that no parameter changes its shape
             slots_needed(moe.num_experts, own.copies, size)
             equal, devices = (
                 np.ones((1, moe.num_experts)),
@@ -565,7 +540,7 @@ class SeveralRanks(Processes):
             return None
         return [
             ExpertSlots.from_ranks(
-                # in order, as experts off memory have to be; empty slots last
+                # in ascending order, for experts off memory; empty slots last
                 [sorted(experts, key=lambda e: (e < 0, e)) for experts in ranks],
                 moe.num_experts,
                 ranks_per_node=each,
@@ -574,7 +549,7 @@ class SeveralRanks(Processes):
         ]
 
     def _follow_experts(self, model: LanguageModel) -> None:
-        """Notes the experts that are here, and sees to those that move or are copied."""
+        """Notes the experts of this process, and starts rebalancers and copies."""
         from moe_runtime.models.lm.attention import Attention
         from moe_runtime.parallel import ParallelExperts, Rebalancer
 
@@ -605,7 +580,7 @@ class SeveralRanks(Processes):
 
     def begin_part(self, *, is_last: bool) -> None:
         if self._sharded is not None:
-            # gradients are added up whole, and reduced once
+            # whole gradients are summed, and reduced once
             self._sharded.set_requires_gradient_sync(is_last)
             self._sharded.set_reshard_after_backward(is_last)
 
@@ -616,7 +591,7 @@ class SeveralRanks(Processes):
             self._auto.step()
 
     def _keep_stages(self, model: LanguageModel) -> "list[StageModule]":
-        """Leaves this process its stages; none without a pipeline."""
+        """Keeps this process's stages of the model; returns none without a pipeline."""
         group = self.groups.group("dense", "pp")
         if group is None:
             return []
@@ -651,15 +626,15 @@ class SeveralRanks(Processes):
         self.groups.sum_end_gradients(self._tied(named))
 
     def _tied(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """The embedding, where the first and the last stage have a copy each."""
+        """The embedding, if the first and the last stage have a copy each."""
         is_end = self._layout.pp > 1 and self._config.model.tie_embeddings
-        # there one process has both ends
+        # with zbv, one process has both ends
         is_end = is_end and self._config.parallel.schedule != "zbv"
         return [p for name, p in named.items() if is_end and name == "embedding.weight"]
 
     def gradient_norm(self, named: Mapping[str, Tensor]) -> float:
         dense, experts = _divided(named)
-        # The first stage counts what the last has a copy of.
+        # the first stage counts tensors that the last has a copy of
         copies = set(self._tied(named)) if self._stage > 0 else set()
         several = [
             (parameter, module.slots)
@@ -676,7 +651,7 @@ class SeveralRanks(Processes):
 
 
 def together(group: "ProcessGroup | None", timeout_s: float = 300.0) -> Processes | None:
-    """The processes of a group that share experts and micro-batches; None for one alone."""
+    """The processes of a group that share experts and micro-batches; None for one process."""
     if group is None or group.size() == 1:
         return None
     from moe_runtime.parallel import ParallelLayout
@@ -744,27 +719,6 @@ def _refuse_experts(config: TrainConfig) -> None:
             "model.moe.recompute is for experts that are computed at once: leave it out, or "
             "parallel.transport panels and parallel.experts switching"
         )
-
-
-def _placement(
-    config: TrainConfig, folder: Path, layout: "ParallelLayout"
-) -> "PlacementMap | None":
-    from moe_runtime.parallel.placement_map import load_placement_map
-
-    if config.parallel.placement is None:
-        return None
-    found = load_placement_map(folder / config.parallel.placement)
-    found.require(found.signature, num_ranks=layout.ep)
-    return found
-
-
-def _overlap(config: TrainConfig) -> "Overlap | None":
-    from moe_runtime.parallel import Overlap
-
-    own = config.parallel
-    assert own.overlap != "auto", "it is replaced before"
-    panels = max(2, own.overlap) if own.transport == "panels" else 1
-    return Overlap(degree=own.overlap, panels=panels)
 
 
 def _refuse_offloaded(config: TrainConfig, num_copies: int) -> None:

@@ -1,4 +1,4 @@
-"""What a training run is made of: a frozen tree, read from one TOML file."""
+"""The configuration of a training run: a frozen tree, read from one TOML file."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ ExchangeName = Literal["flat", "hierarchical", "panels", "auto"]
 ExpertPlaces = Literal["static", "rebalanced", "sparse", "switching", "auto"]
 
 MOST_THREADS, MOST_WORDS = 4096, 1 << 24
-"""Beyond them threads are not started, and a tokenizer's tables have no room."""
+"""More threads do not start, and a larger vocabulary's tables do not fit in memory."""
 
 
 def _at_least(least: int, config: Any, *names: str) -> None:
@@ -35,10 +35,10 @@ class SourceConfig:
 
     Attributes:
         files: paths or glob patterns of text files, relative to the configuration file.
-        weight: share of the training windows, relative to the other sources; 0 leaves it in
-            proportion to its size.
-        held_out_files: files measured and never trained on. Without any, `held_out_share` of the
-            documents is kept apart.
+        weight: share of the training windows, relative to the other sources; 0 in all sources
+            mixes them by size.
+        held_out_files: files that are measured and never trained on. Without any,
+            `held_out_share` of the documents is held out.
     """
 
     files: tuple[str, ...]
@@ -54,7 +54,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """Where the tokenizer comes from: a folder, or training on the text of the run.
+    """The tokenizer: from a folder, or trained on the text of the run.
 
     Attributes:
         path: folder of a Hugging Face tokenizer, relative to the configuration file.
@@ -76,17 +76,17 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Text, how it is split, and how it is cut into batches.
+    """Text, its division into documents, and the batches of a step.
 
     Attributes:
         sources: the bodies of text, by name.
         context: tokens that a sequence predicts.
         tokens_per_step: tokens of one optimizer step; a multiple of `context`.
-        micro_batches: parts that a step's tokens are computed in, one after another.
-        held_out_share: share of the documents kept from training.
-        document_separator: text that divides a file into documents; None makes a file one.
-        short_context: sequences are this long at first (it divides `context`); 0 never.
-        short_share: share of the steps with the short sequences.
+        micro_batches: parts of a step, computed one after another.
+        held_out_share: share of the documents that is not trained on.
+        document_separator: text between the documents of a file; without it, a file is one.
+        short_context: length of sequences in the first steps, a divisor of `context`; 0 for none.
+        short_share: share of the steps with short sequences.
     """
 
     sources: Mapping[str, SourceConfig]
@@ -129,11 +129,11 @@ class DataConfig:
 
     @property
     def windows_per_micro_batch(self) -> int:
-        """Sequences of full length that are computed at once."""
+        """Sequences of full length in a micro-batch."""
         return self.sequences_per_step // self.micro_batches
 
     def context_at(self, step: int, num_steps: int) -> int:
-        """Tokens a sequence has at a step: the short context first, then the full one."""
+        """Tokens of a sequence at a step: the short context first, then the full one."""
         is_short = self.short_context and step < self.short_share * num_steps
         return self.short_context if is_short else self.context
 
@@ -145,7 +145,7 @@ class OptimizerConfig:
     Attributes:
         peak_rate: learning rate at the end of the warm-up.
         warmup_steps: steps of linear warm-up.
-        final_share: share of the peak that the cosine ends at, after the last step.
+        final_share: share of the peak at the end of the cosine, after the last step.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of matrices; norms and biases do not decay.
@@ -174,17 +174,17 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
-    """How experts beyond the memory are trained; each of these changes numbers, and says so.
+    """Training of experts off memory; all but `activations` change the results.
 
     Attributes:
-        moments: how experts' moments are stored: full, bf16 or fp8 (COAT).
-        galore_rank: experts' matrices have moments in a subspace of this rank; 0 for none.
-        galore_scale: factor of the steps that come out of a subspace.
-        galore_refresh: an expert's updates after which its subspaces are chosen anew.
+        moments: format of experts' moments: full, bf16 or fp8 (COAT).
+        galore_rank: rank of the subspace of the moments of experts' matrices; 0 for none.
+        galore_scale: factor of the steps from a subspace.
+        galore_refresh: an expert's updates after which its subspaces are chosen again.
         delayed_update_after: steps after which experts' updates are one step late; omitted, never.
-        activations: what becomes of the experts' activations between forward and backward pass:
-            keep, recompute or swap; model does as `model.moe.recompute` says, auto what is fastest
-            by the first step's measure. The same numbers in any case; not with `run.recompute`.
+        activations: keep, recompute or swap the experts' activations between forward and backward
+            pass; model follows `model.moe.recompute`, auto takes the fastest by the measured first
+            step. Not with `run.recompute`.
         untouched: experts without tokens: dense_exact moves them as AdamW does, sparse_skip leaves
             them alone.
     """
@@ -198,7 +198,7 @@ class OffloadConfig:
     untouched: Untouched = "dense_exact"
 
     def __post_init__(self) -> None:
-        # the optimizer knows what its settings may be
+        # AdamW checks its settings
         AdamW(**self.optimizer_options())
 
     def optimizer_options(self) -> dict[str, Any]:
@@ -209,42 +209,42 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """The run itself: how long, where to, how.
+    """Length, places and settings of the run.
 
     Attributes:
         output: folder of the run, relative to the configuration file.
         steps: optimizer steps.
-        start_from: folder of a Hugging Face checkpoint of the model's architecture, whose weights
-            the run begins with; relative to the configuration file.
-        seed: decides the initial weights, the order of the data and the noise of gates.
+        start_from: folder of a Hugging Face checkpoint of the model's architecture with the first
+            weights; relative to the configuration file.
+        seed: of the initial weights, the order of the data and the noise of gates.
         precision: dtype of the matrix products; weights and optimizer states stay float32.
         device: auto, cpu, cuda or cuda:N. When omitted, auto for `train` and cpu for
             `finetune`.
-        threads: threads of torch; 0 leaves torch's choice.
-        recompute: keep a block's input instead of its activations, and compute it twice.
+        threads: threads of torch; 0 for torch's choice.
+        recompute: keep a block's input instead of its activations, and compute the block twice.
         host_memory: budget for experts, their optimizer states and everything else: a size such as
-            4GiB, a share of what is free, or auto. Experts beyond it live in `storage_dir`.
-        device_memory: for a model on a GPU, what it may take there.
+            4GiB, a share of free memory, or auto. Experts beyond it live in `storage_dir`.
+        device_memory: budget on the GPU, for a model there.
         storage_dir: existing folder on a fast disk for the experts; the run's own when omitted.
-        offload: how those experts are trained; only with a `host_memory`.
-        compile: have `torch.compile` fuse the blocks; the first steps of a kind take longer.
+        offload: training of the experts off memory; only with a `host_memory`.
+        compile: fuse the blocks by `torch.compile`; the first steps take longer.
         log_every: steps between progress lines.
         evaluate_every: steps between measurements on held-out text; 0 measures at the end only.
         evaluate_tokens: most held-out tokens measured of each source.
-        patience: measurements in a row without a better one after which the run ends; 0 never.
+        patience: the run ends after so many measurements in a row without a better one; 0 never.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
-        keep_checkpoints: how many of the newest stay.
-        snapshot_every: steps between snapshots in memory; 0 takes none. `--resume` goes on from one
-            that is newer than the last checkpoint. With several machines, each process's part
-            is in the memory of two.
-        lost_stage: what becomes of a lost machine's stage of a pipeline: refuse, its snapshot has a
-            copy on another machine; or the lossy neighbours, there is none, and each layer begins
-            anew as a mean of those beside it (CheckFree). Not the first and last stages, nor the
+        keep_checkpoints: number of newest checkpoints to keep.
+        snapshot_every: steps between snapshots in memory; 0 takes none. `--resume` uses a snapshot
+            that is newer than the last checkpoint. With several machines, each process's part is
+            in the memory of two.
+        lost_stage: for a lost machine's stage of a pipeline: refuse keeps a copy of each snapshot
+            on another machine. The lossy neighbours keeps none: each lost layer becomes a mean of
+            the nearest layers (CheckFree). It cannot replace the first and last stages, nor the
             machine of rank 0, which has the snapshot's index. For a `pp` of at least 3, not zbv.
         tensorboard: also write TensorBoard's event files.
-        trace: file for where the gates send tokens, for `moe-runtime report` and `replay`; relative
-            to the configuration file.
-        trace_steps: steps that are recorded, from where the run begins or goes on; 0 records all.
+        trace: file for the gates' choices, for `moe-runtime report` and `replay`; relative to the
+            configuration file.
+        trace_steps: steps to record from the beginning of this run or its resumption; 0 for all.
         export_dtype: dtype of the exported Hugging Face checkpoint.
     """
 
@@ -307,7 +307,7 @@ class RunConfig:
 
 
 class LoopConfig(Protocol):
-    """What the training loop asks of a configuration; `TrainConfig` is one."""
+    """The configuration of a training loop; `TrainConfig` is one."""
 
     @property
     def run(self) -> RunConfig: ...
@@ -324,48 +324,46 @@ _REBALANCE_EVERY = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the processes that `torchrun` starts divide the model; one process has all of it.
+    """Division of the model among the processes of `torchrun`; one process has the whole model.
 
-    None of it changes what is trained, but for a lossy `wire`: a run may go on with another number
-    of processes.
+    Only a lossy `wire` changes the results: a run may resume with another number of processes.
 
     Attributes:
-        ep: parts into which the experts of a layer are divided; 0 as many as fit. With fewer parts
-            than processes, several processes have a copy of each.
-        etp: slices of every expert, each on a process of its own; divides
+        ep: parts of a layer's experts; 0 for as many as fit. With fewer parts than processes,
+            several processes have a copy of each.
+        etp: slices of every expert, each on its own process; divides
             `model.moe.intermediate_size`.
         tp: processes that divide the heads of attention and the width of dense feed-forward
             networks; divides `model.num_kv_heads`. They share micro-batches.
-        cp: processes that divide each sequence; they share micro-batches as well.
-        pp: stages of a pipeline: consecutive layers, each stage with processes of its own that
-            everything above divides further; at most `model.num_layers`.
+        cp: processes that divide each sequence; they share micro-batches too.
+        pp: stages of a pipeline: consecutive layers, each stage with its own processes, which the
+            keys above divide further; at most `model.num_layers`.
         schedule: order of a pipeline's micro-batches: 1f1b (one forward, one backward: a stage
-            keeps the activations of at most `pp` of them), gpipe (all forward, then all backward),
-            or two that fill the waiting with gradients of weights: zero_bubble (ZB1P), and zbv, by
-            which a process has two stages, as far from the first as from the last.
-        zero: what of everything but the experts FSDP2 shards over the processes, those that `tp`
-            and `pp` divide it over apart: 0 nothing, 1 the optimizer's states, 2 gradients too (a
-            reduction for each micro-batch; 1 does so too with `pp`), 3 parameters too.
-        overlap: chunks in which rows travel to experts, one while another is computed; auto takes
-            1, 2, 4 or 8 by a simulation with measured links, products and loads.
-        transport: how rows travel: flat, one exchange of all processes; hierarchical, within a
-            machine first and then between machines; panels, as flat, with results that return in
-            groups of columns, as many as `overlap` but at least two; auto, one of the first two, by
-            the same simulation.
+            keeps the activations of at most `pp` of them) or gpipe (all forward, then all
+            backward). Two others compute gradients of weights instead of waiting: zero_bubble
+            (ZB1P), and zbv, which gives a process two stages, equally far from both ends.
+        zero: parts of the dense model that FSDP2 shards over the processes, besides `tp` and `pp`:
+            0 nothing, 1 the optimizer's states, 2 gradients too (reduced for each micro-batch; with
+            `pp`, 1 does this too), 3 parameters too.
+        overlap: chunks of the rows to experts, one in transfer while another is computed; auto
+            takes 1, 2, 4 or 8 by a simulation with measured links, products and loads.
+        transport: flat, one exchange of all processes; hierarchical, within a machine first and
+            then between machines; panels, like flat, but results return in groups of columns, as
+            many as `overlap` but at least two; auto, one of the first two by the same simulation.
         ranks_per_node: processes of a machine for `hierarchical`; 0 counts them.
-        wire: how rows are written while they travel: exact, or the lossy bf16 and fp8.
-        placement: map of `moe-runtime place`, for as many devices as `ep`: which process has which
-            experts; relative to the configuration file. Omitted, each has an equal run of them.
-        experts: where experts are computed: static, where they lie; rebalanced, which moves them
-            and their states by load (EPLB); sparse, which copies hot ones for one pass (Hecate);
-            switching, which gathers them or sends rows, whichever the measured link makes cheaper
-            (Tutel); auto, switching where gathering is faster, and else rebalanced, where a move
-            saves more time than it takes; never switching with `copies`.
-        copies: of a layer's experts, more slots than one for each (rebalanced), or experts that a
-            process may get copies of (sparse).
-        rebalance_every: steps between two looks at the loads, also for auto; it looks at none
-            with switching, sparse or placed experts, with `etp` above 1, or with compile.
-        timeout_s: seconds after which waiting for another process is an error that names it.
+        wire: format of rows in transfer: exact, or the lossy bf16 and fp8.
+        placement: map of `moe-runtime place` with the experts of each process, for as many devices
+            as `ep`; relative to the configuration file. Omitted, each has an equal run of experts.
+        experts: places of experts: static; rebalanced moves them and their states by load (EPLB);
+            sparse copies hot ones for one pass (Hecate); switching gathers experts or sends rows,
+            whichever is cheaper on the measured link (Tutel); auto takes switching if gathering is
+            faster, and otherwise rebalanced if a move saves more time than it takes. With `copies`,
+            auto never takes switching.
+        copies: additional slots for a layer's experts (rebalanced), or experts of which a process
+            may get copies (sparse).
+        rebalance_every: steps between checks of the loads, also for auto. No checks with switching,
+            sparse or placed experts, with `etp` above 1, or with compile.
+        timeout_s: seconds to wait for another process before an error names it.
     """
 
     ep: int = 0
@@ -403,7 +401,7 @@ class ParallelConfig:
     def resolved(
         self, degree: int, is_hierarchical: bool, experts: ExpertPlaces
     ) -> "ParallelConfig":
-        """The same with what "auto" came to."""
+        """The same with the choices of "auto"."""
         changes: dict[str, Any] = {"experts": experts}
         if self.overlap == "auto":
             changes["overlap"] = degree
@@ -416,7 +414,7 @@ class ParallelConfig:
         return dataclasses.replace(self, **changes)
 
     def refuse_alone(self) -> None:
-        """Refuses what one process cannot do: divide a model."""
+        """Refuses keys that divide a model, for one process."""
         given = ("ep", "etp", "tp", "cp", "pp")
         divided = [f"{n} ({getattr(self, n)})" for n in given if getattr(self, n) > 1]
         if self.placement is not None:
@@ -472,7 +470,7 @@ class TrainConfig:
 
     Attributes:
         model: its architecture; `vocab_size` is the tokenizer's.
-        parallel: how several processes divide the model.
+        parallel: division of the model among processes.
     """
 
     run: RunConfig
@@ -509,7 +507,7 @@ class TrainConfig:
         return own.etp == 1 and not self.run.compile and own.placement is None
 
     def refuse_idle_copies(self, size: int) -> None:
-        """Refuses copies that "auto" could not use."""
+        """Refuses copies that "auto" cannot use."""
         own = self.parallel
         if own.experts == "auto" and own.copies and not self.may_move(size):
             raise ValueError(

@@ -1,20 +1,26 @@
 """Checkpoints that several processes write together, and any number of processes reads.
 
 A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
-one process, parts of fused products and experts under names of their own. Next to it lie
-`progress.pt`, with what is no tensor of the model or the optimizer, and each process's digests. The
+one process, parts of fused products and experts under names of their own. `progress.pt`
+has everything that is no tensor of the model or the optimizer; each process writes digests. The
 folder gets its name once it is whole.
+
+A lost stage of a pipeline is replaced by the stages next to it (`LostStage`), without a copy of it.
+Source: Blagoev et al., "All is Not Lost: LLM Recovery without Checkpoints" (CheckFree, 2025).
 """
 
 import contextlib
+import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe_runtime.digests import check_digests, write_digests
 from moe_runtime.errors import CheckpointError
@@ -34,7 +40,6 @@ from moe_runtime.training.checkpoint import (
     remove_oldest,
     write_content,
 )
-from moe_runtime.training.lost_stage import LostStage
 from moe_runtime.training.optimizer import Optimizer
 from moe_runtime.training.ranks import OneRank
 
@@ -42,10 +47,93 @@ PROGRESS_FILE = "progress.pt"
 _TOKEN = "00000000"
 """In the name of the folder that all processes write to before it is whole."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_LAYER = re.compile(r"^(.*\bblocks\.)(\d+)(\..*)$")
+_MODEL, _GRADIENT = "model.", "exp_avg."
+_LEAST_NORM = 1e-4
+
+
+class LostStage:
+    """Tensors of a snapshot that no machine has, and their replacements.
+
+    A tensor becomes the mean of the same tensor in the nearest layers that are left, weighted by
+    the norms of their gradients, for which AdamW's first moments stand. Moments begin with zeros.
+
+    Args:
+        lost: names of tensors, all of consecutive layers.
+        names: all names of the snapshot.
+
+    Raises:
+        ValueError: a tensor is in the first or last stage, or the layers next to it differ.
+    """
+
+    def __init__(self, lost: Collection[str], names: Collection[str]) -> None:
+        found = {name: _LAYER.match(name) for name in lost}
+        layers = sorted({int(match[2]) for match in found.values() if match})
+        kept = [int(match[2]) for match in map(_LAYER.match, names) if match]
+        if None in found.values() or not layers or {min(kept), max(kept)} & {layers[0], layers[-1]}:
+            raise ValueError("the first or last stage is lost, with the embedding")
+        before, after = layers[0] - 1, layers[-1] + 1
+        if layers != list(range(before + 1, after)):
+            raise ValueError("more than one stage is lost")
+        self.names = frozenset(lost)
+        self._sources = {
+            name: tuple(f"{match[1]}{layer}{match[3]}" for layer in (before, after))
+            for name, match in found.items()
+            if match
+        }
+        missing = {source for pair in self._sources.values() for source in pair} - set(names)
+        if missing:
+            raise ValueError(f"the layers next to it differ: there is no {min(missing)}")
+
+    def sources_for(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Memory for the sources of this process's lost tensors, by name."""
+        pairs = [
+            (name, source) for name in self.names & own.keys() for source in self._sources[name]
+        ]
+        return {source: torch.zeros_like(own[n]) for n, source in pairs if source not in own}
+
+    @torch.no_grad()
+    def fill(
+        self, own: Mapping[str, Tensor], sources: Mapping[str, Tensor], ranks: OneRank
+    ) -> None:
+        """Computes the lost tensors from their sources; a collective call."""
+        sources = {**sources, **own}
+        squares = [0.0, 0.0]
+        for name in self.names & own.keys():
+            if name.startswith(_GRADIENT):
+                for place, source in enumerate(self._sources[name]):
+                    squares[place] += float(_local(sources[source]).double().square().sum())
+        parts = [json.loads(text) for text in ranks.texts(json.dumps(squares))]
+        first, second = (
+            sum(part[place] for part in parts) ** 0.5 + _LEAST_NORM for place in (0, 1)
+        )
+        share = first / (first + second)
+        for name in self.names & own.keys():
+            before, after = (_local(sources[source]) for source in self._sources[name])
+            target = _local(own[name])
+            if not name.startswith(_MODEL):
+                target.zero_()
+            elif target.is_floating_point():
+                target.copy_(share * before + (1 - share) * after)
+            else:
+                target.copy_(before)
+
+
+def lost_tensors(path: Path, files: Collection[str]) -> tuple[set[str], set[str]]:
+    """Names of a snapshot's tensors that have a part in lost files, and of all its tensors."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    stored = FileSystemReader(path).read_metadata().storage_data or {}
+    lost = {index.fqn for index, info in stored.items() if info.relative_path in files}
+    return lost, {index.fqn for index in stored}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ShardedCheckpoints:
-    """Saves and finds the parts of a model and its optimizer that this process has.
+    """Saves and loads this process's parts of a model and its optimizer.
 
     Args:
         names: of all parameters of the whole model, in the order of `state_order`.
@@ -58,32 +146,21 @@ class ShardedCheckpoints:
         self._optimizer = optimizer
         self._ranks = ranks
         self._names = names
-        self._saves = BackgroundSave()
-        self._beside = ranks.beside()
+        self.saves = BackgroundSave()
+        self._background = ranks.for_background()
 
     def save(self, folder: Path, progress: RunProgress, *, keep: int) -> None:
-        """Writes a checkpoint of a copy on the host while training goes on, and then removes the
+        """Writes a checkpoint from a copy on the host while training goes on, and removes the
         oldest beyond `keep`; a collective call."""
-        self._saves.wait()  # one copy at a time
+        self.saves.wait()  # one copy at a time
         part = {name: t.detach().to("cpu", copy=True) for name, t in self.tensors().items()}
         steps = self._optimizer_steps()
-        self._saves.start(lambda: self._save(folder, part, steps, progress, keep))
-
-    def wait(self) -> None:
-        """Returns when the last checkpoint is on the disk; raises if it could not be written."""
-        self._saves.wait()
-
-    @property
-    def has_failed_save(self) -> bool:
-        return self._saves.has_failed
-
-    def close(self) -> None:
-        self._saves.close()
+        self.saves.start(lambda: self._save(folder, part, steps, progress, keep))
 
     def _save(
         self, folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, keep: int
     ) -> None:
-        path, ranks = folder / name_of_step(progress.step), self._beside
+        path, ranks = folder / name_of_step(progress.step), self._background
         is_first = ranks.rank == 0
         with contextlib.ExitStack() as stack:
             with fails_together(ranks):
@@ -97,27 +174,30 @@ class ShardedCheckpoints:
                 remove_oldest(folder, keep)
 
     def write(self, folder: Path, progress: RunProgress) -> list[str]:
-        """Writes this process's part into an empty folder; the names of its files; a collective
-        call."""
+        """Writes this process's part into an empty folder, and returns the names of its files; a
+        collective call."""
         return _write(folder, self.tensors(), self._optimizer_steps(), progress, self._ranks)
 
     def _optimizer_steps(self) -> float:
-        return max(float(state["step"]) for state in self._optimizer.moments().values())
+        return max(float(state["step"]) for state in self._optimizer.dense.moments().values())
 
     def load(self, path: Path, lost: LostStage | None = None) -> None:
-        """Reads this process's part of a checkpoint of any number of processes; a collective
-        call."""
+        """Reads this process's part of a checkpoint of any number of processes; a collective call.
+
+        Args:
+            lost: tensors that the checkpoint lacks, to be replaced.
+        """
         own = self.tensors()
         here = own if lost is None else {n: t for n, t in own.items() if n not in lost.names}
-        beside = {} if lost is None else lost.beside(own)
-        read_tensors(path, {**here, **beside}, self._ranks)
+        sources = {} if lost is None else lost.sources_for(own)
+        read_tensors(path, {**here, **sources}, self._ranks)
         if lost is not None:
-            lost.fill(own, beside, self._ranks)
+            lost.fill(own, sources, self._ranks)
         self._finish(steps_of(path))
 
     def _finish(self, steps: float) -> None:
-        """After the tensors that have names were filled."""
-        moments = self._optimizer.moments()
+        """Sets the step counts, and fills copies of experts."""
+        moments = self._optimizer.dense.moments()
         for state in moments.values():
             state["step"].fill_(steps)
         for path, module in _experts_in(self._model).items():
@@ -127,25 +207,10 @@ class ShardedCheckpoints:
                 module.fill_copies([*named.values(), *kept])
 
     def take(self, state: TrainingState) -> None:
-        """Copies this process's part out of the state of a run in one process."""
+        """Copies this process's part from the state of a run of one process."""
         saved = state.optimizer["state"]
         moments = {name: saved[i] for i, name in enumerate(self._names) if i in saved}
-        paths = {path: module.num_experts for path, module in _experts_in(self._model).items()}
-        whole: dict[str, Tensor] = {}
-        for kind, named in _by_kind(state.model, moments).items():
-            stacks: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
-            dense: dict[str, Tensor] = {}
-            for name, tensor in named.items():
-                path, _, leaf = name.rpartition(".")
-                if path in stacks:
-                    stacks[path][leaf] = tensor
-                else:
-                    dense[name] = tensor
-            parts = by_parts(self._model, dense)
-            whole |= {f"{kind}.{name}": tensor for name, tensor in parts.items()}
-            for path, stack in stacks.items():
-                views = logical_views(stack, range(paths[path]))
-                whole |= {f"{kind}.{path}.{name}": view for name, view in views.items()}
+        whole = logical_tensors(self._model, state.model, moments, is_whole=True)
         own = self.tensors()
         missing = own.keys() - whole.keys()
         if missing and moments:
@@ -153,23 +218,19 @@ class ShardedCheckpoints:
         with torch.no_grad():
             for name in own.keys() & whole.keys():
                 copy_part(whole[name], own[name])
-        # Parts of fused products have names of their own; all were updated in the same steps.
+        # parts of fused products have their own names; all took the same steps
         steps = max((float(moment["step"]) for moment in moments.values()), default=0.0)
         self._finish(steps)
 
     def tensors(self) -> dict[str, Tensor]:
-        moments = self._optimizer.moments()
-        return logical_tensors(self._model, moments)
+        moments = self._optimizer.dense.moments()
+        return logical_tensors(self._model, self._model.state_dict(), moments)
 
 
 def _write(
     folder: Path, part: dict[str, Tensor], steps: float, progress: RunProgress, ranks: OneRank
 ) -> list[str]:
-    """Writes a process's part; the names of its files.
-
-    Args:
-        steps: of the optimizer.
-    """
+    """Writes a process's part, and returns the names of its files; `steps` are the optimizer's."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -198,7 +259,7 @@ def _write(
 
 @contextlib.contextmanager
 def fails_together(ranks: OneRank) -> Iterator[None]:
-    """A part of a checkpoint that fails in all processes if it fails in one of them."""
+    """A block that fails in all processes if it fails in one of them."""
     failure = None
     try:
         yield
@@ -213,7 +274,7 @@ def fails_together(ranks: OneRank) -> Iterator[None]:
 
 
 def steps_of(path: Path) -> float:
-    """Steps of the optimizer that a checkpoint has the moments after."""
+    """Steps of the optimizer in a checkpoint."""
     return load_content(path / PROGRESS_FILE, RunProgress).get("optimizer_steps", 0.0)
 
 
@@ -223,19 +284,27 @@ def read_progress(path: Path) -> RunProgress:
 
 
 def logical_tensors(
-    model: LanguageModel, moments: Mapping[str, Mapping[str, Tensor]]
+    model: LanguageModel,
+    state: Mapping[str, Any],
+    moments: Mapping[str, Mapping[str, Tensor]],
+    *,
+    is_whole: bool = False,
 ) -> dict[str, Tensor]:
-    """Parameters, buffers and AdamW's moments by the names that checkpoints have, in place."""
+    """Parameters, buffers and AdamW's moments by their names in checkpoints, in place.
+
+    Args:
+        is_whole: `state` and `moments` are of the whole model in one process.
+    """
+    kinds = {"model": dict(state)}
+    for kind in MOMENTS if moments else ():
+        kinds[kind] = {name: held[kind] for name, held in moments.items()}
     tensors: dict[str, Tensor] = {}
     experts = _experts_in(model)
-    for kind, named in _by_kind(model.state_dict(), moments).items():
+    for kind, named in kinds.items():
         for path, module in experts.items():
-            stack = {
-                leaf: named.pop(f"{path}.{leaf}")
-                for leaf, _ in module.named_parameters()
-                if f"{path}.{leaf}" in named
-            }
-            if isinstance(module, ParallelExperts):
+            names = {leaf: f"{path}.{leaf}" for leaf, _ in module.named_parameters()}
+            stack = {leaf: named.pop(name) for leaf, name in names.items() if name in named}
+            if isinstance(module, ParallelExperts) and not is_whole:
                 views = module.logical_state(stack)
             else:
                 views = logical_views(stack, range(module.num_experts))
@@ -246,7 +315,7 @@ def logical_tensors(
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None:
-    """Reads tensors of a checkpoint in place, once all its files are sound; a collective call."""
+    """Checks all files of a checkpoint, and reads tensors in place; a collective call."""
     damage = ""
     try:
         check_digests(path, part=ranks.rank, num_parts=ranks.size)
@@ -259,7 +328,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], ranks: OneRank) -> None
 
 
 def read_parts(path: Path, tensors: dict[str, Tensor], ranks: OneRank | None = None) -> None:
-    """Reads tensors of a checkpoint in place, by processes together or by this one alone."""
+    """Reads tensors of a checkpoint in place; a collective call of `ranks`, if given."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -278,7 +347,7 @@ def read_parts(path: Path, tensors: dict[str, Tensor], ranks: OneRank | None = N
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """One process may read and write alone: torch does not warn of it in the block."""
+    """Silences torch's warning about reading and writing in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -290,9 +359,9 @@ def _reason(error: BaseException) -> str:
 
 
 def whole_model(config: LanguageModelConfig, path: Path) -> LanguageModel:
-    """The model of a checkpoint that several processes wrote, in this process alone."""
+    """The whole model of a checkpoint of several processes, in this process."""
     model = LanguageModel(config)
-    read_tensors(path, logical_tensors(model, {}), OneRank())
+    read_tensors(path, logical_tensors(model, model.state_dict(), {}), OneRank())
     return model
 
 
@@ -302,12 +371,3 @@ def _experts_in(model: LanguageModel) -> dict[str, Experts | ParallelExperts]:
         for name, module in model.named_modules()
         if isinstance(module, Experts | ParallelExperts)
     }
-
-
-def _by_kind(
-    state: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    kinds = {"model": dict(state)}
-    for kind in MOMENTS if moments else ():
-        kinds[kind] = {name: states[kind] for name, states in moments.items()}
-    return kinds

@@ -1,9 +1,9 @@
 """Snapshots of a run in the memory of its machines.
 
-Each process writes its part into a file system in memory, where it outlives the process. Where
-there are several machines, another one gets a copy of it, so a lost machine takes nothing with it.
-A snapshot has the format of the checkpoints that several processes write: any number of processes
-goes on from it, under any layout.
+Each process writes its part into a file system in memory, where it outlives the process. With
+several machines, another one gets a copy, so that the loss of a machine loses no part. A snapshot
+has the format of checkpoints of several processes: any number of processes resumes from it, under
+any layout.
 
 Source: Wang et al., "GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
 Checkpoints" (2023).
@@ -29,34 +29,34 @@ from moe_runtime.digests import digest, digest_of_file
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.files import remove_or_warn, write_atomically, write_text
 from moe_runtime.training.checkpoint import RunProgress, checkpoints_in, name_of_step
-from moe_runtime.training.lost_stage import LostStage, lost_tensors
 from moe_runtime.training.metrics import holds_records
 from moe_runtime.training.ranks import OneRank
 from moe_runtime.training.sharded import (
     PROGRESS_FILE,
+    LostStage,
     ShardedCheckpoints,
     fails_together,
+    lost_tensors,
     read_progress,
 )
 
 MEMORY = Path("/dev/shm")
-"""Linux has a file system in memory here."""
+"""Linux' file system in memory."""
 _WHOLE = "whole.json"
-"""Names and digests of all files of a snapshot, written once all of them are."""
+"""Names and digests of all files of a snapshot, written after them."""
 
 
 class Snapshots:
     """The newest snapshot of a run; all calls are collective.
 
     Args:
-        output: the run's folder, which names its snapshots. Its records tell whether a snapshot
-            belongs to the run as it is now.
-        memory: the folder of a file system in memory that this machine's processes share; Linux's
-            when omitted.
-        approximates: no other machine gets a copy, and a lost stage is made out of others.
+        output: the run's folder, which names its snapshots. A snapshot belongs to the run if its
+            records begin like the folder's.
+        memory: a folder in memory that this machine's processes share; Linux's when omitted.
+        approximates: no other machine gets a copy, and other stages replace a lost one.
 
     Attributes:
-        lost: what the snapshot that `find` gave lacks; None where it is whole.
+        lost: missing tensors of the snapshot that `find` returned; None if it is whole.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Snapshots:
         here = self._machines[ranks.rank]
         self._is_first_here = self._machines.index(here) == ranks.rank
         steps = range(1, ranks.size)
-        # to the nearest process that is on another machine, for every process
+        # from every process to the nearest one on another machine
         far = (n for n in steps if not approximates and self._leaves_machine(n))
         self._shift = next(far, 0)
 
     def require_memory(self) -> None:
-        """Raises a `CheckpointError` in all processes where one could take no snapshot."""
+        """Raises a `CheckpointError` in all processes if one cannot take snapshots."""
         reason = ""
         try:
             self._make_folder()
@@ -118,9 +118,9 @@ class Snapshots:
         )
 
     def save(self, progress: RunProgress) -> None:
-        """Takes a snapshot; the one before goes once it is whole.
+        """Takes a snapshot, and removes the last one once the new one is whole.
 
-        One that cannot be written is removed with a warning, in all processes alike.
+        If it cannot be written, all processes remove it, with a warning.
         """
         path = self.folder / name_of_step(progress.step)
         try:
@@ -160,9 +160,9 @@ class Snapshots:
                 write_text(path / _WHOLE, json.dumps(whole))
 
     def find(self) -> Path | None:
-        """The newest whole snapshot of this run, brought to every machine; None without one.
+        """The newest whole snapshot of this run, copied to every machine; None without one.
 
-        One that does not fit stays until there is a newer one, with a warning.
+        A snapshot that does not fit stays until there is a newer one, with a warning.
         """
         own: dict[str, Any] = {}
         if self._is_first_here:
@@ -183,8 +183,8 @@ class Snapshots:
         return None
 
     def _lost_of(self, path: Path, files: set[str]) -> LostStage | None:
-        """What a snapshot lacks, if that can be made; None where nothing is missing or it cannot,
-        with a warning."""
+        """The missing stage of a snapshot; None if nothing is missing or, with a warning, if it
+        cannot be replaced."""
         if not files:
             return None
         try:
@@ -195,8 +195,8 @@ class Snapshots:
             self._warn(f"{path}: is left out: {error}")
             return None
         self._warn(
-            f"{path}: a stage is lost; each of its layers begins as a mean of those beside it, and "
-            "its moments as 0"
+            f"{path}: a stage is lost; each of its layers begins as a mean of the layers next to "
+            "it, and its moments as 0"
         )
         return found
 
@@ -205,20 +205,18 @@ class Snapshots:
             warnings.warn(line, MoERuntimeWarning, stacklevel=4)
 
     def _fits(self, path: Path) -> bool:
-        """Whether the run's folder still has the records that a snapshot follows."""
+        """Whether the run's folder has the records up to a snapshot."""
         records = read_progress(path).records
         is_other = self._ranks.rank == 0 and not holds_records(self._output, records)
         if is_other:
-            warnings.warn(
+            self._warn(
                 f"{path}: is left out: {self._output} does not have its records, so it is of an "
-                "earlier run, or the run has gone on without it",
-                MoERuntimeWarning,
-                stacklevel=3,
+                "earlier run, or the run has gone on without it"
             )
         return not self._ranks.any(is_other)
 
     def clear(self) -> None:
-        """Gives the memory back, at the end of a run."""
+        """Frees the memory at the end of a run."""
         self._ranks.barrier()
         if self._is_first_here:
             self._remove(keep=None)
@@ -234,7 +232,7 @@ class Snapshots:
                 remove_or_warn(path, "there is a newer snapshot, or none is wanted")
 
     def _copy_to_neighbour(self, path: Path, own: Iterable[str]) -> None:
-        """Sends this process's files to one of another machine, and takes another process's."""
+        """Exchanges files with processes of other machines."""
         size, rank, group = self._ranks.size, self._ranks.rank, self._ranks.group
         if not self._shift or group is None:
             return
@@ -259,7 +257,7 @@ class Snapshots:
     def _gather(
         self, path: Path, whole: Mapping[str, str], holders: list[set[str]], left: set[str]
     ) -> None:
-        """Brings the files of a snapshot that are left to the machines that lack some."""
+        """Copies the remaining files of a snapshot to machines that lack some."""
         firsts = [self._machines.index(machine) for machine in dict.fromkeys(self._machines)]
         for name in sorted(left):
             if all(name in holders[first] for first in firsts):
@@ -285,8 +283,7 @@ class Snapshots:
 
 
 def _held(path: Path) -> dict[str, Any]:
-    """What is known of a snapshot on this machine: all its files with digests, and those here that
-    are as they were written."""
+    """The files of a snapshot with their digests, and the undamaged files on this machine."""
     try:
         whole = json.loads((path / _WHOLE).read_bytes())
     except (OSError, ValueError):

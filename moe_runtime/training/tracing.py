@@ -1,6 +1,6 @@
-"""Records where the gates send the tokens of a training run: `run.trace`.
+"""Records the gates' choices in a training run: `run.trace`.
 
-A forward pass of a micro-batch is a step of the trace, and says which optimizer step it belongs to.
+A step of the trace is the forward pass of a micro-batch, with the number of its optimizer step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.types import ModelSignature
 
 _COPIES = 2
-"""Of what is recorded, at the moment when the file is written."""
+"""Of the recorded data while the file is written."""
 
 
 @dataclass(slots=True)
@@ -36,13 +36,13 @@ class _Pass:
 
 
 class TrainingTrace:
-    """Listens at a model's experts while micro-batches are computed.
+    """Hooks on a model's experts, active while micro-batches are computed.
 
-    Micro-batches may be computed side by side, each in a context of its own; the trace has them one
-    after another. Passes outside of `micro_batch` are not recorded.
+    Micro-batches may be computed side by side, each in its own context; the trace has one after
+    another. Passes outside `micro_batch` are not recorded.
 
     Args:
-        experts: its modules of routed experts in order, called with rows, ids and weights.
+        experts: modules of routed experts in order, called with rows, ids and weights.
         last_step: the optimizer step after which the file is written and recording ends.
         expert_bytes: of the largest expert in the checkpoint, if there is one.
     """
@@ -76,8 +76,7 @@ class TrainingTrace:
             self._current.reset(token)
 
     def finish_step(self, step: int) -> None:
-        """The passes since the last call belong to an optimizer step, which was taken or
-        skipped."""
+        """Assigns the passes since the last call to an optimizer step, taken or skipped."""
         passes, self._passes = self._passes, []
         for recorded in passes if self._hooks else []:
             self._record(recorded, step)
@@ -117,7 +116,7 @@ class TrainingTrace:
 
 
 def signature_of_config(config: LanguageModelConfig) -> ModelSignature:
-    """What traces of a language model agree on, those of its exported checkpoint included."""
+    """The signature of traces of a language model, and of its exported checkpoint."""
     if config.moe is None:
         raise UnsupportedModelError("a model without routed experts has nothing to trace")
     try:
@@ -137,7 +136,7 @@ def open_trace(
     path: Path, signature: ModelSignature, model: nn.Module, names: Sequence[str], *,
     first_step: int, num_steps: int, expert_bytes: int | None = None,
 ) -> TrainingTrace:  # fmt: skip
-    """The trace of a run that begins at a step; a resumed one writes `NAME-from-STEP.npz`."""
+    """The trace of a run from a step on; a resumed run writes `NAME-from-STEP.npz`."""
     modules = [model.get_submodule(name) for name in names]
     widths = {getattr(module, "num_experts", signature.num_experts) for module in modules}
     if widths != {signature.num_experts}:

@@ -1,9 +1,9 @@
-"""Runs whose experts live in host memory and on the disk: `run.host_memory` and its neighbours.
+"""Training runs with experts in host memory and on the disk, by `run.host_memory`.
 
-Inside `StreamedInit`, stacks of expert matrices are made without storage, and what would be drawn
-for them is drawn and dropped. Later each expert's matrices are drawn again from the same place in
-the stream of random numbers: the same bits as in memory (where a matrix has a multiple of 16
-elements, the number that torch draws at once).
+Inside `StreamedInit`, stacks of expert matrices have no storage, and their random values are drawn
+and dropped. Later each expert's matrices are drawn again from the same place in the stream of
+random numbers. They have the same bits as in memory, if a matrix has a multiple of 16 elements,
+which torch draws at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ATEN = torch.ops.aten
 
 @dataclass
 class _Draw:
-    """The last values drawn for a stack: how, and from which state of the generator on."""
+    """The last values drawn for a stack, and the generator's state before them."""
 
     mean: float
     std: float
@@ -69,7 +69,7 @@ class _Draw:
 
 
 class StreamedInit(TorchDispatchMode):
-    """Makes tensors of three dimensions without storage, and remembers what is drawn for them."""
+    """Makes tensors of three dimensions without storage, and notes the draws for them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class StreamedInit(TorchDispatchMode):
         return func(*args, **options)
 
     def tensors_of(self, sites: Sequence[ExpertsSite], key: ExpertKey) -> list[Tensor]:
-        """One expert's first weights; to be called for a layer's experts in ascending order."""
+        """One expert's first weights; call it for a layer's experts in ascending order."""
         module = sites[key.layer].module
         names = sites[key.layer].parameter_names
         return [self._draw(module.get_parameter(name), key.expert) for name in names]
@@ -110,7 +110,7 @@ class StreamedInit(TorchDispatchMode):
         generator = torch.Generator()
         generator.set_state(draw.state)
         matrix = torch.empty(stack.shape[1:], dtype=stack.dtype)
-        # those that are passed over have their place in the stream
+        # skipped experts have their place in the stream
         for _ in range(draw.drawn, expert + 1):
             matrix.normal_(draw.mean, draw.std, generator=generator)
         draw.drawn = expert + 1
@@ -123,7 +123,7 @@ def _place(stack: Tensor) -> int:
 
 
 _SPARE_SHARE = 1 / 8
-"""On top of the activations that can be counted: buffers of libraries and of the allocator."""
+"""Added to the counted activations, for buffers of libraries and of the allocator."""
 
 
 def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageModel, StreamedInit]:
@@ -149,11 +149,11 @@ def offloaded_optimizer(
     resumes: bool,
     ranks: OneRank,
 ) -> OffloadedTraining:
-    """Sends the experts to their tiers.
+    """Moves the experts to their tiers.
 
     Args:
-        initial: an expert's first weights; asked for in ascending order.
-        folder: for the experts beyond the budget, and their part of the checkpoints.
+        initial: returns an expert's first weights; called in ascending order.
+        folder: for experts beyond the budget, and their part of the checkpoints.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
     return offload_training(
@@ -174,7 +174,7 @@ def offloaded_optimizer(
 def whole_run(
     config: TrainConfig, state: TrainingState, folder: Path
 ) -> Iterator[tuple[LanguageModel, OffloadedTraining]]:
-    """A checkpoint's whole model in this process, whichever processes have its experts."""
+    """A checkpoint's whole model in this process, from any number of processes."""
     model, first = build_model(config, is_offloaded=True)
     initial = partial(first.tensors_of, find_sites(model))
     settings = optimizer_settings(config)
@@ -192,12 +192,12 @@ def all_experts(
     *,
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None = None,
 ) -> Iterator[OffloadedTraining]:
-    """All experts of a checkpoint in this process, whichever processes have them.
+    """All experts of a checkpoint in this process, from any number of processes.
 
-    Experts of several processes are brought together in files that are removed at the end.
+    Experts of several processes are collected in files that are removed at the end.
 
     Args:
-        model: whole; its other parameters are the caller's to load.
+        model: whole; the caller loads its other parameters.
         folder: of the experts' files.
     """
     sites = find_sites(model)
@@ -216,7 +216,7 @@ def all_experts(
     try:
         training.load_state_dict(dict(state.optimizer))
         rows = state.optimizer["experts"]["experts"].values()
-        # what one process wrote lies in the folder itself, and stays
+        # files of one process lie in the folder itself, and stay
         are_elsewhere = all(row[5:] and row[5] for row in rows)
         yield training
     finally:
@@ -240,9 +240,9 @@ def optimizer_settings(config: LoopConfig) -> AdamW:
 def offload_plan(
     config: TrainConfig, model: LanguageModel, ranks: OneRank, place: torch.device = CPU
 ) -> dict[str, Any]:
-    """Where experts would live, and the bytes of a step in which every expert gets tokens.
+    """Places of this process's experts, and bytes of a step in which every expert gets tokens.
 
-    Of several processes, this one's experts and bytes. `place` is what computes.
+    `place` is the device that computes.
     """
     assert config.run.host_memory is not None, "only runs with a budget are offloaded"
     sites, settings = find_sites(model), optimizer_settings(config)
@@ -266,11 +266,10 @@ def plan_of(
     settings: AdamW,
     device_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """What a division of memory means for a step in which every expert gets tokens.
+    """The plan of a step in which every expert gets tokens.
 
     Args:
-        device_bytes: the budget of a device that computes, and has dense parameters and
-            activations; None where the CPU computes.
+        device_bytes: the budget of a device that computes; None for the CPU.
     """
     resident = set(memory.resident)
     away = [
@@ -291,10 +290,10 @@ def plan_of(
 
 
 def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
-    """What the forward and backward pass of a step takes, counted from the model's shape.
+    """Bytes of a step's forward and backward pass, from the model's shape.
 
-    All micro-batches of a step are in memory at once, because they meet at the experts. Of several
-    data-parallel processes, one may get all rows that the others route.
+    All micro-batches of a step are in memory at once, as they meet at the experts. One of several
+    data-parallel processes may get all rows that the others route.
     """
     model, data = config.model, config.data
     assert model.vocab_size is not None, "the tokenizer is known by now"
@@ -311,14 +310,14 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
         width = model.moe.intermediate_size
         experts += expert_buffer_bytes(data.tokens_per_step, model.hidden_size, width)
         if num_data_ranks > 1:
-            # rows as they came and results as they go, kept for the way back, here and there
+            # incoming rows and outgoing results, kept for the backward pass at both ends
             rows = 4 * model.hidden_size + (2 * width if keeps else 0)
             blocks += model.num_layers * 4 * rows * model.moe.top_k * data.tokens_per_step
     # logits are computed a chunk at a time, with their gradients
     chunk = min(CHUNK_BYTES, 4 * part * model.vocab_size)
     loss = 4 * part * model.hidden_size * 3 + 3 * chunk
     temporary = 4 * tokens * model.hidden_size * 6
-    # where the plan is made later, half of it is for what experts may keep
+    # with auto, half of it is for activations that experts may keep
     times = 2 if choice == "auto" else 1
     most = (blocks + max(loss, experts) + temporary) * (1 + _SPARE_SHARE)
     code = 0
@@ -336,7 +335,7 @@ def activation_bytes(config: TrainConfig, num_data_ranks: int = 1) -> int:
 
 
 def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
-    """Of one token in one layer: what the backward pass needs."""
+    """Bytes of one token in one layer for the backward pass."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     width = 2 * (model.intermediate_size or 0)
     if model.moe is not None:
@@ -347,7 +346,7 @@ def _layer_bytes(model: LanguageModelConfig, *, keeps: bool) -> int:
 
 
 def _routing_bytes(model: LanguageModelConfig) -> int:
-    """Of one token in one layer: ids and weights of its choices, its scores and their shares."""
+    """Bytes of one token in one layer: ids and weights of its choices, scores and shares."""
     return 0 if model.moe is None else 12 * model.moe.top_k + 8 * model.moe.num_experts
 
 

@@ -18,8 +18,6 @@ from moe_runtime.benchmarks.suite import (
     describe_system,
     make_results,
     read_results,
-    read_schema,
-    require_valid,
     write_results,
 )
 from moe_runtime.benchmarks.suite.report_page import results_page
@@ -48,15 +46,15 @@ def test_what_is_written_is_read(tmp_path):
 
 
 DAMAGES = {
-    ("version",): (2, "results.version: expected 1, got 2"),
-    ("format",): ("x", "results.format: expected 'moe-runtime-bench'"),
-    ("measurements", 0, "quality", "equal"): (-1, "quality.equal: expected at least 0, got -1"),
-    ("measurements", 0, "repetitions", 0, "t_s"): ("x", "t_s: expected number or array, got 'x'"),
-    ("measurements", 0, "repetitions", 0, "t_s", 1): (True, "t_s[1]: expected number, got True"),
-    ("measurements", 0, "summary", "t_s", "better"): ("so", "expected 'less' or 'more', got 'so'"),
-    ("more",): (1, "results: has 'more', which is unknown"),
-    ("measurements", 0, "summary", "t_s", "p50"): (10**400, "p50: expected a number up to 1e+100"),
-    ("machine",): ([], "results.machine: expected object, got []"),
+    ("version",): (2, "results.version: 1 was expected"),
+    ("format",): ("x", "results.format: 'moe-runtime-bench' was expected"),
+    ("measurements", 0, "quality", "equal"): (-1, "equal: -1 is less than the minimum of 0"),
+    ("measurements", 0, "repetitions", 0, "t_s"): ("x", "'x' is not of type 'number', 'array'"),
+    ("measurements", 0, "repetitions", 0, "t_s", 1): (True, "t_s[1]: True is not of type"),
+    ("measurements", 0, "summary", "t_s", "better"): ("so", "'so' is not one of ['less', 'more']"),
+    ("more",): (1, "results: Additional properties are not allowed ('more'"),
+    ("measurements", 0, "summary", "t_s", "p50"): (10**400, "p50: 1000"),
+    ("machine",): ([], "results.machine: [] is not of type 'object'"),
 }
 
 
@@ -188,10 +186,3 @@ def test_answers_of_committed_cases_are_equal():
                 continue
             assert quality["equal"] >= least * quality["compared"]
             assert quality["compared"] > 0
-
-
-def test_every_keyword_of_the_schema_is_checked():
-    """An unknown one would be left unchecked without a word."""
-    require_valid(results(), read_schema())
-    with pytest.raises(NotImplementedError, match="maximum"):
-        require_valid(1, {"maximum": 0})

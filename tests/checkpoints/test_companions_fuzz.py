@@ -349,12 +349,12 @@ def _check(tensors: dict[str, Tensor], config: dict[str, Any], file: Path, done:
 def _stored_values(weight: PackedWeight) -> Tensor:
     values = torch.full((weight.total_rows, weight.num_cols), torch.inf)
     raw = bytearray(weight.codes.file.read_bytes())
-    for rows, cols, packing, ranges in weight.pieces(1000):
+    for rows, ranges in weight.pieces(1000):
         parts = {}
         for name, part in ranges.items():
             stored = raw[part.offset : part.offset + part.span_bytes]
             parts[name] = part.view(torch.frombuffer(stored, dtype=torch.uint8))
-        values[rows, cols] = packing.matrix(parts).dequantize()
+        values[rows] = weight.packing.matrix(parts).dequantize()
     return values.view(*weight.lead, weight.num_rows, weight.num_cols)
 
 

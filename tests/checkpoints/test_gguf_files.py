@@ -70,7 +70,7 @@ def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(wri
     """Nothing is taken for something else: neither a place nor a number of the metadata."""
     content, file, chance = written.folder.read_bytes(), tmp_path / "a.gguf", random.Random(3)
     end, num_read, refusals = data_begin(written.folder), 0, []
-    for _ in range(120):
+    for _ in range(60):
         changed = bytearray(content)
         for _ in range(chance.choice((1, 1, 2, 8))):
             changed[chance.randrange(end)] = chance.choice((0, 1, 9, 127, 255))
@@ -95,7 +95,7 @@ def test_changed_headers_say_what_the_package_reads_from_them_or_are_refused(wri
             read(file)
         except (CheckpointError, UnsupportedModelError) as error:
             refusals.append(str(error))
-    assert num_read > 20
+    assert num_read > 10
     assert all(refusal.isprintable() for refusal in refusals)
 
 
@@ -219,11 +219,12 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_an_expert_part_that_is_missing_is_named(gpt_oss, tmp_path, part, end):
     name, file = f"blk.1.ffn_{part}_exps.{end}", tmp_path / "a.gguf"
     rewritten(gpt_oss.folder, file, without=[name])
-    with pytest.raises(CheckpointError, match=f"expected {name} of 6 experts .*, found none"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\."):
         read(file)
     stack, kind = tensors_of(gpt_oss.folder)[name]
     rewritten(gpt_oss.folder, file, instead={name: (stack[:5], kind)})
-    with pytest.raises(CheckpointError, match=r"expected .* experts beside .*, found [56]"):
+    words = rf"layers\.1\.mlp\.experts\.5\.{part}_proj\.{end}: expected experts 0 to 5"
+    with pytest.raises(CheckpointError, match=words):
         read(file)
 
 

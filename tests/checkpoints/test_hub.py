@@ -680,6 +680,7 @@ sys.exit(main(["run", sys.argv[3], "--prompt", "x"]))
 """As with these names in the environment, which huggingface_hub reads when it is imported."""
 
 
+@pytest.mark.long  # the same interrupt in this process is tested above
 def test_ctrl_c_ends_a_download_at_once(hub, folder, tmp_path):
     hub.add(NAME, folder)
     hub.most_bytes, hub.at_limit = 50_000, True

@@ -66,7 +66,8 @@ def logits_of(folder: Path) -> list[torch.Tensor]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    return {path.name: path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
@@ -219,68 +220,44 @@ def test_a_disk_without_room_is_said_before_the_work(source, tmp_path, monkeypat
         pack_checkpoint(source, tmp_path / "packed")
 
 
-def test_a_folder_of_something_else_is_not_replaced(source, tmp_path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter").write_text("keep me")
-    with pytest.raises(ValueError, match="holds letter, which is no part"):
-        pack_checkpoint(source, tmp_path / "home")
-    with pytest.raises(ValueError, match="is the checkpoint to be packed"):
-        pack_checkpoint(source, source)
-    with pytest.raises(ValueError, match="code must be planes or none"):
-        pack_checkpoint(source, tmp_path / "new", "zip")  # type: ignore[arg-type]
-    assert contents(tmp_path / "home") == {"letter": b"keep me"}
-
-
-def test_a_packed_folder_of_another_model_or_way_is_not_replaced(source, tmp_path):
-    other, out = tmp_path / "other", tmp_path / "packed"
+def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_path):
+    home, other, packed, quantised, within, grown, blocked = (
+        tmp_path / name
+        for name in ("home", "other", "packed", "quantised", "within", "model.packing", "blocked")
+    )
+    home.mkdir()
+    (home / "letter").write_text("keep me")
     shutil.copytree(source, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.0}))
-    pack_checkpoint(other, out)
-    before = contents(out)
-    with pytest.raises(ValueError, match="another model"):
-        pack_checkpoint(source, out)
-    for option, value in [("code", "none"), ("quantize", "fp8")]:
-        with pytest.raises(ValueError, match=rf"--code planes, and .* with --{option} {value};"):
-            pack_checkpoint(other, out, **{option: value})
-    assert contents(out) == before
-    quantised = tmp_path / "quantised"
+    shutil.copytree(packed_once, packed)
+    pack_checkpoint(source, packed)  # once more in the same way
     pack_checkpoint(source, quantised, quantize="fp8")
-    before = contents(quantised)
-    with pytest.raises(ValueError, match=r"--quantize fp8, and .* with --code planes;"):
-        pack_checkpoint(source, quantised)
-    with pytest.raises(ValueError, match=r"--quantize fp8, and .* with --quantize int4;"):
-        pack_checkpoint(source, quantised, quantize="int4")
-    assert contents(quantised) == before
-
-
-def test_what_is_in_a_packed_folder_beside_it_stays(source, tmp_path):
-    out = tmp_path / "packed"
-    pack_checkpoint(source, out)
-    pack_checkpoint(source, out)  # once more in the same way
-    shutil.copytree(source, out / "original")
-    with pytest.raises(ValueError, match="or holds it"):
-        pack_checkpoint(out / "original", out)
-    with pytest.raises(ValueError, match="holds original, which is no part"):
-        pack_checkpoint(source, out)
-    assert contents(out / "original") == contents(source)
-
-
-def test_a_folder_of_the_name_that_it_grows_under_is_not_emptied(source, tmp_path):
-    model = tmp_path / "model.packing"
-    shutil.copytree(source, model)
-    with pytest.raises(ValueError, match="where the checkpoint lies"):
-        pack_checkpoint(model, tmp_path / "model")
-    with pytest.raises(ValueError, match="is in the way"):
-        pack_checkpoint(source, tmp_path / "model")
-    assert contents(model) == contents(source)
-    for name, text in (("file.packing", "a"), ("link.packing", None)):
-        if text is None:
-            (tmp_path / name).symlink_to(tmp_path / "nowhere")
-        else:
-            (tmp_path / name).write_text(text)
-        with pytest.raises(ValueError, match="is in the way"):
-            pack_checkpoint(source, tmp_path / name.removesuffix(".packing"))
+    shutil.copytree(packed_once, within)
+    shutil.copytree(source, within / "original")
+    shutil.copytree(source, grown)
+    (tmp_path / "blocked.packing").symlink_to(tmp_path / "nowhere")
+    kept = [home, packed, quantised, within / "original", grown]
+    before = [contents(folder) for folder in kept]
+    refusals: list[tuple[Path, Path, dict[str, Any], str]] = [
+        (source, home, {}, "holds letter, which is no part"),
+        (source, source, {}, "is the checkpoint to be packed"),
+        (source, tmp_path / "new", {"code": "zip"}, "code must be planes or none"),
+        (other, packed, {}, "another model"),
+        (source, packed, {"code": "none"}, "--code planes, and .* with --code none;"),
+        (source, packed, {"quantize": "fp8"}, "--code planes, and .* with --quantize fp8;"),
+        (source, quantised, {}, "--quantize fp8, and .* with --code planes;"),
+        (source, quantised, {"quantize": "int4"}, "--quantize fp8, and .* with --quantize int4;"),
+        (within / "original", within, {}, "or holds it"),
+        (source, within, {}, "holds original, which is no part"),
+        (grown, tmp_path / "model", {}, "where the checkpoint lies"),
+        (source, tmp_path / "model", {}, "is in the way"),
+        (source, blocked, {}, "is in the way"),
+    ]
+    for checkpoint, folder, options, words in refusals:
+        with pytest.raises(ValueError, match=words):
+            pack_checkpoint(checkpoint, folder, **options)
+    assert [contents(folder) for folder in kept] == before
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"origin": 1, "shards": [{}]}'])

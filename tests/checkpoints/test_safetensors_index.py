@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from safetensors_files import SOUND, refusal, stored_bytes, write_safetensors
 
@@ -193,3 +195,60 @@ def test_folders_without_a_checkpoint(tmp_path):
 def test_a_directory_in_the_place_of_the_file(tmp_path):
     (tmp_path / SINGLE_FILE_NAME).mkdir()
     assert "Is a directory" in refusal(tmp_path)
+
+
+BOUNDARIES = st.sampled_from(
+    [-1, 0, 1, 2, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**400]
+)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | BOUNDARIES | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SHARD_NAMES = st.sampled_from([*SHARDS, "absent.safetensors", "../outside.safetensors"]) | st.lists(
+    st.sampled_from([*SHARDS, "..", ".", "", "model", "outside.safetensors", "\\", "a\0", "pipe"]),
+    max_size=4,
+).map("/".join)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two shards, beside a file of the same kind that no index may reach."""
+    folder = tmp_path_factory.mktemp("shards") / "model"
+    folder.mkdir()
+    for name, file in zip("abc", [*SHARDS, "../outside.safetensors"], strict=True):
+        header = json.dumps({name: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}})
+        write_safetensors(folder / file, header, {"a": b"12", "b": b"34", "c": b"56"}[name])
+    return folder
+
+
+def check_index(text: bytes, folder: Path) -> None:
+    (folder / INDEX_FILE_NAME).write_bytes(text)
+    try:
+        entries = read_checkpoint_index(folder)
+    except CheckpointError as error:
+        message = str(error)
+        assert message.isprintable()
+        assert message.startswith(str(folder))
+        assert len(message) < 10_000
+        return
+    # Whatever an accepted index says of the two shards, it can only have named one or both.
+    found = {name: entry.file.read_bytes()[entry.offset :] for name, entry in entries.items()}
+    assert found
+    assert found.items() <= {"a": b"12", "b": b"34"}.items()
+    weight_map = json.loads(text)["weight_map"]
+    for name in weight_map.keys() & found.keys():
+        assert entries[name].file.parent == folder
+
+
+@settings(max_examples=20)
+@given(st.dictionaries(st.sampled_from("abc"), SHARD_NAMES | ANY_JSON, max_size=3), ANY_JSON)
+@example({"a": SHARDS[0]}, None)
+@example({"a": SHARDS[0], "b": SHARDS[1]}, {"total_size": 4})
+@example({"c": "../outside.safetensors"}, None)
+def test_any_weight_map_leads_to_the_shards_or_is_refused(checkpoint, weight_map, metadata):
+    index = {"metadata": metadata, "weight_map": weight_map}
+    check_index(json.dumps(index).encode(), checkpoint)

@@ -12,7 +12,7 @@ from moe_runtime.errors import CheckpointError
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.json", None, "model: has no tokenizer.json"),
+        ("tokenizer.json", None, "model: has no tokenizer files, such as tokenizer.json"),
         ("tokenizer.json", "[]", "tokenizer.json cannot be read: expected a JSON object in UTF-8"),
         ("tokenizer_config.json", "3", "tokenizer_config.json cannot be read: expected a JSON"),
     ],

@@ -353,26 +353,6 @@ def test_folders_that_cannot_be_made_are_known_at_once(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
-def test_whether_a_folder_can_be_written_to_does_not_depend_on_what_is_in_it(tmp_path, kind):
-    path = tmp_path / "probe"
-    {
-        "folder": path.mkdir,
-        "link": lambda: path.symlink_to("/dev/full"),  # which no byte can be written to
-        "pipe": lambda: os.mkfifo(path),
-    }[kind]()
-    before = path.lstat()
-    # Opened for reading as well, a pipe does not keep a writer waiting.
-    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK) if kind == "pipe" else None
-    check_output_folder(tmp_path / "new", "plots")
-    assert path.lstat() == before
-    assert os.listdir(tmp_path) == ["probe"]
-    if reader is not None:
-        with pytest.raises(BlockingIOError):
-            os.read(reader, 1)
-        os.close(reader)
-
-
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "a.part"), ("link", "a"), ("a.part", "link")])
 def test_two_outputs_lie_apart(tmp_path, names):
     (tmp_path / "link").symlink_to("a")

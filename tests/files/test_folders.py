@@ -119,8 +119,11 @@ LOWER_LAYER = (
 
 @pytest.mark.parametrize(
     "way",
-    ["", "files._exchange = lambda one, other: False\n", LOWER_LAYER],
-    ids=["exchange", "without exchange", "lower layer"],
+    [
+        pytest.param("", id="exchange"),
+        pytest.param("files._exchange = lambda one, other: False\n", id="without exchange"),
+        pytest.param(LOWER_LAYER, id="lower layer", marks=pytest.mark.long),
+    ],
 )
 def test_a_kill_at_any_call_leaves_old_or_new(tmp_path, way):
     program = (

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.benchmarks.miss_plans import COLD_STEPS, NUM_SLOW, Machine, MissReplay, Way
+from moe_runtime.benchmarks.miss_plans import NUM_SLOW, Machine, MissReplay, Way
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.routes import routes_of
 from moe_runtime.models.pocket import pocket_path
@@ -82,10 +82,15 @@ def test_plans_are_accurate_and_beat_either_side_alone(paths_NSLK, shape, num_se
     better_s = min(replayed("copied").mean_s, replayed("on the CPU").mean_s)
     assert planned.error <= 0.15
     assert planned.mean_s <= 1.03 * better_s
-    # the first measurements on the CPU do not lock it out, once they are paid for
-    slow = MissReplay(machine, num_slots, "planned", AgingLFU, num_slow=NUM_SLOW)
-    slow_S = slow.run(paths_NSLK[:num_sequences], WARM_STEPS).spent_S[COLD_STEPS:]
-    assert slow_S.mean() <= 1.03 * better_s
+    # slow first measurements do not lock the CPU out: it is measured again during the first pass
+    twice_NSLK = np.concatenate([paths_NSLK[:num_sequences]] * 2, axis=1)
+
+    def second_pass_s(way: Way, num_slow: int = 0) -> float:
+        replay = MissReplay(machine, num_slots, way, AgingLFU, num_slow=num_slow)
+        return float(replay.run(twice_NSLK, WARM_STEPS).spent_S[-NEW_TOKENS:].mean())
+
+    alone_s = min(second_pass_s("copied"), second_pass_s("on the CPU"))
+    assert second_pass_s("planned", NUM_SLOW) <= 1.03 * alone_s
     # one sequence lacks one or two experts of a layer, which are not divided
     if num_sequences == 4 and resident == 0.25:
         assert better_s >= 1.3 * planned.mean_s

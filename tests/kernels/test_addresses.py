@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.block_sparse import ExpertColumns, expert_topology, sdd
 from moe_runtime.kernels.combine.kernel import launch_combine_bwd, launch_combine_fwd
 from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.kernels.expert_mlp.decode import decode_expert_mlp
+from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.grouped_gemm.backward import activation_backward, bias_grad, weight_grad
 from moe_runtime.kernels.grouped_gemm.forward import activated_product
 from moe_runtime.kernels.grouped_gemm.groups import Groups
@@ -71,6 +73,18 @@ def combined(y: Tensor, dout: Tensor) -> Sequence[Tensor | None]:
     return [out, *grads]
 
 
+def plain(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
+    offsets = torch.tensor([0, 2, 3, 5], device=DEVICE)
+    return [grouped_gemm(x, weight, offsets, impl="triton")]
+
+
+def block_sparse(a: Tensor, b: Tensor) -> Sequence[Tensor]:
+    columns = ExpertColumns.of((16, 24), block_columns=32, device=DEVICE)
+    offsets = torch.tensor([0, 2, 5], device=DEVICE)
+    topology = expert_topology(offsets, columns, num_rows=NUM_ROWS, block_rows=16)
+    return [sdd(a, b, topology, impl="triton")]
+
+
 def few_tokens(x: Tensor, gate_up: Tensor, down: Tensor) -> Sequence[Tensor]:
     ids = torch.tensor([[0, 2], [2, 1], [1, 1]], device=DEVICE)
     weights = torch.full((3, 2), 0.5, device=DEVICE)
@@ -90,6 +104,8 @@ SHAPES: dict[Callable[..., Sequence[Tensor | None]], list[tuple[int, ...]]] = {
     gradient_of_activation: [(NUM_ROWS, DIM_D), (3, DIM_D, DIM_F), (NUM_ROWS, 2 * DIM_F)],
     gradient_of_weights: [(NUM_ROWS, DIM_F), (NUM_ROWS, DIM_D), (3, DIM_F, DIM_D)],
     activated: [(NUM_ROWS, DIM_D), (3, 2 * DIM_F, DIM_D), (NUM_ROWS, DIM_F), (NUM_ROWS, 2 * DIM_F)],
+    plain: [(NUM_ROWS, DIM_D), (3, DIM_F, DIM_D)],
+    block_sparse: [(NUM_ROWS, DIM_D), (DIM_D, 40)],
     combined: [(NUM_ROWS, DIM_D), (NUM_ROWS, DIM_D)],
     few_tokens: [(3, DIM_D), (3, 2 * DIM_F, DIM_D), (3, DIM_D, DIM_F)],
     one_token: [(3, DIM_D), (3, 2 * DIM_F, DIM_D), (3, DIM_D, DIM_F)],

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from attention_weights import DTYPES, LAYERS, make_layer, needs_native
+from native_marks import NATIVE
 
 from moe_runtime.kernels.decode_step.attention_step import (
     AttentionWeights,
@@ -117,7 +118,7 @@ def test_a_token_is_rounded_into_its_place(kind, dtype):
     assert (native[0] - call(layer, inputs, "reference")[0]).float().abs().max() < 0.05
 
 
-@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_native), "reference"])
+@pytest.mark.parametrize("impl", [NATIVE, "reference"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_fp32_against_fp64(kind, impl):
     options = dict(LAYERS[kind])

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
+from native_marks import NATIVE, needs_native
 
 from moe_runtime.kernels.combine import combine_assignments, combine_assignments_reference
 from moe_runtime.kernels.native import native_library
 
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(1, 8, 2048), (1, 1, 1), (3, 2, 63), (300, 3, 65), (0, 2, 8)]
 
@@ -25,7 +23,7 @@ def exact(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (rows * weights.double()[..., None]).sum(1)
 
 
-@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_native), "reference"])
+@pytest.mark.parametrize("impl", [NATIVE, "reference"])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)

@@ -149,33 +149,6 @@ def test_rows_without_an_expert_are_zero(impl):
     assert out[5:].eq(0).all()
 
 
-FAR = 2**30 + 64
-# Shape and strides of what lies far apart; the last element lies past 2 ** 31 in each.
-FAR_APART = {
-    "rows": ((3, 16), (FAR, 1)),
-    "slots": ((2, 16, 16), (2 * FAR, 16, 1)),
-    "columns": ((2, 16, 16), (16, FAR // 7, 1)),
-    "summed": ((2, 16, 16), (16, 1, FAR // 7)),
-}
-
-
-@pytest.mark.parametrize("axis", FAR_APART)
-def test_addresses_past_two_to_the_31(axis):
-    """Elements far apart in a buffer that only a few pages of are ever touched."""
-    shape, strides = FAR_APART[axis]
-    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    assert last > 2**31
-    x, weight = torch.randn(3, 16).half(), torch.randn(2, 16, 16).half()
-    near = x if axis == "rows" else weight
-    wide = torch.empty(last + 1, dtype=torch.float16, device=DEVICE).as_strided(shape, strides)
-    wide.copy_(near)
-    operands = (wide, weight.to(DEVICE)) if axis == "rows" else (x.to(DEVICE), wide)
-    offsets = torch.tensor([0, 1, 3], device=DEVICE)
-    out = grouped_gemm(*operands, offsets, impl="triton")
-    exact = grouped_gemm(x.double(), weight.double(), offsets.cpu(), impl="torch")
-    torch.testing.assert_close(out.double().cpu(), exact, rtol=2.0**-10, atol=2.0**-8)
-
-
 def test_gradients_of_the_specification():
     case = Case(num_tokens=4, dim_k=3, dim_n=2, num_experts=3, gathers=True).drawn()
     x, weight, bias, ids = (case.tensors[name] for name in ("x", "weight", "bias", "ids"))

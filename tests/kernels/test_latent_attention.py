@@ -2,14 +2,12 @@
 
 import pytest
 import torch
+from native_marks import needs_native
 
 from moe_runtime.kernels.decode_step.latent_attention import Tokens, latent_attention
 from moe_runtime.kernels.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
 SIZES = [
     {},
     {"lengths": (1,), "heads": 1},

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from native_marks import needs_native
 
 from moe_runtime.kernels.decode_step.gate_ranking import GateRanking, NativeLookAhead
-from moe_runtime.kernels.native import native_library
 from moe_runtime.policies.prediction import LayerRouted, NextGate, Shape, StepBegins
 from moe_runtime.policies.prediction.hidden import (
     PRIOR,
@@ -14,9 +14,7 @@ from moe_runtime.policies.prediction.hidden import (
     believed_at_first,
 )
 
-pytestmark = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
+pytestmark = needs_native
 SHAPE = Shape(num_layers=5, num_experts=9, top_k=2)
 DIM = 20
 

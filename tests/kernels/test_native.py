@@ -1,14 +1,13 @@
 """The native library itself: loading, threads, processes, memory limits, and life without it."""
 
 import os
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from warm_python import warm_python
+from guarded_memory import assert_runs
 
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.kernels import native as library_module
@@ -23,12 +22,6 @@ from moe_runtime.kernels.native import (
 )
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    code = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/support/kernels')!r})\n{code}"
-    words = [warm_python(), "-P", "-c", code]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_vectors_are_shuffled_by_what_every_compiler_has():
@@ -119,7 +112,7 @@ def test_sleeping_workers_wake(library):
 
 def test_a_forked_child_computes(library):
     """In a process of its own, because a fork of pytest would carry all its state along."""
-    code = """
+    assert_runs("""
 import os, torch
 from moe_runtime.kernels.linear import linear
 from moe_runtime.kernels.native import native_library
@@ -134,15 +127,13 @@ for torch_threads in (1, 2):
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(linear(x, weight, impl="native"), expected)
-"""
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+""")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="protects memory in the Unix way")
 def test_nothing_is_read_beyond_a_tensor(library):
     """Weights, rows and biases end where unreadable memory begins."""
-    code = """
+    assert_runs("""
 import itertools, torch
 from guarded_memory import at_the_end
 from moe_runtime.kernels.linear import linear
@@ -156,9 +147,7 @@ for isa, dtype in itertools.product(library.isas(), (torch.float32, torch.bfloat
         expected = linear(*values, impl="native")
         found = linear(*[at_the_end(v) for v in values], impl="native")
         assert torch.equal(found, expected), (isa, dtype, n, k, rows)
-"""
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+""")
 
 
 @pytest.fixture

@@ -2,18 +2,15 @@
 
 import pytest
 import torch
+from native_marks import needs_native
 
 from moe_runtime.kernels.decode_step.prompt_attention import (
     Sight,
     prompt_attention,
     prompt_attention_reference,
 )
-from moe_runtime.kernels.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
 
 
 def operands(dtype, *, batch=2, heads=6, groups=3, queries=37, length=150, dim=20, width=33):

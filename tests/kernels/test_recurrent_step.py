@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from native_marks import NATIVE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,10 +15,8 @@ from moe_runtime.kernels.native import native_library
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-@pytest.fixture(params=["reference", "native"])
+@pytest.fixture(params=["reference", NATIVE])
 def impl(request: pytest.FixtureRequest) -> Any:
-    if request.param == "native" and native_library() is None:
-        pytest.skip("the native library was not built")
     return request.param
 
 

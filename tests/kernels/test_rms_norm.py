@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from native_marks import NATIVE, needs_native
 
-from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.rms_norm import FORMS, rms_norm, rms_norm_reference
 from moe_runtime.kernels.rms_norm.op import add_rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
-IMPLS = ["reference", pytest.param("native", marks=needs_native), "triton"]
+IMPLS = ["reference", NATIVE, "triton"]
 
 
 def operands(rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,19 +93,23 @@ def test_a_residual_of_another_kind_is_refused():
         )
 
 
-@needs_native
+@pytest.mark.parametrize("impl", [NATIVE, "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_others_or_on_strides(dtype):
-    x, weight = operands(7, 96, dtype)
-    together = rms_norm(x, weight, 1e-6, impl="native")
-    # few rows are for the calling thread, many for all
-    many = rms_norm(x.repeat(29, 1), weight, 1e-6, impl="auto")
-    assert torch.equal(many, together.repeat(29, 1))
+def test_a_row_does_not_depend_on_the_others_or_on_strides(dtype, impl):
+    place = DEVICE if impl == "triton" else "cpu"
+    x, weight = (operand.to(place) for operand in operands(7, 96, dtype))
+    together = rms_norm(x, weight, 1e-6, impl=impl)
+    if impl == "native":  # few rows are for the calling thread, many for all
+        many = rms_norm(x.repeat(29, 1), weight, 1e-6, impl="auto")
+        assert torch.equal(many, together.repeat(29, 1))
     for row in range(7):
-        assert torch.equal(rms_norm(x[row], weight, 1e-6, impl="native"), together[row])
-    wide = torch.empty(7, 200, dtype=dtype)
+        assert torch.equal(rms_norm(x[row], weight, 1e-6, impl=impl), together[row])
+    wide = torch.empty(7, 200, dtype=dtype, device=place)
     wide[:, :96] = x
-    assert torch.equal(rms_norm(wide[:, :96], weight, 1e-6, impl="native"), together)
+    assert torch.equal(rms_norm(wide[:, :96], weight, 1e-6, impl=impl), together)
+    heads, narrow = x.view(7, 3, 32).transpose(0, 1), weight[:32].contiguous()
+    found = rms_norm(heads, narrow, 1e-6, impl=impl)
+    assert torch.equal(found, rms_norm(heads.contiguous(), narrow, 1e-6, impl=impl))
 
 
 @needs_native
@@ -151,21 +152,6 @@ def test_native_refuses_what_it_cannot_take():
     ]:
         with pytest.raises(ValueError, match="cannot compute this"):
             rms_norm(x, weight, 1e-6, impl="native")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_the_triton_kernel_does_not_depend_on_the_others_or_on_strides(dtype):
-    x, weight = (operand.to(DEVICE) for operand in operands(7, 96, dtype))
-    together = rms_norm(x, weight, 1e-6, impl="triton")
-    for row in range(7):
-        assert torch.equal(rms_norm(x[row], weight, 1e-6, impl="triton"), together[row])
-    wide = torch.empty(7, 200, dtype=dtype, device=DEVICE)
-    wide[:, :96] = x
-    assert torch.equal(rms_norm(wide[:, :96], weight, 1e-6, impl="triton"), together)
-    heads = x.view(7, 3, 32).transpose(0, 1)
-    narrow = weight[:32].contiguous()
-    found = rms_norm(heads, narrow, 1e-6, impl="triton")
-    assert torch.equal(found, rms_norm(heads.contiguous(), narrow, 1e-6, impl="triton"))
 
 
 def test_what_the_triton_kernel_cannot_take_is_refused():

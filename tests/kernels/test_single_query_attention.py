@@ -2,18 +2,15 @@
 
 import pytest
 import torch
+from native_marks import needs_native
 
 from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
 from moe_runtime.kernels.decode_step.single_query_attention import (
     single_query_attention,
     single_query_attention_reference,
 )
-from moe_runtime.kernels.native import native_library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
 
 
 def operands(dtype, *, batch=2, heads=6, groups=3, length=131, dim=20, width=33):

@@ -1,4 +1,4 @@
-"""Activations kept, recomputed or swapped: the same bits, and the plan's choice followed."""
+"""Activations that are kept, recomputed or swapped give the same bits, and the plan is followed."""
 
 import errno
 import gc
@@ -33,7 +33,7 @@ SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
 
 @pytest.mark.parametrize("kind", ["keep", "recompute", "swap", "auto"])
 def test_the_same_bits(tmp_path, monkeypatch, kind):
-    # so that tensors of these few tokens are worth a transfer, and larger than the buffers
+    # small slots, so that these tensors are swapped and exceed the buffers
     monkeypatch.setattr(activation_swap, "SLOT_BYTES", 4096)
     monkeypatch.setattr(ActivationSwap.__init__, "__kwdefaults__", {
         "io_threads": 2, "direct": True, "buffer_bytes": 8192, "smallest_bytes": 64,
@@ -52,7 +52,7 @@ def test_the_same_bits(tmp_path, monkeypatch, kind):
 
 
 def test_the_plan_of_the_first_step_is_followed(tmp_path):
-    """A layer that is dear to compute again is kept; the budget has room for one of three."""
+    """The layer that is slowest to recompute is kept; the budget has room for one of three."""
     policy = ActivationPolicy("auto", [False] * 3, None, budget_bytes=1000)
     assert policy.choices == ["recompute"] * 3
     for layer, seconds in enumerate((1.0, 5.0, 2.0)):
@@ -80,9 +80,6 @@ def test_tensors_come_back_in_any_order_and_leave_no_slot_behind(tmp_path):
     assert swap.pack(small := torch.ones(3)) is small
     for index in (2, 0, 1, 0):
         assert torch.equal(swap.unpack(held[index]), tensors[index])
-    slots = sum(-(-t.numel() * t.element_size() // SLOT_BYTES) for t in tensors)
-    assert swap.written_bytes == slots * SLOT_BYTES
-    assert swap.read_bytes <= swap.written_bytes
     assert min(swap.measure()) > 0
     held.clear()
     # a thread may still have the last one in hand

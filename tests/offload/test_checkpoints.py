@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be lost: killed, cut off, full, damaged, resumed elsewhere."""
+"""Checkpoints after kills, power cuts, full and damaged disks, and with other budgets."""
 
 import errno
 import multiprocessing
@@ -58,7 +58,7 @@ def fresh(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of a run that nothing happened to; they do not depend on where experts live."""
+    """Losses of an undisturbed run; they do not depend on the experts' tiers."""
     return run(tmp_path_factory.mktemp("whole"), 0.4)
 
 
@@ -84,7 +84,7 @@ def test_killed_at_any_instant(tmp_path, expected):
 
 
 class Unsynced(RecordFile):
-    """A disk that loses what was written since the last flush, when the power goes."""
+    """A disk that loses unflushed writes in a power cut."""
 
     def write(self, offset: int, content: memoryview) -> int:
         if not hasattr(self, "before"):
@@ -152,7 +152,7 @@ def test_damaged_record_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ["experts", "gradients"])
 def test_a_byte_that_changes_on_the_disk_ends_the_step(tmp_path, kind):
-    """Within a run, too: what is read is compared with what was written."""
+    """Every read within a run is compared with the digest of the write."""
     settings = moe_runtime.AdamW(clip_norm=1.0)  # gradients wait on the disk for the norm
     training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=0.0)
     first, second = (partial(model.loss, x) for x in batches(2, tokens=100))
@@ -197,7 +197,7 @@ def test_checkpoint_without_folder():
     ],
 )
 def test_disk_fails_while_training(tmp_path, monkeypatch, call, code, kind, message, expected):
-    """The error is one line and names the file; the last checkpoint goes on."""
+    """The error is one line with the file's name; a run resumes from the last checkpoint."""
     folder, share = fresh(tmp_path / "failing"), 0.3 if call == "pwritev" else 0.0
     run(folder, share, until=3)
     training, model, losses = begin(folder, share)
@@ -260,7 +260,7 @@ def test_folder_that_cannot_be_used(tmp_path, monkeypatch, call, code, kind, mes
 
 
 def test_a_checkpoint_writes_what_changed_since_the_last(tmp_path):
-    """Experts in memory that got no update cost nothing; those on the disk are there already."""
+    """Experts in memory without an update are not written; those on the disk are there already."""
     settings = moe_runtime.AdamW(untouched="sparse_skip")
     for share in (0.0, 1.0):
         training = offloaded(model := stack(), settings, tmp_path, experts_in_memory=share)

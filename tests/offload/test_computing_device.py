@@ -1,4 +1,4 @@
-"""Experts in host memory, computed on a device: bits, bytes over the link, and what overlaps."""
+"""Experts in host memory, computed on a device: bits, bytes over the link, and overlap."""
 
 from collections.abc import Callable
 from functools import partial
@@ -60,7 +60,7 @@ def windows(place: torch.device, num: int, parts: int, tokens: int = 7) -> list[
 
 
 def assert_alike(training: OffloadedTraining, expected: Stack, *, tolerance: float) -> None:
-    """Every parameter agrees: to the bit on the emulated device, which computes as the CPU does."""
+    """Every parameter agrees; to the bit on the emulated device, which computes like the CPU."""
     training.model.cpu()
     if not tolerance:
         assert_same_parameters(training, expected)
@@ -78,7 +78,7 @@ def assert_alike(training: OffloadedTraining, expected: Stack, *, tolerance: flo
     ids=["disk", "disk+memory+copies+updates", "memory+updates", "memory+copies"],
 )
 def test_same_bits_as_in_memory(tmp_path, name, parts, share, kept, stride):
-    """Wherever records live, whoever keeps a copy, and whoever updates."""
+    """For every tier of records, place of copies and place of updates."""
     with computing_on(name) as place:
         training, model = on_device(
             place, tmp_path, share=share, update_stride=stride,
@@ -124,7 +124,7 @@ def test_frozen_experts_keep_their_bits_on_a_device(tmp_path, frozen):
     ],
 )
 def test_bytes_over_the_link(name, kept, parts, there, back):
-    """In bytes a parameter and step; on the emulated device counted copy by copy, by torch."""
+    """Bytes for each parameter and step; on the emulated device, torch counts every copy."""
     steps = 2
     with computing_on(name) as place:
         training, model = on_device(
@@ -186,7 +186,7 @@ def test_copies_run_beside_products(tmp_path, clip_norm):
 
 
 def test_a_copy_that_fails_leaves_the_step_to_be_taken_again(tmp_path):
-    """Forward or backward, at once or while it runs: nothing of the step is left."""
+    """Copies fail in either pass, at once or later; nothing of the step is left."""
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
         training, model = on_device(place, tmp_path, share=0.0, update_stride=None)
@@ -220,7 +220,7 @@ def test_a_bad_step_on_a_device_changes_nothing(tmp_path):
 
 
 def test_the_budget_of_the_host_is_for_experts_alone():
-    """Dense parameters and activations are the device's; what they take there is refused there."""
+    """The device's budget is for dense parameters and activations; too small a one is refused."""
     with computing_on(NAME) as place:
         training, _ = on_device(place, None, share=1.0, update_stride=None)
         memory = training.memory
@@ -235,7 +235,7 @@ def test_the_budget_of_the_host_is_for_experts_alone():
 
 
 def test_dense_weights_that_are_on_the_device_already_are_not_counted_twice(monkeypatch):
-    """What is free there when training begins is less by them."""
+    """They reduce the free memory when training begins."""
     with computing_on(NAME) as place:
         with pytest.raises(CapacityError) as found:
             on_device(place, None, share=1.0, device_memory=2**14)

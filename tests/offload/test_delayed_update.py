@@ -1,4 +1,4 @@
-"""ZeRO-Offload's update that is one step late, against its definition in memory."""
+"""ZeRO-Offload's delayed update, compared with its definition in memory."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ SETTINGS = moe_runtime.AdamW(weight_decay=0.1, delayed_update_after=AFTER)
 
 
 def scripted(inputs: list[torch.Tensor], clip_norm: float = 0.0) -> Stack:
-    """Gradients of a step are scaled by its own norm, and used in the step after."""
+    """Gradients are scaled by the norm of their own step, and used in the next step."""
     model = stack()
     named = dict(model.named_parameters())
     options = {"lr": 0.1, "betas": SETTINGS.betas, "eps": SETTINGS.eps, "weight_decay": 0.1}
@@ -71,7 +71,7 @@ def test_clips_by_the_norm_of_the_gradients_own_step(tmp_path):
 
 
 def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path):
-    """It is part of an expert's state: taken back with it, saved with it, under any budget."""
+    """The kept gradient is part of an expert's state: it is rolled back and saved with it."""
     inputs = batches(6)
     training = offloaded(model := stack(), SETTINGS, tmp_path, experts_in_memory=0.3)
     saved: dict[str, dict] = {}
@@ -95,7 +95,7 @@ def test_a_gradient_that_waits_survives_a_bad_step_and_a_checkpoint(tmp_path):
 
 
 def test_sparse_skip_uses_each_gradient_once(tmp_path):
-    """Tiers agree to the bit, though experts in memory are updated at other moments."""
+    """Tiers agree to the bit, although they update experts at different times."""
     settings = moe_runtime.AdamW(
         weight_decay=0.1, delayed_update_after=1, untouched="sparse_skip", galore_rank=1
     )

@@ -1,4 +1,4 @@
-"""Updates on a device, with the CPU in its place: the same bits for every stride."""
+"""Updates on a device, for which the CPU stands in: the same bits for every stride."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
     ("stride", "share", "clip_norm"), [(1, 0.0, 0.0), (2, 0.4, 1e6), (3, 1.0, 0.0)]
 )
 def test_the_stride_changes_no_bit(tmp_path, stride, share, clip_norm):
-    """In the backward pass, and after it where a norm is known first; every record comes back."""
+    """Updates in the backward pass, or after it with a global norm; every record comes back."""
     settings = moe_runtime.AdamW(weight_decay=0.1, clip_norm=clip_norm)
     inputs = [[x] for x in batches(3, 60)]
     assert_trains_as_in_memory(
@@ -40,7 +40,7 @@ def test_the_stride_changes_no_bit(tmp_path, stride, share, clip_norm):
 
 
 def test_bytes_to_the_device_and_back(tmp_path):
-    """State and gradient there, state back, for one expert in two."""
+    """State and gradient to the device, state back, for every second expert."""
     training = offloaded(
         model := stack(), moe_runtime.AdamW(), tmp_path, experts_in_memory=0, update_stride=2
     )
@@ -73,7 +73,7 @@ def test_unusable_stride(tmp_path):
     ids=str,
 )
 def test_steps_of_a_record_that_is_on_a_device(state, name):
-    """All that an update needs is on the device too: step numbers, chances, bases."""
+    """Step numbers, random numbers and bases are on the device too."""
     place = place_of(name)
     layout = RecordLayout(
         [ExpertTensor("matrix", (24, 40), True), ExpertTensor("bias", (24,), False)],

@@ -1,5 +1,4 @@
-"""Records after exceptions: nothing is awaited that does not come, what was not written is not
-named, and every slot is accounted for."""
+"""The record store after exceptions: no lost waits, no unwritten versions, no lost slots."""
 
 import contextlib
 import errno
@@ -68,7 +67,7 @@ class Trained(RecordStore):
         self.roll_back()
 
     def require_whole(self) -> None:
-        """Every expert is what it was at the end of the last step, and all is accounted for."""
+        """Every expert has its content of the last step, and all slots are accounted for."""
         for key, number in self.numbers.items():
             record = self.acquire(key, Sections.STATE)
             assert state_of(record).unique().tolist() == [number], key
@@ -77,7 +76,7 @@ class Trained(RecordStore):
         self.check()
 
     def require_saved(self) -> None:
-        """A checkpoint of now names every expert as it is."""
+        """A checkpoint of now has every expert's current content."""
         versions = self.hold_versions()
         self.wait_until_durable(versions)
         for key, version in versions.items():
@@ -92,11 +91,11 @@ class Trained(RecordStore):
 
 
 OPERATIONS = [(name, number) for name in ("take", "write", "drop", "hold") for number in range(3)]
-"""Calls of the disk that an exception ends, in turn."""
+"""Disk operations in which an exception is raised."""
 
 
 def struck_in(states: Trained, name: str, number: int, call: Callable[[], None]) -> bool:
-    """Makes a call in which one operation of the disk raises; whether it came to that."""
+    """Makes a call in which one disk operation raises; returns whether it was reached."""
     (file,) = states._on_disk.files.values()
     place, count = states._on_disk if name == "write" else file, itertools.count()
     real = getattr(place, name)
@@ -189,7 +188,7 @@ def test_an_interrupted_exchange_of_tiers_loses_no_expert(tmp_path):
 
 
 def test_a_full_disk_changes_nothing_of_an_expert_that_has_no_room(states, monkeypatch):
-    """The same checkpoint, and the same step, are right once there is room."""
+    """The same checkpoint and step succeed once there is room."""
     states.fill(states.acquire(RESIDENT, Sections.STATE, writes=True), 5.0)
     states.set_content_step(RESIDENT, 5)
     states.numbers[RESIDENT] = 5.0

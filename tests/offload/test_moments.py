@@ -1,4 +1,4 @@
-"""Compressed states: the formats against brute force, training against its scripted definition."""
+"""Compressed moments compared with brute force, and training with its definition."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def round_trip(codec: MomentCodec, values: torch.Tensor, step: int = 1) -> torch
 
 
 def second_moments(num: int) -> torch.Tensor:
-    """Squares as a second moment has them: over many orders of magnitude, some of them zero."""
+    """Second moments over many orders of magnitude, some of them zero."""
     generator = torch.Generator().manual_seed(5)
     values = torch.exp(6 * torch.randn(num, generator=generator) - 12)
     values[::97] = 0
@@ -59,7 +59,7 @@ def test_bf16_rounds_to_a_neighbour_and_without_bias():
 
 
 def test_bf16_second_moment_decays():
-    """Rounded to the nearest, a moment that shrinks by a thousandth would stand still."""
+    """With rounding to the nearest, a moment that shrinks by a thousandth would not change."""
     codec, values = moment_codec("bf16"), torch.full((4096,), 0.7)
     for step in range(700):
         values = round_trip(codec, values * 0.999, step)
@@ -105,7 +105,7 @@ def test_fp8_expands_the_range_as_defined(kind):
 
 
 def test_expansion_makes_steps_more_exact():
-    """COAT's measure: the mean square error of `m / sqrt(v)`, beside E4M3 scaled by its largest."""
+    """COAT's measure: the mean square error of `m / sqrt(v)`, compared with plain scaled E4M3."""
     generator = torch.Generator().manual_seed(2)
     variance = torch.exp(1.5 * torch.randn(2**14, generator=generator) - 10)
     mean = variance.sqrt() * torch.randn(2**14, generator=generator)
@@ -148,7 +148,7 @@ def test_leading_vectors_span_the_subspace_of_svd(shape):
 
 
 def scripted(settings: moe_runtime.AdamW, inputs: list[torch.Tensor]) -> torch.nn.Module:
-    """The definition, in fp64 and in memory: formulas of Adam, the format after every step."""
+    """The definition in fp64 and in memory: Adam's formulas, and the format after every step."""
     model = stack(dtype=torch.float64)
     experts = [layer.experts for layer in model.layers]
     others = {n: p for n, p in model.named_parameters() if ".experts." not in n}
@@ -222,7 +222,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: f"{s.moments}-{s.galore_rank}")
 def test_training_follows_the_definition_wherever_experts_live(tmp_path, settings):
-    """With experts that miss steps, and on a way through the disk: the same bits in every tier."""
+    """Experts miss steps and pass through the disk; every tier has the same bits."""
     # a subspace is only defined where the gradient has as many directions
     tokens = 200 if settings.galore_rank > 1 else 7
     inputs = batches(6, tokens, dtype=torch.float64)

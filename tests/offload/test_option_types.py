@@ -13,7 +13,7 @@ from moe_runtime.training.offload.entry import offload_training
 
 
 def test_options_of_training_of_a_wrong_type():
-    """An optimizer of torch is none of the settings that are wanted."""
+    """An optimizer of torch is refused as settings."""
     model = torch.nn.Linear(2, 2)
     sizes = {"host_memory", "device_memory", "copy_memory", "activation_memory"}
     names = inspect.signature(offload_training).parameters.keys() - {"model", "groups"} - sizes

@@ -1,4 +1,4 @@
-"""A model whose experts are trained off memory is saved and stepped whole, or not at all."""
+"""A model with experts off memory is saved and stepped as a whole, or refused."""
 
 import copy
 import pickle
@@ -107,7 +107,7 @@ def test_a_save_with_the_experts_is_whole(tmp_path):
 
 
 def test_a_checkpoint_by_write_goes_back_into_the_model(tmp_path):
-    """Its part of the model's state lacks experts, which come by the optimizer's."""
+    """The model's part of the state has no experts; the optimizer's part brings them."""
     settings = moe_runtime.AdamW()
     training = offloaded(stack(), settings, tmp_path, experts_in_memory=0.4)
     training.model.loss(batches(1)[0]).backward()
@@ -196,7 +196,7 @@ def distinct_words(completions: list[str], **_: Any) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["DPO", "GRPO"])
 def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
-    """By preferences, beside a reference model; by rewards of texts that the model generates."""
+    """DPO with a reference model, and GRPO with rewards of generated texts."""
     trl = pytest.importorskip("trl", reason="make test-clients installs it")
     from datasets import Dataset
 
@@ -256,7 +256,7 @@ def test_a_trainer_of_adapters_around_frozen_experts_trains_as_in_memory(tmp_pat
 
 
 def test_gradients_beside_the_experts_alone_are_refused():
-    """Clipping, stepping and forgetting by torch would see a part of the gradients."""
+    """torch would clip, step and forget only a part of the gradients."""
     model = stack()
     training = moe_runtime.offload_training(
         model, host_memory=budget_for(model, moe_runtime.AdamW(), experts_in_memory=1),
@@ -279,7 +279,7 @@ def test_gradients_beside_the_experts_alone_are_refused():
 
 @pytest.mark.parametrize("offload", OFFLOADS.values())
 def test_what_comes_after_offloading_is_refused(offload):
-    """Adapters would not be trained, and experts would although they are frozen."""
+    """New adapters would not be trained, and experts frozen later would be."""
     model: Any = tiny_model(MIXTRAL)
     training = offload(model, host_memory="64MiB")
     with pytest.raises(moe_runtime.UnsupportedUseError, match="freeze parameters"):

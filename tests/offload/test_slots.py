@@ -1,4 +1,4 @@
-"""Slots of host memory: transfers that end while the slots close, or while the disk fails."""
+"""Slots of host memory while the store closes, or the disk fails."""
 
 import threading
 from functools import partial
@@ -17,7 +17,7 @@ FIRST, *OTHERS = [ExpertKey(0, expert) for expert in range(4)]
 
 
 class Gate(RecordFile):
-    """Reads nothing until it is opened."""
+    """Reads wait until the gate is opened."""
 
     begun, open = threading.Event(), threading.Event()
 
@@ -29,7 +29,7 @@ class Gate(RecordFile):
 
 @pytest.fixture
 def slots(tmp_path: Path) -> RecordStore:
-    """Four experts on the disk, slots for three, and a read of the first that waits at the gate."""
+    """Four experts on the disk, three slots, and a read of the first that waits at the gate."""
     Gate.begun.clear()
     Gate.open.clear()
     layout = RecordLayout([ExpertTensor("w", (3, 5), decays=True)], torch.float32)
@@ -44,7 +44,7 @@ def slots(tmp_path: Path) -> RecordStore:
 
 
 def test_a_read_that_ends_while_closing_begins_no_other(slots):
-    """What is expected next has no slot until the first read ends: then the threads are ending."""
+    """The expected expert has no slot until the first read ends, when the threads are ending."""
     slots.expect((key, Sections.STATE) for key in OTHERS)
     assert slots.disk is not None
     queue = slots.disk._queue
@@ -74,7 +74,7 @@ def test_a_read_ahead_that_cannot_begin_fails_whoever_waits(slots, monkeypatch):
 
 
 def test_an_expert_that_is_read_ahead_while_it_waits_for_a_slot_takes_one(slots, monkeypatch):
-    """Another was expected next, so it stays expected, and a read that ends begins to read it."""
+    """Another expert was expected next; the end of a read starts the read of the waiting one."""
     slots.expect((key, Sections.STATE) for key in [FIRST, OTHERS[2]])
     wait = slots._changed.wait
 

@@ -1,4 +1,4 @@
-"""Experts off memory x what a user's own training does: one choice a token, padding, wrappers."""
+"""Experts off memory with users' own training: one choice a token, padding, wrappers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_experts_without_values_are_refused(offload):
 
 @pytest.fixture
 def _two_processes() -> Iterator[None]:
-    """Stands for two: what one sends, nobody receives."""
+    """A group of two processes without communication."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
@@ -93,7 +93,7 @@ def _two_processes() -> Iterator[None]:
 @pytest.mark.usefixtures("_two_processes")
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_what_averages_gradients_of_a_whole_model_is_refused(offload):
-    """Experts would be trained by each process's own tokens alone."""
+    """Each process would train experts only on its own tokens."""
     wrapped = (DistributedDataParallel(stack()), nn.Sequential(DistributedDataParallel(stack())))
     for model in wrapped:
         with pytest.raises(UnsupportedModelError, match="give the model itself"):

@@ -25,7 +25,7 @@ from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 
 import moe_runtime
-from moe_runtime.checkpoints.adapter_files import OBEYED, REFUSED, WITHOUT_EFFECT, AdapterFolder
+from moe_runtime.checkpoints.adapter_files import APPLIED, IGNORED, NEUTRAL, AdapterFolder
 from moe_runtime.cli.main import main
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
@@ -532,7 +532,7 @@ def test_patterns_of_layers_are_obeyed(
 def test_settings_without_effect_have_none(
     base: Path, model: Any, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert IDLE.keys() == WITHOUT_EFFECT
+    assert IDLE.keys() == IGNORED
     require_like_peft(base, model, changed(folders["narrow"], tmp_path / "idle", **IDLE))
     for first in ("eva", "gaussian", True, False):
         folder = changed(folders["wide"], tmp_path / str(first), init_lora_weights=first)
@@ -540,11 +540,11 @@ def test_settings_without_effect_have_none(
 
 
 def test_every_setting_of_peft_is_obeyed_idle_or_refused() -> None:
-    groups = [OBEYED, WITHOUT_EFFECT, REFUSED.keys()]
+    groups = [APPLIED, IGNORED, NEUTRAL]
     names = [field.name for field in dataclasses.fields(peft.LoraConfig)]
     assert sorted(name for group in groups for name in group) == sorted(names)
     defaults = peft.LoraConfig().to_dict()
-    for name, plain in REFUSED.items():
+    for name, plain in NEUTRAL.items():
         assert defaults[name] is None or defaults[name] in plain, name
 
 
@@ -577,7 +577,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 def test_wrong_settings_are_refused_by_their_names(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert WRONG.keys() >= OBEYED | REFUSED.keys()
+    assert WRONG.keys() >= APPLIED.keys() | NEUTRAL.keys()
     folder = changed(folders["narrow"], tmp_path / "one", target_modules=["v_proj"])
     file = folder / "adapter_config.json"
     sound = json.loads(file.read_text())

@@ -49,6 +49,12 @@ from moe_runtime.training.optimizer import DenseAdamW
 OLMOE = Family("olmoe", "OlmoeForCausalLM", config=SIZES)
 
 
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that no test changes."""
+    return checkpoint_of(MIXTRAL, tmp_path_factory.mktemp("models") / "first")
+
+
 def in_memory(
     preparation: FinetunePreparation, model: PreTrainedModel, named: dict[str, nn.Parameter]
 ) -> list[float]:
@@ -119,8 +125,8 @@ def test_every_parameter_as_in_memory(tmp_path, family, sharded):
     ours.moe.close()  # type: ignore[union-attr]
 
 
-def test_goes_on_under_another_budget(tmp_path):
-    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+def test_goes_on_under_another_budget(tmp_path, mixtral):
+    folder = mixtral
     whole, _ = finetuned(config_of(folder, tmp_path, run={"output": str(tmp_path / "whole")}))
     config = config_of(folder, tmp_path)
     trainer = start(prepare(smallest(config)), resume=False)
@@ -255,12 +261,11 @@ def test_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_a_checkpoint(tmp_path, capsys, monkeypatch, number):
+def test_a_signal_leaves_a_checkpoint(tmp_path, mixtral, capsys, monkeypatch, number):
     """The step in hand is finished, nothing half written stays, and --resume goes on."""
     from moe_runtime.training import loop
 
-    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
-    common = [str(folder), str(write_text(tmp_path)), "--context", "16", "--sequences", "2"]
+    common = [str(mixtral), str(write_text(tmp_path)), "--context", "16", "--sequences", "2"]
     common += ["--steps", "3", "--host-memory", "1GiB", "--json"]
     assert main(["finetune", *common, "-o", str(tmp_path / "whole")]) == 0
     whole = json.loads(capsys.readouterr().out)
@@ -316,11 +321,11 @@ def test_a_signal_leaves_a_checkpoint(tmp_path, capsys, monkeypatch, number):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_input_is_one_line(tmp_path, capsys, change, expected):
-    family = MIXTRAL
+def test_bad_input_is_one_line(tmp_path, mixtral, capsys, change, expected):
+    folder = mixtral
     if change.get("model") == "dense":
         family = Family("qwen3", "Qwen3ForCausalLM", config=SIZES)
-    folder = checkpoint_of(family, tmp_path / "first")
+        folder = checkpoint_of(family, tmp_path / "first")
     text = write_text(tmp_path)
     if change.get("data") == "blank":
         text.write_text(" \n")
@@ -338,9 +343,10 @@ def test_bad_input_is_one_line(tmp_path, capsys, change, expected):
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_code_that_products_keep_is_part_of_the_smallest_budget(tmp_path, monkeypatch, lora):
+def test_code_that_products_keep_is_part_of_the_smallest_budget(
+    tmp_path, mixtral, monkeypatch, lora
+):
     """oneDNN keeps some for each shape of an expert's matrix and each number of rows."""
-    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     least = []
     for code_bytes in (0, 7 * 2**20):
 
@@ -351,6 +357,6 @@ def test_code_that_products_keep_is_part_of_the_smallest_budget(tmp_path, monkey
             return kept
 
         monkeypatch.setattr(memory, "experts_code_bytes", count)
-        config = config_of(folder, tmp_path, lora=lora, run={"precision": "bfloat16"})
+        config = config_of(mixtral, tmp_path, lora=lora, run={"precision": "bfloat16"})
         least.append(int(smallest(config).run.host_memory or 0))
     assert least[1] - least[0] == 7 * 2**20

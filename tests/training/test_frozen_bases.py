@@ -48,7 +48,7 @@ KINDS = (
     *("mixtral-nvfp4", "planes", "qwen3moe-mxfp4.gguf", "olmoe-q4_k.gguf"),
     "qwen2moe-mixed.gguf",
 )
-"""One for each kind of code and scales, and one for each way in which experts lie in files."""
+"""All kinds of codes and scales, and all layouts of experts in files."""
 
 
 def loss_of(model: PreTrainedModel, embedded: Tensor, ids: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_adapters_on_attention_are_those_that_transformers_has_a_module_for(tmp_
 def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
     tmp_path: Path, kind: str
 ) -> None:
-    """The smallest budget, everything resident, and a run that was stopped in between."""
+    """With the smallest budget, everything resident, and an interrupted run."""
     folder, plain = bases(kind, tmp_path)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     results = []
@@ -195,8 +195,7 @@ DORA = {"places": ["attention"], "dora": True, "dropout": 0.25}
 def test_adapters_of_plain_weights_are_those_of_peft(
     tmp_path: Path, family: Family, more: dict[str, Any]
 ) -> None:
-    """Beside the base in PEFT and in ours, merged, and as a beginning: the logits of the model that
-    was trained."""
+    """PEFT, our loading, merging and resuming give the logits of the trained model."""
     folder = checkpoint_of(family, tmp_path / "first")
     lora = {"rank": 3, "scale": 1.5, **more}
     preparation = prepare(config_of(folder, tmp_path, lora=lora, merge=True))
@@ -255,7 +254,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_beginning_is_read_as_peft_reads_it_and_not_needed_again(tmp_path: Path) -> None:
-    """What computes something else is refused; a run goes on without the folder, or begins anew."""
+    """Other computations are refused; a run resumes without the folder."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     lora: dict[str, Any] = {"rank": 3, "scale": 1.5}
     preparation = prepare(config_of(folder, tmp_path, lora=lora))
@@ -314,7 +313,7 @@ def test_what_would_change_frozen_weights_is_refused(
 def test_the_command_says_where_adapters_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts alone have adapters; `--json` and the table name the folder."""
+    """Only experts have adapters; `--json` and the table name the folder."""
     folder, _ = bases("deepseek_v3-int4", tmp_path)
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
     words += ["--context", "16", "--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]

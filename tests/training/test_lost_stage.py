@@ -1,8 +1,8 @@
-"""Which lost layers of a pipeline can be made out of those beside them."""
+"""Lost stages that can be replaced by the stages next to them."""
 
 import pytest
 
-from moe_runtime.training.lost_stage import LostStage
+from moe_runtime.training.sharded import LostStage
 
 NAMES = [f"model.blocks.{layer}.{part}" for layer in range(3) for part in ("a", "b")]
 

@@ -1,4 +1,4 @@
-"""`moe-runtime train` with a budget: the same run, with its experts on the disk."""
+"""`moe-runtime train` with a budget: the same run with its experts on the disk."""
 
 import dataclasses
 import errno
@@ -35,7 +35,7 @@ def records(folder: Path) -> list[dict[str, object]]:
 
 
 def smallest_budget(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The option that a run refused for want of memory names itself."""
+    """The smallest budget, which a refused run names."""
     assert main(["train", str(config), "--set", "run.host_memory=1MiB"]) == 2
     found = re.search(r"\((\d+) bytes\)", capsys.readouterr().err.replace("\n", " "))
     assert found is not None
@@ -155,7 +155,7 @@ SLOW = DiskSpeed(
 
 
 def test_a_run_warns_of_a_slow_disk(tmp_path, capsys, monkeypatch):
-    """With the predicted time, before the first step; not where little moves, nor in memory."""
+    """With the predicted time, before the first step; no warning if little moves."""
     monkeypatch.setattr("moe_runtime.cli.commands.train.measure_disk", lambda *_, **__: SLOW)
     config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 1"))
     small = smallest_budget(config, capsys)
@@ -187,8 +187,8 @@ def test_a_dry_run_warns_of_a_slow_disk(tmp_path, capsys, monkeypatch):
 
 
 def test_a_dry_run_says_what_will_move(tmp_path, capsys):
-    """The plan's bytes are an upper bound that a step with tokens for all experts comes near."""
-    config = write_run(tmp_path)
+    """The plan's bytes are an upper bound, nearly reached if all experts get tokens."""
+    config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 3"))
     small = smallest_budget(config, capsys)
     assert main(["train", str(config), *small, "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)["offload"]
@@ -198,43 +198,26 @@ def test_a_dry_run_says_what_will_move(tmp_path, capsys):
     assert main(["train", str(config), *small, "--json"]) == 0
     moved = json.loads(capsys.readouterr().out)["offload"]
     # the first versions, and evaluation, move something too
-    assert moved["written_bytes"] <= 8 * plan["written_bytes_per_step"] + plan["disk_bytes"]
-    assert moved["written_bytes"] >= 7 * plan["written_bytes_per_step"]
+    assert moved["written_bytes"] <= 3 * plan["written_bytes_per_step"] + plan["disk_bytes"]
+    assert moved["written_bytes"] >= 2 * plan["written_bytes_per_step"]
 
 
 SHORT = CONFIG.replace("steps = 8", "steps = 5").replace("evaluate_every = 4", "")
 SHORT = SHORT.replace("[optimizer]", "[optimizer]\nclip_norm = 0.0")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-    """Records of five steps in memory; the budget changes no number that is compared."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert main(["train", str(write_run(folder, config=SHORT))]) == 0
-    return records(folder)
-
-
-@pytest.mark.parametrize(
-    ("call", "code", "message"),
-    [
-        ("pwritev", errno.ENOSPC, "no room on the disk"),
-        ("pwritev", errno.EIO, "cannot write"),
-        ("preadv", errno.EIO, "cannot read"),
-    ],
-)
-def test_a_disk_that_fails_ends_the_run_with_one_line(
-    tmp_path, capsys, monkeypatch, undisturbed, call, code, message
-):
-    """In the fifth step; the checkpoint of the third is intact, and --resume goes on from it."""
-    parts = write_run(tmp_path, config=SHORT)
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path, capsys, monkeypatch):
+    """In the fifth step; the checkpoint of the third is intact, and --resume continues from it."""
+    whole, parts = (write_run(tmp_path / name, config=SHORT) for name in ("whole", "parts"))
+    assert main(["train", str(whole)]) == 0
     small = smallest_budget(parts, capsys)
-    taken, plain = loop.Trainer._take_step, getattr(os, call)
+    taken, plain = loop.Trainer._take_step, os.pwritev
 
     def fails(*place: object) -> int:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def step(trainer: loop.Trainer) -> loop.StepRecord:
-        monkeypatch.setattr(os, call, fails if trainer.step == 4 else plain)
+        monkeypatch.setattr(os, "pwritev", fails if trainer.step == 4 else plain)
         return taken(trainer)
 
     monkeypatch.setattr(loop.Trainer, "_take_step", step)
@@ -242,9 +225,9 @@ def test_a_disk_that_fails_ends_the_run_with_one_line(
     assert main(["train", str(parts), *small]) == 2
     monkeypatch.undo()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert message in line
+    assert "no room on the disk" in line
     assert main(["train", str(parts), *small, "--resume"]) == 0
-    assert records(tmp_path) == undisturbed
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +252,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, settings, message):
 
 def test_compressed_states_of_a_run(tmp_path, capsys):
     """The plan has fewer bytes, the run says so and trains; an unknown format names the nearest."""
-    config = write_run(tmp_path)
+    config = write_run(tmp_path, config=CONFIG.replace("steps = 8", "steps = 2"))
     small = [*smallest_budget(config, capsys), "--json"]
     plans = []
     for moments in ("full", "fp8"):

@@ -1,4 +1,4 @@
-"""What runs leave behind: nothing half written, and old traces until there are new ones."""
+"""Outputs of runs: no partial files, and old traces until new ones are complete."""
 
 import contextlib
 import os
@@ -134,17 +134,8 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
     model, output = checkpoint_of(MIXTRAL, tmp_path / "model"), tmp_path / "out"
     words = ["finetune", str(model), str(write_text(tmp_path)), "-o", str(output), "--steps", "1"]
-    words += [
-        "--context",
-        "16",
-        "--sequences",
-        "2",
-        "--host-memory",
-        "1GiB",
-        "--lora",
-        "2",
-        "--merge",
-    ]
+    words += ["--context", "16", "--sequences", "2", "--host-memory", "1GiB"]
+    words += ["--lora", "2", "--merge"]
     assert main(words) == 0
     checkpoint, exported = output / "checkpoints" / "step-00000001.pt", output / "model"
     sizes = [path.stat().st_size for path in (checkpoint, *exported.glob("*.safetensors"))]
@@ -171,7 +162,7 @@ def test_a_file_that_gets_too_large_is_one_line_with_its_name(tmp_path, capsys):
 
 
 def test_a_save_that_fails_is_noticed_before_the_next(tmp_path, capsys, monkeypatch):
-    """And what says how far the run came stays."""
+    """Records of the steps so far stay."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -224,14 +215,11 @@ def test_who_lacks_the_text_of_a_run_learns_how_it_is_made(tmp_path, capsys):
     assert "moe_runtime.models.pocket.texts --output models/pocket/texts" in head
 
 
-def test_a_trace_in_the_run_s_own_folder_may_come_before_the_folder(tmp_path):
-    check_outputs(tmp_path / "out", tmp_path / "out" / "trace.npz")
-
-
 def test_a_run_s_places_are_known_before_its_work(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to("loop")
     out = tmp_path / "out"
+    check_outputs(out, out / "trace.npz")  # the run makes the folder first
     for output, trace, reason in (
         (out, out / "missing" / "x.npz", "there is no folder"),
         (out, out, "is the run's folder"),

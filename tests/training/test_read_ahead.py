@@ -1,4 +1,4 @@
-"""Frozen experts that a CPU trains adapters on: what is read ahead is what is used next."""
+"""Adapters of frozen experts on the CPU: experts are read ahead in the order of their use."""
 
 import dataclasses
 from collections import Counter
@@ -17,7 +17,7 @@ from moe_runtime.training.offload.memory import FrozenMemory
 
 @pytest.mark.parametrize(("num_experts", "num_slots"), [(16, 12), (32, 40)])
 def test_no_expert_is_read_more_often_than_it_is_used(tmp_path, num_experts, num_slots):
-    """But for one read that is under way at the end."""
+    """Except for one read in flight at the end."""
     sizes = SIZES | {"num_hidden_layers": 2, "num_local_experts": num_experts}
     save(tiny_model(dataclasses.replace(MIXTRAL, config=sizes)), tmp_path / "base", sharded=False)
     tiny_tokenizer().save_pretrained(tmp_path / "base")

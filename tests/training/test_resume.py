@@ -1,4 +1,4 @@
-"""Runs that stop and go on: killed, interrupted, extended."""
+"""Killed, interrupted and extended runs."""
 
 import math
 import os
@@ -48,7 +48,7 @@ def train_until(path: Path, step: int, *, resume: bool) -> None:
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """Killed between checkpoints: the steps after the last one are taken again, the same."""
+    """After a kill between checkpoints, the last steps are repeated with the same result."""
     killed = write_run(tmp_path / "killed", config=NOISY)
     process = start_process(killed, *(word for key in ENDLESS for word in ("--set", key)))
     wait_for_step(tmp_path / "killed" / "out", 7, process)

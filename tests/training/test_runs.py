@@ -1,4 +1,4 @@
-"""Whole runs through the command line: what they leave behind, and what they refuse."""
+"""Whole runs through the command line: outputs and refusals."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from training_runs import CONFIG, error_of, train, training_records, write_run
 
 from moe_runtime.cli.main import main
 from moe_runtime.training.metrics import METRICS_FILE
-from moe_runtime.training.optimizer import Optimizer
 
 
 def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):
@@ -72,7 +71,7 @@ def test_a_model_that_no_architecture_expresses_says_where_it_is(tmp_path, capsy
 
 
 def test_one_process_chooses_no_exchange(tmp_path):
-    """So it goes on with what several began."""
+    """One process can resume a run that several began with auto."""
     auto = ("overlap", "transport", "experts")
     for name, words in (("own", ()), ("auto", [f"parallel.{key}=auto" for key in auto])):
         (folder := tmp_path / name).mkdir()
@@ -111,14 +110,15 @@ def test_accumulation_takes_the_same_steps(tmp_path):
     curves = []
     for number in (1, 8):
         path = write_run(tmp_path / str(number), config=plain)
-        assert train(path, "--set", f"data.micro_batches={number}") == 0
+        words = ("--set", f"data.micro_batches={number}", "--set", "run.steps=4")
+        assert train(path, *words) == 0
         records = training_records(tmp_path / str(number) / "out")
         curves.append([record["loss"] for record in records if "loss" in record])
     assert curves[0] == pytest.approx(curves[1], abs=1e-4)
 
 
 def test_a_caller_s_autocast_changes_nothing(tmp_path):
-    """Nor does one that an interrupt left entered: it would keep weights from before an update."""
+    """An outer autocast would otherwise cache weights from before an update."""
     alone = {name: losses_of(tmp_path / name, name) for name in ("float32", "bfloat16")}
     for precision, is_on in (("float32", True), ("bfloat16", False), ("bfloat16", True)):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
@@ -131,7 +131,8 @@ def test_a_caller_s_autocast_changes_nothing(tmp_path):
 
 def losses_of(folder: Path, precision: str) -> list[float]:
     """Of every step of a run."""
-    assert train(write_run(folder), "--set", f"run.precision={precision}") == 0
+    words = ("--set", f"run.precision={precision}", "--set", "run.steps=3")
+    assert train(write_run(folder), *words) == 0
     return [record["loss"] for record in training_records(folder / "out") if "loss" in record]
 
 
@@ -185,7 +186,6 @@ def test_a_run_starts_from_exported_weights(tmp_path, capsys):
     ("words", "message"),
     [
         (["no-such.toml"], "no-such.toml: No such file"),
-        (["CONFIG", "--set", "run.stebs=2"], "did you mean 'steps'"),
         (
             ["CONFIG", "--set", "data.sources.rules.files=['nothing-*']"],
             "nothing-*'; make the text first",
@@ -259,20 +259,6 @@ def test_a_run_that_diverges_ends_with_a_reason(tmp_path, capsys):
     line = error_of(capsys, path, "--set", "optimizer.peak_rate=1e30", "--set", "run.steps=30")
     assert "10 steps in a row were not finite" in line
     assert "lower optimizer.peak_rate" in line
-
-
-def test_a_short_run_without_a_single_step_is_no_success(tmp_path, capsys, monkeypatch):
-    path = write_run(tmp_path)
-    step = Optimizer.step
-
-    def overflow(self: Optimizer, rate: float) -> Any:
-        next(iter(self._named.values())).grad.fill_(torch.inf)
-        return step(self, rate)
-
-    monkeypatch.setattr(Optimizer, "step", overflow)
-    line = error_of(capsys, path, "--set", "run.steps=3")
-    assert "3 steps in a row were not finite" in line
-    assert not (tmp_path / "out" / "model").exists()
 
 
 DENSE = re.sub(r"\[model.moe\].*?\n\n", "", CONFIG, flags=re.S).replace(

@@ -1,4 +1,4 @@
-"""`train` and `finetune` on a device: the losses of the CPU, files that load there, refusals."""
+"""`train` and `finetune` on a device: the CPU's losses, portable files, refusals."""
 
 import inspect
 import threading
@@ -50,7 +50,7 @@ def test_all_parameters_of_a_checkpoint(tmp_path, name):
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("host_memory", [None, "1GiB"], ids=["in-memory", "offloaded"])
 def test_a_run_of_train(tmp_path, name, host_memory):
-    """Steps, held-out text, a checkpoint that is gone on from, and an exported model."""
+    """Steps, held-out text, a resumed checkpoint, and an exported model."""
     found: dict[str, list[float]] = {}
     file = write_run(tmp_path)
     for kind in ("cpu", name):
@@ -87,7 +87,7 @@ def test_what_computes_on_the_cpu_alone_is_refused_on_a_device(tmp_path):
 
 
 def test_command_and_configuration_compute_on_the_cpu_unless_told(tmp_path, monkeypatch):
-    """Where there is a GPU too; "auto" takes it, but for forward passes alone."""
+    """On machines with a GPU too; "auto" takes it, except for --zeroth-order."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     by_command = inspect.signature(finetune).parameters["device"].default
@@ -100,7 +100,7 @@ def test_command_and_configuration_compute_on_the_cpu_unless_told(tmp_path, monk
 
 
 def test_a_checkpoint_takes_one_copy_of_what_is_dense_and_the_budget_has_it(tmp_path):
-    """Written while the next step computes: what it holds is what there was when it was taken."""
+    """It is written during the next step, with the values of the step before."""
     settings = moe_runtime.AdamW()
     with computing_on(NAME) as place:
         model = stack(impl="torch", num_layers=2, num_experts=4).to(place)

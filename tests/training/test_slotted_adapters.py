@@ -205,7 +205,7 @@ def test_the_link_has_the_next_pass_to_copy_when_one_has_ended(tmp_path):
 
 @pytest.mark.skipif(IS_GPU, reason="copies of an emulated device fail here")
 def test_what_ends_a_step_leaves_no_gradient(tmp_path):
-    """An interrupt between products, and copies that fail, at once or while they run."""
+    """An interrupt between products, and copies that fail at once or later."""
     checkpoint(tmp_path / "first", "mixtral", num_layers=1, is_half=False)
     preparation = prepared(
         tmp_path / "first", tmp_path / "run", share=0.4, precision="float32", places=["experts"],

@@ -78,7 +78,7 @@ class Stored:
         self.right = self.content(read(folder))
 
     def content(self, value: Any) -> Any:
-        """The same values, as lists, so that they can be compared."""
+        """The same values as lists, for comparison."""
         if isinstance(value, Mapping):
             return {name: self.content(part) for name, part in value.items()}
         if isinstance(value, list | tuple):
@@ -113,7 +113,7 @@ def preparation_of(folder: Path, settings: tuple[str, ...]) -> Preparation:
 
 
 def resumed(folder: Path, settings: tuple[str, ...] = STEPS) -> dict[str, Any]:
-    """Everything that the steps to come depend on."""
+    """Everything that further steps depend on."""
     preparation = preparation_of(folder, settings)
     trainer = start(preparation, resume=True)
     optimizer: Any = trainer.optimizer
@@ -149,7 +149,7 @@ def run_of(folder: Path, settings: tuple[str, ...], seed: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs with their experts in memory and off it, each with another run of another seed."""
+    """Runs with experts in memory and off it, and for each a run with another seed."""
     found = {}
     for name, settings in (("memory", STEPS), ("offloaded", OFFLOADED)):
         one, other = (
@@ -164,7 +164,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def sharded_of(folder: Path, seed: int) -> Path:
-    """The folder that several processes write, written by one."""
+    """The folder of several processes, written by one."""
     preparation = preparation_of(run_of(folder, STEPS, seed), STEPS)
     trainer = start(preparation, resume=True)
     optimizer: Any = trainer.optimizer
@@ -176,8 +176,8 @@ def sharded_of(folder: Path, seed: int) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         shards.save(folder / "files", progress, keep=1)
-        shards.wait()
-    shards.close()
+        shards.saves.wait()
+    shards.saves.close()
     trainer.close()
     shutil.copy(folder / "train.toml", folder / "files")
     return folder / "files"
@@ -276,7 +276,7 @@ def test_a_tensor_that_is_marked_as_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def damaged(content: bytes, other: bytes, chance: random.Random) -> Iterator[tuple[str, bytes]]:
-    """What may become of a file."""
+    """Damages of a file."""
     # anywhere, and near the end, where an archive has its directory
     for most in (len(content), min(300, len(content))):
         flipped = bytearray(content)
@@ -351,11 +351,11 @@ def test_each_file_that_is_kept(kind: str, tmp_path: Path) -> None:
 
 
 WRONG = (-1, -0.5, float("nan"), None, True, "x", [], {}, (1, "x"), {"x": 1}, torch.ones(3))
-"""Values that stand in the place of each value of a checkpoint in turn."""
+"""Wrong values for each place in a checkpoint, in turn."""
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values lie in a checkpoint; of many of a kind the first one alone."""
+    """Places of values in a checkpoint; of many similar ones only the first."""
     yield path
     if isinstance(value, dict):
         kinds = {re.sub(r"\d+", "", str(name)) for name in value}
@@ -402,6 +402,8 @@ def test_each_value_of_a_checkpoint(name: str, runs: Runs, tmp_path: Path) -> No
     # names that a run does not write
     tables = sorted({place[:-1] for place in places if isinstance(place[-1], str)}, key=str)
     cases += [((*table, "unknown"), 1) for table in tables]
+    if name == "offloaded":  # the other values are those of a run in memory
+        cases = [case for case in cases if case[0][:1] == ("optimizer",)]
     refused = 0
     for place, value in cases:
         changed = put(content, place, value)

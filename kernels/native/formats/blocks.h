@@ -1,9 +1,8 @@
-/* Blocks that hold their scales: 32 codes at a time and the numbers of their groups, values, and products that decode them in
- * registers. kernels/quantized/block_reference.py defines them.
+/* Blocks with scales of their own: their codes and numbers, 32 codes at a time, their values, and products that decode them
+ * in registers. kernels/quantized/block_reference.py defines them.
  *
- * A value is code * scale - minimum. Every product of a code and a scale is exact in fp32 (11 bits of an fp16 number, at most
- * 7 of a second scale and 8 of a code less than its largest), so a value is rounded once, by the subtraction of a minimum,
- * whether or not that is fused. */
+ * A value is code * scale - minimum. The product is exact in fp32 (11 bits of fp16, at most 7 of a second scale, and a code
+ * of fewer than 8), so a value is rounded once, by the subtraction, whether or not that is fused. */
 #pragma once
 
 #include "formats/values.h"
@@ -14,7 +13,7 @@ typedef uint8_t Codes __attribute__((vector_size(32)));
 typedef uint16_t CodePairs __attribute__((vector_size(32)));
 typedef uint32_t FourWords __attribute__((vector_size(16)));
 
-/* Of the groups of a block: 32 codes, or 16. */
+/* The numbers of a block's groups, of 32 codes or of 16. */
 typedef struct {
     float scales[16], minima[16];
 } GroupNumbers;
@@ -28,7 +27,7 @@ INLINE Bytes load_bytes(const uint8_t *src) {
     return bytes;
 }
 
-/* The bits of `mask` of every byte, from place `shift` on; and of codes that stay bytes, the other way. */
+/* The bits of `mask` of every byte, shifted to the right; and codes that stay bytes, shifted to the left. */
 INLINE Bytes field(Bytes bytes, int shift, uint8_t mask) { return (Bytes)((Pairs)bytes >> shift) & mask; }
 
 INLINE Bytes raised_bytes(Bytes bytes, int shift) { return (Bytes)((Pairs)bytes << shift); }
@@ -50,7 +49,7 @@ INLINE float half_at(const uint8_t *src) {
 #endif
 }
 
-/* Half of the scale, as the table's values are doubled: subnormal for the two least exponents. */
+/* Half of the scale, as the table has doubled values; the two smallest are subnormal. */
 INLINE float half_of_e8m0(uint8_t code) { return from_bits(code < 2 ? 1u << (21 + code) : (uint32_t)(code - 1) << 23); }
 
 INLINE Bytes looked_up(const int8_t table[16], Bytes codes) {
@@ -71,7 +70,7 @@ INLINE Bytes fifth_bits(const uint8_t *src) {
     return (Bytes)((load_bytes((const uint8_t *)twice) & bit) == bit) & 16;
 }
 
-/* Codes of a group of 32, or of one half of it: `src` is the block, `half` adds 16 bytes to where those of blocks of 256 lie. */
+/* The codes of a group of 32, or of half of it: `src` is the block, and `half` adds 16 bytes in blocks of 256. */
 #define DEFINE_CODES(NAME, VECTOR, LOAD, FIELD, RAISED, NIBBLES, FIFTH)                                                          \
     INLINE VECTOR NAME(int code, const uint8_t *src, int group, int half) {                                                     \
         const uint8_t *at = src + 16 * half;                                                                                    \
@@ -114,7 +113,7 @@ INLINE Codes fifth_codes(const uint8_t *src) {
 DEFINE_CODES(codes_of, Codes, codes_at, code_field, raised, ALL_NIBBLES, fifth_codes)
 #endif
 
-/* What half the codes of a group stand for before the scale. */
+/* What half a group's codes stand for, before the scale. */
 INLINE Bytes half_numbers(int code, const uint8_t *src, int group, int half) {
     const Bytes codes = half_codes(code, src, group, half);
     if (code == CODE_MXFP4_BLOCK) return looked_up(DOUBLED_E2M1, codes);
@@ -122,7 +121,7 @@ INLINE Bytes half_numbers(int code, const uint8_t *src, int group, int half) {
     return codes - (uint8_t)(code == CODE_Q4_0 ? 8 : TRAITS(code).zero);
 }
 
-/* Signed bytes by what all of a block share. */
+/* Signed bytes times the block's shared scale. */
 INLINE void by_shared(Bytes factors, float shared, float out[16]) {
 #if defined(__AVX512F__)
     const __m512 wide = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)factors));
@@ -139,8 +138,8 @@ INLINE void by_shared(Bytes factors, float shared, float out[16]) {
 #endif
 }
 
-/* Factors of six bits, those of eight groups for scales and then for minima. Those of the first four lie in the bytes of the
- * first word and of the second; of the last four the low bits in the third word and the high ones above those of the first. */
+/* 6-bit factors of eight groups: for scales, then for minima. The first four lie in the bytes of the first and second word;
+ * of the last four the low bits in the third word and the high bits above the first four. */
 INLINE Bytes six_bit_factors(const uint8_t *src) {
     const FourWords words = (FourWords)load_bytes(src);
     const FourWords low = {words[0], words[2], words[1], words[2]}, high = {0, words[0], 0, words[1]};
@@ -223,7 +222,7 @@ INLINE void row_of_blocks(int code, const uint8_t *src, int64_t k, float *out) {
     }
 }
 
-/* The values of a row of k codes in whole blocks: a loop of its own for every kind. */
+/* The values of a row of whole blocks, in a loop of its own for every format. */
 static void block_values(int64_t kind, const uint8_t *src, int64_t k, float *out) {
 #define ROW_OF(code) \
     case code: row_of_blocks(code, src, k, out); break;
@@ -239,14 +238,14 @@ static void block_values(int64_t kind, const uint8_t *src, int64_t k, float *out
 /* ---- products ---- */
 
 #if HAS_QUANT_LANES
-/* Numbers are read again for every group: out of registers each would be a shuffle. */
+/* Numbers are read again for every group: kept in registers each would take a shuffle. */
 #define IN_MEMORY(numbers) __asm__("" : "+m"(numbers))
-/* Values of x serve several rows: compilers load them again for each. */
+/* Values of x serve several rows; compilers would load them again for each. */
 #define IN_REGISTER(vector) __asm__("" : "+v"(vector))
 
 #if LANES == 8
-/* 32 codes, a byte each, become four vectors: vector 2 h + i has codes 8 h + i, 8 h + i + 2, + 4 and + 6 of the first 16 in its
- * lower lanes and of the last 16 in its upper lanes, as unpacking leaves them. Rows of x are packed in that order. */
+/* 32 codes, a byte each, become four vectors: vector 2 h + i has codes 8 h + i, 8 h + i + 2, + 4 and + 6 of the first 16 in
+ * its lower lanes and of the last 16 in its upper lanes, as unpacking leaves them. Rows of x are packed in that order. */
 
 /* Of upper halves of fp32 that lie side by side. */
 INLINE __m256 even_halves(__m256i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(halves, 16)); }
@@ -274,7 +273,7 @@ INLINE void group_values(int code, const CodeTable *table, const uint8_t *src, i
             out[2 * half + 1] = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 24));
         }
     } else {
-        /* 128 and more: its bf16 has the seven bits of an integer below it */
+        /* 128 + code: a bf16 number of this size has seven bits for an integer */
         const __m256i low = TRAITS(code).has_table ? _mm256_shuffle_epi8(table->low, codes) : codes;
         const __m256i high = TRAITS(code).has_table ? _mm256_shuffle_epi8(table->high, codes) : _mm256_set1_epi8(0x43);
         UNROLL for (int half = 0; half < 2; half++) {
@@ -303,7 +302,7 @@ static void prepare_table(int64_t code, CodeTable *table) {
     table->high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high));
 }
 
-/* In the order in which codes become vectors. */
+/* In the order of the decoded vectors. */
 static void pack_blocks(const char *src, int dtype, int64_t count, float *panel, int64_t first_k, int row, int panel_rows) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t element = first_k + i, within = element % 32;
@@ -312,8 +311,8 @@ static void pack_blocks(const char *src, int dtype, int64_t count, float *panel,
     }
 }
 #else
-/* Codes of four bits choose from the sixteen values that they have under a scale and a minimum; others are widened. Both are
- * in their order, and so are rows of x. */
+/* 4-bit codes choose among the sixteen values that they have under their scale and minimum; others are widened. Everything
+ * keeps its order, rows of x too. */
 typedef Vec CodeTable; /* values of 4-bit codes before the scale */
 
 static void prepare_table(int64_t code, CodeTable *table) {
@@ -361,10 +360,10 @@ static void pack_blocks(const char *src, int dtype, int64_t count, float *panel,
 }
 #endif
 
-/* Values are rounded once, and sums add up as in a tile of fp32: a row of x has the same bits whether values are multiplied in
- * registers or from memory. */
+/* Values are rounded once and sums add up as in a tile of fp32: a row of x has the same bits whether values are multiplied
+ * in registers or from memory. */
 
-/* `count` weight rows, one or a tile's, by one row of x; or their values to `out`, a row after the other. */
+/* `count` weight rows, one or a tile's, times one row of x; or their values to `out`, one row after the other. */
 INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, const char *weight, int64_t stride, int64_t k, const float *x,
                        float *out) {
     const int codes = TRAITS(code).codes, bytes = TRAITS(code).bytes;
@@ -373,7 +372,7 @@ INLINE void block_rows(int code, int is_dot, int count, const CodeTable *table, 
     UNROLL for (int n = 0; n < TILE_ROWS; n++) acc[0][n] = vec_zero();
     for (int64_t first = 0; first < k; first += codes, weight += bytes) {
         GroupNumbers numbers[TILE_ROWS];
-        /* the same block of later rows; past the last row fetching is harmless */
+        /* the same block of later rows; fetching past the last row is harmless */
         UNROLL for (int n = 0; n < count; n++)
             UNROLL for (int i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(weight + ahead + n * stride + i, 0, 3);
         UNROLL for (int n = 0; n < count; n++) {

@@ -1,31 +1,31 @@
-/* Products of integer codes with rows of x that are rounded to int8, only where the caller asks for it.
+/* Products of integer codes by rows of x rounded to int8, only where the caller asks for it.
  *
- * INT8_GROUP columns of a row of x share a scale, the largest magnitude among them over 127, as in ggml's q8_0. Products of a
- * group are summed as integers, which is exact, and multiplied by both scales in fp32; groups at even places add up to one sum
- * and those at odd places to another. So the result of a row of x does not depend on how many others there are. Codes of 4
- * bits become twice their value for e2m1; half a scale makes up for it.
+ * INT8_GROUP columns of a row of x share a scale, their largest magnitude over 127, as in ggml's q8_0. Products of a group
+ * are summed as integers, which is exact, and multiplied by both scales in fp32; groups at even places and at odd places
+ * have a sum each. So a row's result does not depend on how many others there are. 4-bit codes of e2m1 become twice their
+ * value; half a scale makes up for it.
  *
- * A packed block has 128 codes of x, then four scales, then for each group two 16-bit sums: of the codes in the first and in
- * the second halves of all its fours. Codes of KIND_QUANT_INT4 lie 64 at a time, those of even columns first, as the nibbles
- * of bytes come apart. */
+ * A packed block has 128 codes of x, then four scales, then two 16-bit sums for each group: of the codes in the first and in
+ * the second halves of all its fours. KIND_QUANT_INT4 has 64 codes at a time, those of even columns first, as nibbles come
+ * out of bytes. */
 #pragma once
 
 #include "formats/values.h"
 
 enum { INT8_STEP = 64, INT8_SCALES_AT = QUANT_BLOCK, INT8_SUMS_AT = QUANT_BLOCK + 4 * QUANT_BLOCK / INT8_GROUP };
 
-/* Weight rows that are multiplied together. */
+/* Weight rows multiplied together. */
 enum { INT8_ROWS = 16 };
 
 #define LARGEST_F32 0x1.fffffep127f
 
-/* What the values of a group are multiplied by, and what their codes are then. Less than 2^-100 is nothing: its reciprocal
- * could be infinite. */
+/* A group's values times int8_inverse are codes; codes times int8_scale are values. Less than 2^-100 counts as 0: its
+ * reciprocal could be infinite. */
 INLINE float int8_inverse(int is_finite, float largest) { return is_finite && largest >= 0x1p-100f ? 127.0f / largest : 0.0f; }
 INLINE float int8_scale(int is_finite, float largest) { return !is_finite ? NAN : largest >= 0x1p-100f ? largest / 127.0f : 0.0f; }
 
-/* What codes stand for: 4 bits by a table, 8 bits with the highest bit turned where they are unsigned. Of 4 bits the table
- * is of unsigned numbers, from which `zero` is subtracted unless each group has a zero point of its own. */
+/* What codes stand for: 4 bits by a table; 8 bits as signed, the highest bit of unsigned ones flipped. The table has
+ * unsigned numbers; `zero` is subtracted unless each group has a zero point. */
 typedef struct {
     uint8_t table[16];
     uint8_t flip;
@@ -42,7 +42,7 @@ static Int8Codes int8_codes(const Quantized *format) {
     return codes;
 }
 
-/* Some weight rows: their codes, and scales and zero points of every INT8_GROUP columns, `groups` apart. */
+/* Some weight rows: codes, and for every INT8_GROUP columns scales and zero points, `groups` of them a row. */
 typedef struct {
     const char *codes[INT8_ROWS], *ahead[INT8_ROWS];
     const float *scales;
@@ -50,7 +50,7 @@ typedef struct {
     int64_t groups;
 } Int8Rows;
 
-/* The codes of a block, whole also at the end of a row, after which nothing may be read. */
+/* The codes of a block, padded at the end of a row, after which nothing may be read. */
 INLINE const char *int8_block_codes(int kind, const char *row, int64_t element, int64_t k, char padded[QUANT_BLOCK]) {
     const int block_bytes = kind == KIND_QUANT_INT4 ? QUANT_BLOCK / 2 : QUANT_BLOCK;
     const char *codes = row + element / QUANT_BLOCK * block_bytes;
@@ -60,17 +60,17 @@ INLINE const char *int8_block_codes(int kind, const char *row, int64_t element, 
     return padded;
 }
 
-/* Where the group at a place within a block lies: its even columns, or its first half, and how far from there the others. */
+/* Where a group of a block lies: its even columns or its first half, and the distance to the others. */
 INLINE int int8_group_at(int kind, int group) { return kind == KIND_QUANT_INT8 ? group * INT8_GROUP : group / 2 * INT8_STEP + group % 2 * 16; }
 INLINE int int8_halves_apart(int kind) { return kind == KIND_QUANT_INT8 ? 16 : 32; }
 
 #if HAS_QUANT_LANES
 /* ---- eight weight rows in the lanes of a vector ----
  *
- * Codes of eight rows are decoded into a tile, fours of columns by rows, which then serves all rows of x: a four of x in
- * every lane, multiplied by the fours of eight rows, gives the sums of eight rows. Unsigned codes of 4 bits are multiplied as
- * they are; the 16-bit sums begin at their zero point, 16 at most, times the sums of x, modulo 2^16, in which the whole sum of
- * a group fits. Codes of 8 bits are multiplied as magnitudes by factors that take over their signs. */
+ * The codes of eight rows are decoded to a tile, fours of columns by rows, that serves all rows of x: four values of x in
+ * every lane, times the fours of eight rows, give the sums of eight rows. 4-bit codes are multiplied as unsigned numbers;
+ * their 16-bit sums begin at minus the zero point, 16 at most, times the sum of x, modulo 2^16, which is enough for the
+ * whole sum of a group. 8-bit codes are multiplied as magnitudes, by values of x that take over their signs. */
 enum { INT8_PART = 512, INT8_FOURS = INT8_GROUP / 4, INT8_PANELS = 32 };
 enum { INT8_GROUPS = INT8_PART / INT8_GROUP, INT8_EIGHTS = INT8_ROWS / 8 };
 
@@ -80,8 +80,7 @@ typedef struct {
     __m256i minus_zeros; /* twice in every lane, as 16 bits */
 } Int8Group;
 
-/* Sixteen bytes of eight rows, rows 0 to 3 in the lower and 4 to 7 in the upper halves of four vectors, to a vector for each
- * four of the bytes, rows in its lanes. */
+/* Sixteen bytes of eight rows, transposed: a vector for each four of the bytes, with the rows in its lanes. */
 INLINE void fours_of_eight_rows(const char *const rows[8], int64_t offset, __m256i fours[4]) {
     __m256i v[4], pairs[4];
     UNROLL for (int n = 0; n < 4; n++) {
@@ -102,7 +101,7 @@ INLINE void fours_of_eight_rows(const char *const rows[8], int64_t offset, __m25
 
 INLINE __m256 magnitudes(__m256 values) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values); }
 
-/* 32 values as int8, and the sums of what they become. */
+/* Rounds 32 values to int8 and stores them with their scale and sums. */
 INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *block, int group) {
     const __m256i natural = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,
@@ -139,7 +138,7 @@ INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *blo
 
 /* ---- weights ---- */
 
-/* Scales and zero points of eight rows, of a multiple of four groups. */
+/* Scales and zero points of eight rows, for a multiple of four groups. */
 INLINE void decode_groups(const Int8Codes *how, const Int8Rows *rows, int first_row, int64_t first_group, int64_t count, Int8Group *out) {
     const char *scales[8], *zeros[8];
     UNROLL for (int n = 0; n < 8; n++) {
@@ -182,7 +181,7 @@ INLINE void decode_codes(int kind, const Int8Codes *how, const char *const codes
 
 /* ---- products ---- */
 
-/* Keeps the compiler from computing more at a time than there are registers for. */
+/* Keeps the compiler from computing more at a time than fits in registers. */
 #define IN_ORDER(vector) __asm__("" : "+x"(vector))
 
 INLINE __m256i four_of_x(const char *x) {
@@ -248,7 +247,7 @@ static void part_by_rows(int kind, int panel_rows, const Int8Group weights[][INT
     switch (panel_rows) { FOR_PANEL_ROWS(INT8_CASE, kind) }
 }
 
-/* The last codes of rows, after which nothing may be read, as whole blocks. */
+/* The last codes of rows, as whole blocks: nothing after them may be read. */
 static __attribute__((noinline)) void end_of_rows(const char **codes, int num_rows, size_t num_bytes, char *padded, size_t block_bytes) {
     memset(padded, 0, (size_t)num_rows * block_bytes);
     for (int n = 0; n < num_rows; n++) codes[n] = memcpy(padded + (size_t)n * block_bytes, codes[n], num_bytes);
@@ -300,13 +299,13 @@ static void int8_panels(int kind, const Int8Codes *how, const Int8Rows *rows, in
     }
 }
 
-/* ---- one row of x by weight rows of 4-bit codes, four at a time ----
+/* ---- one row of x by 4-bit weight rows, four at a time ----
  *
- * A tile would not be used twice: the codes of a row are multiplied as they lie, and sums over lanes put four rows side by
- * side, those of groups at even places in the lower half. The bits are those of the tile. */
+ * A tile would be used only once: the codes of a row are multiplied as they lie, and sums over lanes put four rows side by
+ * side, groups at even places in the lower half. The bits are those of the tile. */
 enum { QUAD = 4 };
 
-/* Four numbers of 32 bits of four rows each, to a vector for each place. */
+/* Four 32-bit numbers of each of four rows, transposed. */
 INLINE void transpose_quad(const char *rows, int64_t row_bytes, __m128i out[QUAD]) {
     __m128i v[QUAD], pairs[QUAD];
     UNROLL for (int n = 0; n < QUAD; n++) v[n] = _mm_loadu_si128((const __m128i *)(rows + n * row_bytes));
@@ -320,14 +319,14 @@ INLINE void transpose_quad(const char *rows, int64_t row_bytes, __m128i out[QUAD
     }
 }
 
-/* A number of each of two groups, in the half of a vector that is the group's. */
+/* One number for each of two groups, each in its half of the vector. */
 INLINE __m256i by_halves(const char *groups) {
     int32_t two[2];
     memcpy(two, groups, sizeof two);
     return _mm256_inserti128_si256(_mm256_set1_epi32(two[0]), _mm_set1_epi32(two[1]), 1);
 }
 
-/* Sums of 64 columns, two groups, of four rows; without the zero points. */
+/* Sums of 64 columns, two groups, of four rows; zero points are not subtracted yet. */
 INLINE __m256i quad_sums(__m256i table, const char *const codes[QUAD], const char *x) {
     const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     const __m256i even = _mm256_loadu_si256((const __m256i *)x), odd = _mm256_loadu_si256((const __m256i *)x + 1);
@@ -393,7 +392,7 @@ static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int 
                     first + INT8_PANELS < panels ? first + INT8_PANELS : panels, out, ldo);
 }
 #else
-/* 32 values as int8, and the sums of what they become. */
+/* Rounds 32 values to int8 and stores them with their scale and sums. */
 INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *block, int group) {
     float largest = 0;
     int16_t sums[2] = {0};
@@ -414,7 +413,7 @@ INLINE void store_int8_group(int kind, const float values[INT8_GROUP], char *blo
     memcpy(block + INT8_SUMS_AT + 4 * group, sums, sizeof sums);
 }
 
-/* Weight rows by those of a panel, one after another. */
+/* Weight rows by the rows of panels, one after another. */
 static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int num_weight_rows, int64_t k, const char *packed,
                       int64_t num_rows, float *out, int64_t ldo) {
     const int64_t panels = num_panels(num_rows, PANEL_ROWS), row_bytes = packed_row_bytes(kind, k, K_STEP);
@@ -455,7 +454,7 @@ static void int8_rows(int kind, const Int8Codes *how, const Int8Rows *rows, int 
 }
 #endif
 
-/* A group of a row, of which `filled` values are there; whole ones in a loop of vectors. */
+/* A group of a row, of which `filled` values exist; a whole group in a loop of vectors. */
 INLINE void load_group(const char *src, int dtype, int64_t first, int64_t filled, float values[INT8_GROUP]) {
 #define LOAD_GROUP(type) for (int i = 0; i < INT8_GROUP; i++) values[i] = load_as(type, src, first + i)
     if (filled >= INT8_GROUP) {
@@ -479,7 +478,7 @@ static void pack_int8(int kind, const char *src, int dtype, int64_t count, char 
     }
 }
 
-/* Numbers of 32 bits, each `times` times, up to so many. */
+/* Writes `count` 32-bit numbers, each source number `times` times. */
 static void spread_groups(const void *groups, int64_t count, int64_t times, void *out) {
     const char *src = groups;
     char *to = out;
@@ -497,7 +496,7 @@ static void multiply_int8(int kind, Matrix weight, int64_t num_weight_rows, int6
     const Int8Codes how = int8_codes(weight.quantized);
     const int64_t padded_groups = parts_of(k, QUANT_BLOCK) * (QUANT_BLOCK / INT8_GROUP);
     const int64_t num_groups = parts_of(k, INT8_GROUP);
-    /* a scale serves some INT8_GROUP columns, or all */
+    /* a scale serves several INT8_GROUP columns, or all */
     const int64_t times = weight.quantized->group_cols ? weight.quantized->group_cols / INT8_GROUP : num_groups + 1;
     float scales[INT8_ROWS * padded_groups];
     int32_t zeros[how.has_zeros ? INT8_ROWS * padded_groups : 1];

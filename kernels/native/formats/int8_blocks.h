@@ -1,12 +1,12 @@
-/* Products of blocks that hold their scales with rows of x rounded to int8.
+/* Products of blocks with scales of their own by rows of x rounded to int8.
  *
- * A weight is code * scale - minimum. Codes have no sign: the number that is subtracted from them, times the scale, is the
- * minimum; but where pairs of such products would not fit in 16 bits, codes are signed and nothing is subtracted. Products of
- * the codes of 32 columns, or of 16 where as many share a scale, are summed as integers, which is exact, and multiplied by both
- * scales in fp32; minima are multiplied by the sum of the values of 32 or 16 codes of x. These sums add up in one order,
- * whatever the other rows are.
+ * A weight is code * scale - minimum. Codes are unsigned: what is subtracted from them, times the scale, counts as the
+ * minimum; where pairs of products would not fit in 16 bits, codes are signed and nothing is subtracted. Products of 32
+ * codes, or of 16 that share a scale, are summed as integers, which is exact, and multiplied by both scales in fp32; minima
+ * are multiplied by the sum of the 32 or 16 values of x. These sums add up in one order, whatever the other rows are.
  *
- * A row of x is multiplied by codes as they lie. For more rows codes of a few weight rows are written out, a byte each. */
+ * For one row of x codes are used as they lie; for more rows, the codes of a few weight rows are written out first, a byte
+ * each. */
 #pragma once
 
 #include "formats/blocks.h"
@@ -14,20 +14,20 @@
 
 enum { INT8_GROUPS_OF_STEP = INT8_BLOCK_STEP / INT8_GROUP, INT8_PAIRS = INT8_GROUPS_OF_STEP / 2 };
 
-/* A packed step of x: codes in their order, and sums of what those of a group, or of its halves, stand for. */
+/* A packed step of x: codes in order, and the sums of the values of each group and of each half. */
 typedef struct {
     uint8_t codes[INT8_BLOCK_STEP];
     float scales[INT8_GROUPS_OF_STEP], sums[INT8_GROUPS_OF_STEP], half_sums[2 * INT8_GROUPS_OF_STEP];
 } Int8Step;
 
-/* Weights of a step. Numbers are the scales of eight groups and then their minima, or of 16 halves. Without minima the scales
- * stand there again: the sum of all takes what `minimum_factor` says. */
+/* Weights of a step. Numbers: the scales of eight groups, then their minima; or those of 16 halves. Without minima the
+ * scales come twice, and `minimum_factor` makes up for it in the end. */
 typedef struct {
     Codes codes[INT8_GROUPS_OF_STEP];
     float numbers[4 * INT8_GROUPS_OF_STEP];
 } BlockStep;
 
-/* Whether codes are bytes that use all bits: products of pairs of them fit in 16 bits with their sign only. */
+/* Whether codes are bytes that use all bits: pairs of products fit in 16 bits only if codes are signed. */
 INLINE int has_signed_codes(int code) { return !HAS_BF16_DOT && TRAITS(code).int8_zero == 128; }
 
 /* What is subtracted from codes. */
@@ -61,8 +61,8 @@ INLINE Codes int8_codes_of(int code, const char *step, int group) {
 }
 
 #if HAS_QUANT_LANES
-/* Numbers of blocks of one group, eight at a time, of which `groups` are there. A vector of them is put together from words:
- * many small stores before a wide load would wait. */
+/* One number of each of eight blocks, of which `groups` are there. They are put together in registers: a wide load after
+ * many small stores would wait. */
 INLINE __m256 eight_halves(const char *first, int apart, int groups) {
 #define HALF(i) (short)(i < groups ? load_u16(first + i * apart) : 0)
     return _mm256_cvtph_ps(_mm_setr_epi16(HALF(0), HALF(1), HALF(2), HALF(3), HALF(4), HALF(5), HALF(6), HALF(7)));
@@ -82,7 +82,7 @@ INLINE __m256 eight_scales(int code, const char *step, int groups) {
     return code == CODE_MXFP4_BLOCK ? eight_e8m0(step, apart, groups) : eight_halves(step, apart, groups);
 }
 
-/* Of blocks that have them, else the scales again. */
+/* The minima of blocks that have them, else the scales again. */
 INLINE __m256 eight_minima(int code, const char *step, int groups, __m256 scales) {
     if (!TRAITS(code).has_minimum) return scales;
     return _mm256_xor_ps(eight_halves(step + 2, TRAITS(code).bytes, groups), _mm256_set1_ps(-0.0f));
@@ -101,7 +101,7 @@ INLINE void store_numbers(int has_halves, const StepNumbers *numbers, float *dst
     UNROLL for (int i = 0; i < (1 + has_halves) * 16 / LANES; i++) vec_store_f32(dst + LANES * i, numbers->numbers[i]);
 }
 
-/* Of a row of x: sums over groups, or pairs of groups, at even and at odd places, and what minima take. */
+/* For a row of x: sums over groups, or pairs of groups, at even and at odd places, and the sum of the minima. */
 typedef struct {
     Vec sums[2], minima;
 } Int8Row;
@@ -179,15 +179,15 @@ INLINE void add_pair(int has_halves, int is_signed, CodePair pair, const Int8Ste
     }
 }
 #else
-/* A lane has the sums of four columns; the lower half of a vector those of a group at an even place. What minima take is that
- * of groups in the upper half. */
+/* A lane has the sums of four columns; the lower half of a vector belongs to a group at an even place. Minima are summed in
+ * the upper half. */
 
 typedef __m512i CodePair;
 
 INLINE __m512i joined(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 INLINE __m512 joined_ps(__m256 low, __m256 high) { return _mm512_castsi512_ps(joined(_mm256_castps_si256(low), _mm256_castps_si256(high))); }
 
-/* 64 codes of Q6_K: four bits from 64 bytes, two from 32, of which the first half has the lower ones. */
+/* 64 codes of Q6_K: four bits from 64 bytes, two from 32 bytes, of which the first half has the lower ones. */
 INLINE CodePair q6_k_pair(const char *src, int pair) {
     const __m512i four = _mm512_loadu_si512(src + pair / 2 * 64);
     const __m512i two = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(src + 128 + pair / 2 * 32)));
@@ -275,7 +275,7 @@ INLINE void add_pair(int has_halves, int is_signed, CodePair codes, const Int8St
 }
 #endif
 
-/* A step of one row of x and a weight row of which `groups` are left. */
+/* One row of x by a weight row, over a step with `groups` groups left. */
 INLINE void add_block_step(int code, const char *weight, int groups, const Int8Step *x, Int8Row *row) {
     StepNumbers numbers;
     StepScales scales;
@@ -294,7 +294,7 @@ INLINE void row_by_blocks(int code, Matrix weight, int64_t num_weight_rows, int6
         Int8Row row;
         clear_rows(1, &row);
         for (int64_t i = 0; i < steps; i++, step += int8_step_bytes(code)) {
-            /* past the last row fetching is harmless */
+            /* fetching past the last row is harmless */
             UNROLL for (int b = 0; b < int8_step_bytes(code); b += CACHE_LINE) __builtin_prefetch(step + LANES_AHEAD + b, 0, 3);
             add_block_step(code, step, INT8_GROUPS_OF_STEP, x + i, &row);
         }
@@ -376,7 +376,7 @@ static __attribute__((noinline)) void steps_by_panel(int code, const BlockStep *
     for (int64_t i = 0; i < steps; i++, weights++) {
         for (int m = 0; m < panel_rows; m++, x++) {
             for (int part = 0; part < count; part++) {
-                /* codes without a sign use fewer bits than signed bytes have */
+                /* unsigned codes have fewer bits than signed bytes */
                 const int8_t *codes = (const int8_t *)weights->codes + part * columns, *of_x = (const int8_t *)x->codes + part * columns;
                 int32_t sum = 0;
                 for (int j = 0; j < columns; j++) sum += codes[j] * of_x[j];
@@ -427,7 +427,7 @@ static void pack_int8_blocks(const char *src, int dtype, int64_t count, char *pa
     }
 }
 
-/* Weight rows that are written out before the panels of x are multiplied with them. */
+/* Weight rows written out before they are multiplied by the panels of x. */
 enum { INT8_BLOCK_ROWS = 16 };
 
 static void multiply_int8_blocks(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,

@@ -1,4 +1,4 @@
-/* The lossless code of bf16 matrices: writing it, reading it anywhere, and the functions that Python calls. */
+/* The lossless code of bf16 matrices: encoding, decoding on any processor, and the functions that Python calls. */
 #include <stdatomic.h>
 
 #include "formats/quantized.h"
@@ -37,7 +37,7 @@ const uint8_t *planes_decode_portable(const char *row, const uint8_t *escapes, c
     return escapes;
 }
 
-/* As good as the chosen instruction set and the processor allow. */
+/* The best that the chosen instruction set and the processor allow. */
 static PlanesDecode planes_decode(void) {
     const char *isa = current_isa()->name;
 #if defined(MOE_HAVE_VBMI2)
@@ -51,9 +51,9 @@ static PlanesDecode planes_decode(void) {
     return planes_decode_portable;
 }
 
-/* counts[e] grows by the elements of a matrix with exponent e. */
+/* Adds to counts[e] the number of elements with exponent e. */
 MOE_EXPORT void moe_planes_count(const char *weight, int64_t stride, int64_t rows, int64_t cols, int64_t *counts) {
-    int64_t apart[4][256] = {{0}}; /* equal exponents in a row would wait for one another */
+    int64_t apart[4][256] = {{0}}; /* several counters: equal exponents in a row would wait for one another */
     for (int64_t n = 0; n < rows; n++, weight += stride)
         for (int64_t k = 0; k < cols; k++) apart[k & 3][load_u16(weight + 2 * k) >> 7 & 255]++;
     for (int e = 0; e < 256; e++) counts[e] += apart[0][e] + apart[1][e] + apart[2][e] + apart[3][e];
@@ -88,8 +88,8 @@ static PlanesEncode planes_encode(void) {
     return planes_encode_portable;
 }
 
-/* Writes a matrix. `coded` rows lie without gaps; starts[g] is the first escape of row g * PLANES_GROUP, the last one is
- * their number, which is returned. There is room for all escapes and PLANES_TAIL bytes more. */
+/* Encodes a matrix. Rows of `coded` lie without gaps; starts[g] is the first escape of row g * PLANES_GROUP, and the last
+ * start is the number of escapes, which is returned. `escapes` has room for all of them and PLANES_TAIL bytes more. */
 MOE_EXPORT int64_t moe_planes_encode(const char *weight, int64_t stride, int64_t rows, int64_t cols, const uint8_t *book,
                                      char *coded, uint32_t *starts, uint8_t *escapes) {
     const PlanesEncode encode_block = planes_encode();
@@ -117,7 +117,7 @@ void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *
     *reader = (PlanesReader){.matrix = matrix, .decode = planes_decode(), .coded = coded, .row = first_row};
 }
 
-/* Where a group begins, its escapes have to begin where those of the one before ended. */
+/* At the start of a group its escapes must begin where those of the group before ended. */
 static int begin_row(PlanesReader *reader) {
     const PlanesMatrix *matrix = reader->matrix;
     if (reader->row % PLANES_GROUP) return 1;
@@ -128,7 +128,7 @@ static int begin_row(PlanesReader *reader) {
     return 1;
 }
 
-/* Rows were read as far as their escapes say, or are damaged. */
+/* Whether every row was read as far as its escapes say; if not, the code is damaged. */
 static int end_rows(PlanesReader *reader, int64_t rows, const uint8_t *escapes) {
     reader->escapes = escapes;
     reader->coded += rows * planes_row_bytes(reader->matrix->cols);
@@ -175,8 +175,8 @@ static void decode_group(void *context, int thread, int64_t first, int64_t end) 
         atomic_store(&call->is_damaged, 1);
 }
 
-/* Reads a matrix into rows of bf16, each of which has room for whole blocks. There are at most `num_escapes` escapes, and
- * PLANES_TAIL bytes follow them. */
+/* Decodes a matrix to rows of bf16, each with room for whole blocks. There are at most `num_escapes` escapes, with
+ * PLANES_TAIL bytes after them. */
 MOE_EXPORT int moe_planes_decode(const char *coded, const uint32_t *starts, const uint8_t *escapes, int64_t num_escapes,
                                  const uint8_t *book, int64_t rows, int64_t cols, char *out, int64_t out_stride,
                                  int share_threads) {

@@ -1,9 +1,9 @@
 /* The lossless code of bf16 matrices: sign and mantissa as they are, exponents as indices into a short code book.
  *
- * A row of `cols` elements is written in blocks of 64, the last one filled up with a number of the book. First come the
- * indices of all blocks, three words of 64 bits each: bit p of word i is bit i of the index of position p. Then come the bytes
- * of sign and mantissa, 64 a block. Index 7: the exponent is none of the book's seven; these exponents, in the order of rows and
- * positions, are the escapes. The place where those of every 32nd row begin is stored, so reading can begin there.
+ * A row of `cols` elements is coded in blocks of 64, the last one filled up with a number of the book. First come the
+ * indices of all blocks, three 64-bit words each: bit p of word i is bit i of the index of position p. Then come the bytes
+ * of sign and mantissa, 64 a block. Index 7 is an escape: the exponent is not one of the book's seven. Escaped exponents lie
+ * in the order of rows and positions; where those of every 32nd row begin is stored, so reading can begin there.
  *
  * Positions are ordered so that interleaving bytes within the 16-byte lanes of vectors gives elements in their order:
  * position p of a block is element p % 16 % 8 + p / 16 * 8, and 32 more in the upper half of a lane. */
@@ -13,7 +13,7 @@
 
 enum { PLANES_BLOCK = 64, PLANES_INDEX_BYTES = 24, PLANES_BOOK = 7, PLANES_GROUP = 32 };
 
-/* How far ahead of its use a matrix is fetched, and bytes after the last escape that may be read. */
+/* How far ahead a matrix is fetched, and bytes after the last escape that may be read. */
 enum { PLANES_AHEAD = 8 << 10, PLANES_TAIL = 64 };
 
 static inline int64_t planes_blocks(int64_t cols) { return parts_of(cols, PLANES_BLOCK); }
@@ -27,8 +27,8 @@ static inline int64_t planes_groups(int64_t rows) { return parts_of(rows, PLANES
 
 static inline int64_t planes_row_bytes(int64_t cols) { return planes_blocks(cols) * (PLANES_INDEX_BYTES + PLANES_BLOCK); }
 
-/* Decodes the blocks of one row, each written whole. Its escapes begin at `escapes` and end at `end` at the latest;
- * PLANES_TAIL more bytes may be read. Returns where they end, NULL if that is later. */
+/* Decodes the blocks of one row, each written whole. Its escapes lie between `escapes` and `end`; PLANES_TAIL bytes after
+ * them may be read. Returns where they end, or NULL if that is beyond `end`. */
 typedef const uint8_t *(*PlanesDecode)(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                             char *out);
 
@@ -39,11 +39,11 @@ const uint8_t *planes_decode_avx2(const char *row, const uint8_t *escapes, const
 const uint8_t *planes_decode_vbmi2(const char *row, const uint8_t *escapes, const uint8_t *end, const uint8_t *book, int64_t blocks,
                                    char *out);
 
-/* The products of one row or two, decoded as above, with the rows of a panel of bf16 pairs: out[m * ldo + row]. */
+/* Decodes one row or two as above and multiplies them by the rows of a panel of bf16 pairs: out[m * ldo + row]. */
 typedef const uint8_t *(*PlanesDot)(const char *row, int rows, const uint8_t *escapes, const uint8_t *end, const uint8_t *book,
                                     int64_t cols, const char *panel, int panel_rows, float *out, int64_t ldo);
 
-/* Writes one block of elements and returns how many escapes it has; there is room for 64. */
+/* Encodes one block and returns how many escapes it has; there is room for 64. */
 typedef int (*PlanesEncode)(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
 
 int planes_encode_avx2(const uint16_t *values, const uint8_t *book, char *indices, char *signs, uint8_t *escapes);
@@ -56,7 +56,7 @@ typedef struct {
     int64_t num_escapes, cols;
 } PlanesMatrix;
 
-/* Reads rows one after another, beginning at a multiple of PLANES_GROUP. */
+/* Reads rows in order, beginning at a multiple of PLANES_GROUP. */
 typedef struct {
     const PlanesMatrix *matrix;
     PlanesDecode decode;
@@ -68,7 +68,7 @@ typedef struct {
 /* `coded` is where row `first_row` lies. */
 void planes_begin(PlanesReader *reader, const PlanesMatrix *matrix, const char *coded, int64_t first_row);
 
-/* The next rows, into rows that have room for whole blocks; says whether they are sound. */
+/* Decodes the next rows, into rows with room for whole blocks; returns whether they are sound. */
 int planes_read(PlanesReader *reader, int64_t rows, char *out, int64_t out_stride);
 
 /* The products of the next rows with the rows of a panel: out[m * ldo + row]. */

@@ -1,4 +1,4 @@
-/* The lossless code with AVX2: escapes, one or two a block, are taken to and from their places one by one. */
+/* The lossless code with AVX2: the one or two escapes of a block are moved one by one. */
 #include <immintrin.h>
 
 #include "formats/planes.h"

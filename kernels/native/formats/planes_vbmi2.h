@@ -1,5 +1,5 @@
-/* The lossless code in registers, with AVX-512 VBMI2: one instruction deals out escapes to their places. For an instruction set
- * with dot_bf16 also the products that never leave registers: rows are decoded as they are multiplied with a panel. */
+/* The lossless code in registers, with AVX-512 VBMI2: one instruction moves all escapes of a block to their places. With
+ * dot_bf16 there are also products that decode rows as they multiply them, without writing them to memory. */
 #pragma once
 
 #include <immintrin.h>
@@ -37,7 +37,7 @@ INLINE int64_t planes_escapes(const char *row, int64_t blocks) {
     return count;
 }
 
-/* The first and the last 32 elements of a block, and on to the next one. */
+/* The first and the last 32 elements of a block; moves on to the next block. */
 INLINE void planes_block(PlanesPlace *place, __m512i exponents, __m512i out[2]) {
     const __m512i top = _mm512_set1_epi8((char)0x80), rest = _mm512_set1_epi8(0x7f);
     const uint64_t low_bits = planes_word(place->indices, 0), middle_bits = planes_word(place->indices, 1);
@@ -57,7 +57,7 @@ INLINE void planes_block(PlanesPlace *place, __m512i exponents, __m512i out[2]) 
     place->escapes += __builtin_popcountll(escaped);
 }
 
-/* Fetches what is read PLANES_AHEAD bytes later, and moves on as far as a block is long. */
+/* Fetches what is read PLANES_AHEAD bytes later and moves on by a block. */
 INLINE void planes_fetch(const char **ahead) {
     __builtin_prefetch(*ahead, 0, 3);
     __builtin_prefetch(*ahead + 64, 0, 3);
@@ -65,7 +65,7 @@ INLINE void planes_fetch(const char **ahead) {
 }
 
 #if defined(__AVX512BF16__)
-/* Sums are those of tiles.h, in their order: a chain for each row of x and of the weights. Two rows are taken at once, since a
+/* Sums as in tiles.h, in the same order: one chain for each row of x and of the weights. Two weight rows at once, since a
  * single chain is slower than memory. */
 
 /* Half a block of each row times half a step of a panel. */

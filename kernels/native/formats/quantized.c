@@ -1,5 +1,5 @@
-/* Quantised matrices as plain ones, and their numbers put in the order in which products read them:
- * kernels/quantized/storage_order.py specifies how they lie in files. */
+/* Decodes quantised matrices, and reorders their numbers as products read them; kernels/quantized/storage_order.py says how
+ * they lie in files. */
 #include "kernels.h"
 
 enum { ROWS_AT_ONCE = 16 };
@@ -37,7 +37,7 @@ enum { TILE = 32, WORDS = 16, NIBBLES = 8, WORD_BITS = 32 };
 
 static const int AWQ_COLUMN[NIBBLES] = {0, 2, 4, 6, 1, 3, 5, 7}; /* of each nibble of a word */
 
-/* Tile by tile: neither the lines that are read nor those that are written leave the first-level cache meanwhile. */
+/* Tile by tile, so that what is read and what is written both stay in the first-level cache. */
 INLINE void transpose(size_t size, const char *from, char *to, int64_t rows, int64_t cols) {
     for (int64_t row = 0; row < rows; row += TILE)
         for (int64_t col = 0; col < cols; col += TILE)

@@ -1,7 +1,7 @@
 /* Quantised matrices: value[n, k] = (code - zero) * scale * global scale, as kernels/quantized defines it.
  *
- * Codes of a row lie side by side, of two in a byte the low one first. Scales and zero points belong to groups of rows and
- * columns; rows of both may lie at any distance. */
+ * The codes of a row lie side by side, two 4-bit codes to a byte, the low one first. Scales and zero points belong to groups
+ * of rows and columns; their rows may lie at any distance. */
 #pragma once
 
 #include "kernels.h"
@@ -13,13 +13,13 @@ enum {
     CODE_Q6_K, CODE_IQ4_NL, CODE_IQ4_XS, CODE_MXFP4_BLOCK, CODE_F16_BLOCK, CODE_F32_BLOCK, END_OF_CODES
 };
 
-/* What tells them apart. */
+/* How the formats differ. */
 typedef struct {
-    int codes, bytes;    /* of a block */
+    int codes, bytes;    /* codes of a block */
     int has_groups_of_16; /* else 32 codes share a scale */
     int has_minimum;     /* values are code * scale - minimum */
     int has_table;       /* codes of four bits stand for the numbers of a table */
-    int zero, int8_zero; /* what is subtracted from codes without a table, and from those that are multiplied as int8 */
+    int zero, int8_zero; /* subtracted from codes without a table, and from codes multiplied as int8 */
     int nibbles, fifth;  /* where codes of four bits and their fifth bits begin, of blocks of 32 and of IQ4_XS */
 } BlockTraits;
 static const BlockTraits BLOCKS[END_OF_CODES - CODE_BLOCKS] = {
@@ -48,12 +48,12 @@ static const BlockTraits BLOCKS[END_OF_CODES - CODE_BLOCKS] = {
 enum { SCALE_E8M0 = 0, SCALE_E4M3 = 1, SCALE_BF16 = 2, SCALE_F16 = 3, SCALE_F32 = 4 };
 enum { GLOBAL_NONE = 0, GLOBAL_MULTIPLY = 1, GLOBAL_DIVIDE = 2 };
 
-/* As kernels/quantized writes it; CODE_PLANES begins a PlanesMatrix instead (planes.h). zeros and global_scale may be NULL. A
- * group of 0 rows or columns is all of them. */
+/* As kernels/quantized writes it; with CODE_PLANES this is the start of a PlanesMatrix (planes.h). zeros and global_scale
+ * may be NULL. A group of 0 rows or columns takes in all of them. */
 struct Quantized {
     int64_t codes, scale_type, group_rows, group_cols, zero, global;
     const char *scales;
-    int64_t scale_stride, scale_rows; /* how far rows of scales lie apart in bytes, and how many there are */
+    int64_t scale_stride, scale_rows; /* bytes from one row of scales to the next, and how many rows there are */
     const char *zeros;
     int64_t zero_stride;
     const float *global_scale;
@@ -63,7 +63,7 @@ struct Quantized {
 static const float E2M1_VALUES[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                       -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-/* Exact: the exponent of subnormal codes comes from a subtraction. */
+/* fp8 to fp32, exactly: the subtraction finds the exponent of subnormal codes. */
 static inline float e4m3_to_f32(uint8_t code) {
     const uint32_t magnitude = code & 0x7fu, sign = (uint32_t)(code & 0x80u) << 24;
     const float normal = from_bits((magnitude << 20) + (120u << 23));
@@ -79,7 +79,7 @@ static inline float e8m0_to_f32(uint8_t code) {
 
 static inline int is_in_blocks(const Quantized *format) { return format->codes >= CODE_BLOCKS; }
 
-/* Plain numbers, which are multiplied as those of a plain matrix. */
+/* Blocks of plain numbers, multiplied like a plain matrix. */
 static inline int is_plain(const Quantized *format) { return format->codes == CODE_F16_BLOCK || format->codes == CODE_F32_BLOCK; }
 
 static inline int64_t code_row_bytes(const Quantized *format, int64_t k) {
@@ -95,5 +95,5 @@ static inline int64_t groups_of_row(const Quantized *format, int64_t k) {
 
 static const int SCALE_BYTES[] = {1, 1, 2, 2, 4};
 
-/* Most groups are of one row, which needs no division. */
+/* most groups are of one row: no division */
 static inline int64_t group_of(int64_t index, int64_t group) { return group == 1 ? index : group ? index / group : 0; }

@@ -1,44 +1,44 @@
-/* Products of quantised matrices whose codes are decoded in registers, for vectors of eight.
+/* Products of quantised matrices for vectors of eight; codes are decoded in registers.
  *
  * Codes become fp32, which is exact. 64 of them are two parts of four vectors: part p has elements 16 p to 16 p + 15 of the
- * first 32 in its lower lanes and of the last 32 in its upper lanes, vector j the elements 4 q + j of those 16 in lane q. So
- * every lane of a part belongs to one group of a multiple of 16: its sum is taken from zero and multiplied by the group's
- * scale, and no weight is rounded. The sums of both parts are added before that where groups have 32 columns or more. */
+ * first 32 in its lower lanes and of the last 32 in its upper lanes; lane q of vector j has element 4 q + j of those 16. So
+ * every lane of a part belongs to one group of a multiple of 16: its sum starts at zero and is multiplied by the group's
+ * scale, and no weight is rounded. With groups of 32 columns or more the sums of both parts are added first. */
 #pragma once
 
 #include "formats/blocks.h"
 
-/* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
- * for each group. */
+/* How codes are decoded: 4 bits by a table; 4 bits with zero points of groups; fp8; 8-bit integers with zero points of
+ * groups. */
 enum { DECODE_TABLE4, DECODE_ZEROS4, DECODE_E4M3, DECODE_BYTES, NUM_DECODERS };
 enum { STEP = 64, NUM_PARTS = 2 };
 
 typedef struct {
     int shift;                 /* binary logarithm of a group's columns */
-    __m256i expand[NUM_PARTS]; /* group of each lane, counted from the first of the 64 codes: less than four */
-    __m256i low, high;         /* bytes of the upper halves of fp32, by 4-bit codes, or by the upper four bits of fp8 */
-    __m256i flip;              /* what makes codes unsigned */
+    __m256i expand[NUM_PARTS]; /* group of each lane, counted from the first of the 64 codes: at most 3 */
+    __m256i low, high;         /* bytes of the upper half of fp32: by 4-bit codes, or by the upper four bits of fp8 */
+    __m256i flip;              /* makes codes unsigned */
 } Lanes;
 
-/* One weight row: its codes, and where a later row's are, to be fetched. Zero points are as much larger as decoded codes are. */
+/* One weight row: its codes, and those of a later row, to be fetched. Zero points are raised as decoded codes are. */
 typedef struct {
     const char *codes, *ahead;
     const float *scales, *zeros;
 } Source;
 
-/* 64 codes before they are fp32: bytes of the upper halves of fp32 for the low and the high nibbles, or 8-bit codes by parts. */
+/* 64 codes on their way to fp32: bytes of the upper halves of fp32 for low and high nibbles, or 8-bit codes by parts. */
 typedef struct {
     __m256i low[2], high[2];
     int is_special;
 } Step;
 
-/* Numbers of groups by lanes. */
+/* The number of each lane's group. */
 INLINE __m256 by_lanes(const Lanes *lanes, const float *groups, int64_t element, int part) {
     const __m256 four = _mm256_broadcast_ps((const __m128 *)(groups + (element >> lanes->shift)));
     return _mm256_permutevar_ps(four, lanes->expand[part]);
 }
 
-/* Sixteen bytes here, and sixteen 32 bytes on. */
+/* Sixteen bytes from here, and sixteen from 32 bytes on. */
 INLINE __m256i load_part(const char *codes) {
     const __m128i first = _mm_loadu_si128((const __m128i *)codes);
     return _mm256_inserti128_si256(_mm256_castsi128_si256(first), _mm_loadu_si128((const __m128i *)(codes + 32)), 1);
@@ -59,19 +59,19 @@ INLINE __m256 wide_e4m3(__m256i code) {
     return _mm256_or_ps(value, _mm256_castsi256_ps(_mm256_and_si256(code, _mm256_set1_epi32((int)0x80000000u))));
 }
 
-/* Twice the magnitudes of normal fp8 codes are 0x10 to 0xfc: only a subnormal, a zero or a NaN is more than 0xec above 0x10. */
+/* Twice the magnitudes of normal fp8 codes are 0x10 to 0xfc: less 0x10, only subnormal codes, zeros and NaN exceed 0xec. */
 INLINE __m256i above_normal(__m256i codes) {
     return _mm256_sub_epi8(_mm256_add_epi8(codes, codes), _mm256_set1_epi8(0x10));
 }
 
-/* Pairs of bytes that the vectors of a part are made of; elements 4 q and 4 q + 1 lie side by side in the first. */
+/* Pairs of bytes for the vectors of a part; elements 4 q and 4 q + 1 lie side by side in the first. */
 INLINE void read_step(int decoder, const Lanes *lanes, const char *codes, Step *step) {
     if (decoder == DECODE_TABLE4 || decoder == DECODE_ZEROS4) {
         const __m256i bytes = _mm256_loadu_si256((const __m256i *)codes), mask = _mm256_set1_epi8(15);
         const __m256i nibbles[2] = {_mm256_and_si256(bytes, mask), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask)};
         UNROLL for (int i = 0; i < 2; i++) {
             step->low[i] = decoder == DECODE_TABLE4 ? _mm256_shuffle_epi8(lanes->low, nibbles[i]) : nibbles[i];
-            /* 128 and more: its bf16 has the seven bits of an integer below it */
+            /* 128 + code: a bf16 number of this size has seven bits for an integer */
             step->high[i] = decoder == DECODE_TABLE4 ? _mm256_shuffle_epi8(lanes->high, nibbles[i]) : _mm256_set1_epi8(0x43);
         }
         return;
@@ -84,7 +84,8 @@ INLINE void read_step(int decoder, const Lanes *lanes, const char *codes, Step *
     }
 }
 
-/* fp8: the upper half of fp32 is a table of sign and upper exponent bits and, but for special codes, the code's other bits. */
+/* fp8: the upper half of fp32 is a table of the sign and the upper exponent bits, then, except in special codes, the code's
+ * other bits. */
 INLINE void decode_e4m3(const Lanes *lanes, const Step *step, int part, __m256 out[4]) {
     if (__builtin_expect(step->is_special, 0)) {
         UNROLL for (int j = 0; j < 4; j++) out[j] = wide_e4m3(_mm256_slli_epi32(step->low[part], 24 - 8 * j));
@@ -99,7 +100,7 @@ INLINE void decode_e4m3(const Lanes *lanes, const Step *step, int part, __m256 o
     out[2] = even_halves(last), out[3] = odd_halves(last);
 }
 
-/* 8-bit integers: the lowest bytes of fp32 from 2^23 on. */
+/* 8-bit integers: the lowest bytes of fp32 numbers from 2^23 on. */
 INLINE void decode_bytes(const Lanes *lanes, const Step *step, int part, __m256 zeros, __m256 out[4]) {
     const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m256i own = _mm256_xor_si256(step->low[part], lanes->flip), high = _mm256_set1_epi16(0x4b00);
@@ -134,7 +135,7 @@ INLINE void decode_part(int decoder, const Lanes *lanes, const Source *source, c
 
 /* ---- one weight row by one panel ---- */
 
-/* Each part has a sum of its own: a chain of eight would be waited for longer than its step takes. */
+/* Each part has its own sum: one chain of eight would take longer than its step. */
 INLINE void lanes_step(int decoder, int scales_of_step, int panel_rows, const Lanes *lanes, const Source *source, const char *codes,
                        const float *x, int64_t element, Vec acc[PANEL_ROWS][NUM_PARTS]) {
     Step step;
@@ -175,7 +176,7 @@ INLINE void lanes_row(int decoder, int scales_of_step, int panel_rows, const Lan
         codes += 2 * step_bytes, ahead += 2 * step_bytes;
         x += panel_rows * QUANT_BLOCK;
     }
-    __builtin_prefetch(ahead + step_bytes - 1, 0, 3); /* where rows begin within a line they end in one more */
+    __builtin_prefetch(ahead + step_bytes - 1, 0, 3); /* a row that begins within a line ends in one more */
     if (element + STEP <= k) {
         __builtin_prefetch(ahead, 0, 3);
         lanes_step(decoder, scales_of_step, panel_rows, lanes, source, codes, x, element, acc);
@@ -214,12 +215,12 @@ static const LanesRow LANES_ROWS[NUM_DECODERS][2][PANEL_ROWS] = {FOR_DECODERS(NA
 
 /* ---- more rows of x than a panel has ----
  *
- * A part of some weight rows is decoded once and stays in the nearest caches while the panels are multiplied with it. Sums add
- * up in the order of lanes_step and go from one part of k to the next as vectors: the result of a row of x does not depend on
- * how many others there are. */
+ * A part of some weight rows is decoded once and stays in the nearest caches while all panels are multiplied by it. Sums add
+ * up in the order of lanes_step and go from one part of k to the next as vectors: a row's result does not depend on how many
+ * others there are. */
 enum { MANY_WEIGHT_ROWS = 24, MANY_STEPS = 4, MANY_PANELS = 16, MANY_GROUPS = 64 << 10 };
 
-/* Codes as fp32, and the scales of their groups by lanes. */
+/* Codes as fp32, and the scale of each lane. */
 typedef struct {
     Vec values[4], scales;
 } DecodedPart;
@@ -252,9 +253,9 @@ static void decode_row_steps(int decoder, const Lanes *lanes, const Source *sour
     switch (decoder) { FOR_DECODERS(DECODE_CASE) }
 }
 
-/* A part of three weight rows by those of a panel's rows: twelve sums from zero, three weights and a value of x take all
- * registers, which are named as in steps_avx2.h. Then either the sums are kept until those of the other part are added, or
- * they are multiplied by the scales and added to what the steps before gave. */
+/* A part of three weight rows by the rows of a panel: twelve sums from zero, three weights and a value of x take all
+ * registers, which are named as in steps_avx2.h. Then the sums are either kept, for those of the other part to be added, or
+ * multiplied by the scales and added to the sums of the steps before. */
 #define MUL3(a, b, c)                        \
     "vmulps %%ymm12, %%ymm15, %%ymm" #a "\n" \
     "vmulps %%ymm13, %%ymm15, %%ymm" #b "\n" \
@@ -345,13 +346,13 @@ static void store_triple_sums(int scales_of_step, int panel_rows, int weight_row
     }
 }
 
-/* Rows of x as they are packed, and the floats between their sums. */
+/* Packed rows of x, and the distance of their sums in floats. */
 typedef struct {
     const float *packed;
     int64_t num_rows, row_floats, ldo;
 } ManyRows;
 
-/* Weight rows, up to MANY_WEIGHT_ROWS, by panels, up to MANY_PANELS; `out` begins at the first of the weight rows. */
+/* Weight rows, up to MANY_WEIGHT_ROWS, by panels, up to MANY_PANELS; `out` begins at the first weight row. */
 static void multiply_many(int decoder, int scales_of_step, const Lanes *lanes, const Source *sources, int weight_rows, int64_t k,
                           const ManyRows *x, int64_t first_panel, int64_t last_panel, float *out) {
     const int64_t panels = num_panels(x->num_rows, PANEL_ROWS);
@@ -415,7 +416,7 @@ static void prepare_lanes(const Quantized *format, Lanes *lanes) {
     lanes->flip = _mm256_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0);
 }
 
-/* Zero points of groups, as much larger as decoded codes are. */
+/* Zero points of groups, raised as decoded codes are. */
 static void read_lane_zeros(const RowGroups *row, int64_t index, int decoder, float *out) {
     const Quantized *format = row->format;
     const float above = decoder == DECODE_BYTES ? 8388608.0f : 128.0f;
@@ -435,7 +436,7 @@ static void multiply_lanes(int kind, Matrix weight, int64_t num_weight_rows, int
     const ManyRows many = {.packed = (const float *)packed, .num_rows = num_rows, .row_floats = row_bytes / 4, .ldo = ldo};
     Lanes lanes;
     ROW_GROUPS(row, weight, k);
-    /* Numbers of all their groups lie on the stack. */
+    /* The numbers of all their groups lie on the stack. */
     const int64_t padded_groups = row.groups + GROUP_PADDING, fitting = MANY_GROUPS / padded_groups;
     const int at_once = panels == 1 || fitting < 2 ? 1 : fitting < MANY_WEIGHT_ROWS ? (int)fitting : MANY_WEIGHT_ROWS;
     float scales[at_once * padded_groups], zeros[at_once * padded_groups];

@@ -1,30 +1,30 @@
-/* Products of quantised matrices whose codes are decoded in registers, for vectors of sixteen.
+/* Products of quantised matrices for vectors of sixteen; codes are decoded in registers.
  *
- * KIND_QUANT_F32 takes codes as fp32, KIND_QUANT_DOT4 and _DOT8 as pairs of bf16, which is exact. Every 32-bit lane of the
- * decoded vectors belongs to one group. The lane's sum is taken from zero and multiplied by the group's scale; no weight is
+ * KIND_QUANT_F32 decodes to fp32, KIND_QUANT_DOT4 and _DOT8 to pairs of bf16; both are exact. Every 32-bit lane of the
+ * decoded vectors belongs to one group: its sum starts at zero and is multiplied by the group's scale, so no weight is
  * rounded.
  *
- * F32 and DOT4: a block of 128 codes fills the lanes of a vector, eight to a lane: lane l belongs to elements 8 l to 8 l + 7,
- * for groups of a multiple of 8. DOT8: of 64 codes the two vectors of pairs have elements 16 q to 16 q + 15 in lanes 4 q to
- * 4 q + 3, where bytes that are interleaved lie, for groups of a multiple of 16. */
+ * F32 and DOT4: lane l of a block of 128 codes has elements 8 l to 8 l + 7; groups are multiples of 8. DOT8: the two vectors
+ * of 64 codes have elements 16 q to 16 q + 15 in lanes 4 q to 4 q + 3, where interleaving puts them; groups are multiples of
+ * 16. */
 #pragma once
 
 #include "formats/blocks.h"
 
-/* How codes are decoded: 4 bits by a table; 4 bits and a zero point for each group; fp8; 8-bit integers and a zero point
- * for each group; 4 bits and a zero point beyond the table. */
+/* How codes are decoded: 4 bits by a table; 4 bits with zero points of groups; fp8; 8-bit integers with zero points of
+ * groups; 4 bits with zero points too large for the table. */
 enum { DECODE_TABLE4, DECODE_ZEROS4, DECODE_E4M3, DECODE_BYTES, DECODE_ANY4, NUM_DECODERS };
 enum { LARGEST_TABLE_ZERO = 16 };
-enum { WIDE, PAIRS, NUM_MODES }; /* of products: as fp32, of pairs of bf16 */
-enum { WEIGHT_ROWS = 4 }; /* that one row of x is multiplied with at a time */
+enum { WIDE, PAIRS, NUM_MODES }; /* products in fp32, or of pairs of bf16 */
+enum { WEIGHT_ROWS = 4 }; /* multiplied together by one row of x */
 
-/* ---- the scales of a row of codes, one for each lane ----
+/* ---- the scale of each lane ----
  *
- * They are read where they lie, with the codes that they belong to, which saves a pass over each row. What is rare, E8M0 of 0
- * and 255, or takes more, such as a global scale, is widened to fp32 before. */
+ * Scales are read where they lie, together with their codes: a pass over each row less. Rare ones (E8M0 of 0 and 255) and
+ * slow ones (with a global scale) are widened to fp32 first. */
 enum { NUM_LANES = 16, SPAN_BYTES = 16, BYTES_BEHIND = 64 };
 
-/* How the scales of a row are read: from the widened ones; or where they lie, E8M0 and bf16, or fp16. */
+/* How a row's scales are read: widened before; as they lie, E8M0 or bf16; as they lie, fp16. */
 enum { SCALES_WIDENED, SCALES_UPPER, SCALES_HALVES, NUM_SCALE_READERS };
 
 typedef struct {
@@ -32,8 +32,8 @@ typedef struct {
     int reader;     /* of stored scales */
     int64_t bytes;  /* of a stored scale */
     __m512i expand; /* group of each lane, counted from the first of the block, or of the 64 codes of a DOT8 */
-    __m512i pick;   /* bytes of each lane's scale among those of the block: the upper ones of fp32, or fp16 */
-    __m512i down;   /* bits by which these are too high */
+    __m512i pick;   /* picks each lane's scale from those of the block: into the upper bytes of fp32, or as fp16 */
+    __m512i down;   /* shift to the right after that */
 } LaneGroups;
 
 static int reader_of(const Quantized *format, int64_t span) {
@@ -42,7 +42,7 @@ static int reader_of(const Quantized *format, int64_t span) {
     return format->scale_type == SCALE_E8M0 || format->scale_type == SCALE_BF16 ? SCALES_UPPER : SCALES_WIDENED;
 }
 
-/* For blocks of so many codes, of which every lane has some side by side, from the first on. */
+/* For blocks of `block_codes` codes; `first_code` is the first code of each lane. */
 static LaneGroups lane_groups(const Quantized *format, int64_t block_codes, const int32_t first_code[NUM_LANES]) {
     const int shift = group_shift(format), bytes = SCALE_BYTES[format->scale_type];
     const int64_t span = (shift < 62 && block_codes >> shift ? block_codes >> shift : 1) * bytes;
@@ -61,8 +61,8 @@ static LaneGroups lane_groups(const Quantized *format, int64_t block_codes, cons
     return groups;
 }
 
-/* Of the codes that begin with an element. The last are those of a block that the row ends in: what lies after its scales
- * would make NaN of the lanes of no code, whose sums are 0. */
+/* Scales of the codes from `element` on. In the last block of a row, what lies after its scales is left out: times a sum of
+ * 0 it could be NaN. */
 INLINE __m512 scales_at(int reader, const LaneGroups *groups, const RowGroups *row, int64_t element, int is_last) {
     const int64_t first = element >> groups->shift;
     if (reader == SCALES_WIDENED) return _mm512_permutexvar_ps(groups->expand, _mm512_loadu_ps(row->scales + first));
@@ -82,7 +82,8 @@ INLINE __m512i zeros_at(const LaneGroups *groups, const RowGroups *row, int64_t 
     return _mm512_permutexvar_epi32(groups->expand, _mm512_loadu_si512(row->zeros + (element >> groups->shift)));
 }
 
-/* Whether some E8M0 is 0 or 255, which are no exponents of normal numbers; those after the last are looked at too. */
+/* Whether some E8M0 is 0 or 255, which are not exponents of normal numbers. Also looks at what follows, up to a whole
+ * vector. */
 static int has_ends(const char *scales, int64_t count) {
     for (int64_t i = 0; i < count; i += BYTES_BEHIND) {
         const __m512i less_one = _mm512_sub_epi8(_mm512_loadu_si512(scales + i), _mm512_set1_epi8(1));
@@ -91,19 +92,19 @@ static int has_ends(const char *scales, int64_t count) {
     return 0;
 }
 
-/* Whether some stored scales of rows cannot be read as they lie: E8M0 of 0 or 255, or none after the last. */
+/* Whether these rows' scales cannot be read as they lie: some E8M0 is 0 or 255, or too few bytes follow the last. */
 static int must_be_widened(const RowGroups *rows, int64_t count, int64_t behind) {
     const int64_t apart = rows[count - 1].stored - rows->stored, groups = rows->groups;
     if (behind < BYTES_BEHIND) return 1;
     if (rows->format->scale_type != SCALE_E8M0) return 0;
-    if (apart <= 2 * count * groups) return has_ends(rows->stored, apart + groups); /* and between them */
+    if (apart <= 2 * count * groups) return has_ends(rows->stored, apart + groups); /* also those between the rows */
     for (int64_t i = 0; i < count; i++)
         if (has_ends(rows[i].stored, groups)) return 1;
     return 0;
 }
 
-/* Reads the groups of some rows, and returns how their scales are to be read. Stored ones are read as whole vectors: after
- * them must be those of other rows. */
+/* Reads the groups of some rows and returns how to read their scales. Stored scales are read as whole vectors, so the scales
+ * of other rows must follow. */
 static int read_lane_groups(int reader, RowGroups *rows, int64_t count, int64_t index) {
     const Quantized *format = rows->format;
     const int64_t stride = format->scale_stride;
@@ -132,15 +133,14 @@ typedef struct {
 
 /* ---- decoding ---- */
 
-/* The first bytes of a half of a vector. */
+/* The first `bytes` bytes of half a vector. */
 INLINE __m256i load_some(const char *codes, int64_t bytes) {
     return bytes > 0 ? _mm256_maskz_loadu_epi8(~0u >> (bytes < 32 ? 32 - bytes : 0), (const __m256i *)codes) : _mm256_setzero_si256();
 }
 
-/* A vector of codes, of a block of which `bytes` are there: the row may end at the end of the mapped memory, and what a
- * mask leaves out is not read. Its cache line is waited for nevertheless, so that the last codes are loaded by halves. Whole
- * vectors are loaded once: a compiler that loads them again for the shifts is a fifth slower from memory where rows begin
- * within a line (measured on Zen 5, in a loop of such products alone). */
+/* A vector of codes, of which only `bytes` may be read: the mapped memory may end there. A masked load still waits for the
+ * cache line it leaves out, so the last codes are loaded by halves. The compiler must not load a whole vector twice: that is
+ * a fifth slower from memory where rows begin within a line (measured on Zen 5, these products alone). */
 INLINE __m512i load_codes(const char *codes, int64_t bytes) {
     if (bytes < 64) return _mm512_inserti64x4(_mm512_zextsi256_si512(load_some(codes, bytes)), load_some(codes + 32, bytes - 32), 1);
     __m512i loaded = _mm512_loadu_si512(codes);
@@ -148,7 +148,7 @@ INLINE __m512i load_codes(const char *codes, int64_t bytes) {
     return loaded;
 }
 
-/* Of the eight bytes of each lane the first four, or the last. */
+/* Four of the eight bytes of each lane: the first, or the last. */
 INLINE __m512i bytes_of_lanes(const char *codes, int64_t bytes, int half, __m512i flip) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i index = half ? _mm512_add_epi32(even, _mm512_set1_epi32(1)) : even;
@@ -156,7 +156,7 @@ INLINE __m512i bytes_of_lanes(const char *codes, int64_t bytes, int half, __m512
     return _mm512_xor_si512(_mm512_permutex2var_epi32(low, index, high), flip);
 }
 
-/* fp8 in the highest byte of each lane. */
+/* fp8 in the highest byte of each lane, to fp32. */
 INLINE __m512 wide_e4m3(__m512i code) {
     const __m512i magnitude = _mm512_and_si512(_mm512_srli_epi32(code, 4), _mm512_set1_epi32(0x07f00000));
     const __m512i normal = _mm512_add_epi32(magnitude, _mm512_set1_epi32(120 << 23));
@@ -169,8 +169,8 @@ INLINE __m512 wide_e4m3(__m512i code) {
     return _mm512_or_ps(value, _mm512_castsi512_ps(sign));
 }
 
-/* Four vectors of the four codes in each lane: the upper half of fp32 is a table of sign and upper exponent bits and the
- * code's other bits, but for zeros, subnormal codes and NaN. */
+/* The four fp8 codes of each lane, to four vectors. Normal codes: the upper half of fp32 is a table of the sign and the
+ * upper exponent bits, then the code's other bits. */
 INLINE void decode_wide_e4m3(const Lanes *lanes, __m512i four, __m512 out[4]) {
     const __m512i above_normal = _mm512_sub_epi8(_mm512_add_epi8(four, four), _mm512_set1_epi8(0x10));
     if (__builtin_expect(_mm512_cmpgt_epu8_mask(above_normal, _mm512_set1_epi8((char)0xec)) != 0, 0)) {
@@ -220,7 +220,7 @@ INLINE void decode_wide(int decoder, const Lanes *lanes, const RowGroups *row, c
 #if HAS_BF16_DOT
 /* To bf16; pack_quantized says which element lies where. */
 
-/* fp8 by a table of both bytes of bf16 for every magnitude. */
+/* fp8 by tables of both bytes of bf16. */
 INLINE void decode_e4m3(const Lanes *lanes, __m512i codes, __m512i out[2]) {
     const __m512i low = _mm512_permutex2var_epi8(lanes->low[0], codes, lanes->low[1]);
     const __m512i magnitudes = _mm512_permutex2var_epi8(lanes->high[0], codes, lanes->high[1]);
@@ -230,7 +230,7 @@ INLINE void decode_e4m3(const Lanes *lanes, __m512i codes, __m512i out[2]) {
     out[1] = _mm512_unpackhi_epi8(low, high);
 }
 
-/* Bytes above zero in words, less zero points: integers of up to 8 bits are exact in the upper halves of fp32. */
+/* Unsigned bytes in words, less zero points, to bf16: exact for integers of 8 bits. */
 INLINE __m512i narrow_words(__m512i words, __m512i zeros) {
     const __m512i low = _mm512_sub_epi32(_mm512_and_si512(words, _mm512_set1_epi32(255)), zeros);
     const __m512i high = _mm512_sub_epi32(_mm512_srli_epi32(words, 16), zeros);
@@ -239,7 +239,7 @@ INLINE __m512i narrow_words(__m512i words, __m512i zeros) {
     return _mm512_ternarylogic_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(high)), _mm512_set1_epi32((int)0xffff0000u), low_bits, 0xea);
 }
 
-/* Two vectors of pairs of 64 codes of 8 bits. */
+/* 64 codes of 8 bits, to two vectors of pairs. */
 INLINE void decode_bytes(int decoder, const Lanes *lanes, const RowGroups *row, __m512i codes, int64_t element, __m512i out[2]) {
     if (decoder == DECODE_E4M3) {
         decode_e4m3(lanes, codes, out);
@@ -265,14 +265,14 @@ INLINE void decode_any4(const Lanes *lanes, const RowGroups *row, const char *co
     for (int plane = 0; plane < 4; plane++) out[plane] = _mm512_loadu_si512(narrow + 32 * plane);
 }
 
-/* Four vectors of pairs of a block of codes of 4 bits. */
+/* A block of 4-bit codes, to four vectors of pairs. */
 INLINE void decode_nibbles(int decoder, const Lanes *lanes, const RowGroups *row, const char *codes, int64_t bytes, int64_t block, __m512i out[4]) {
     if (decoder == DECODE_ANY4) {
         decode_any4(lanes, row, codes, bytes, block, out);
         return;
     }
     const __m512i words = load_codes(codes, bytes);
-    /* Code minus zero point, from -16 on: an index of the table, which takes the low five bits of a word. */
+    /* Code minus zero point, from -16 on, as an index: the table takes the low five bits of a word. */
     __m512i first = _mm512_setzero_si512();
     if (decoder == DECODE_ZEROS4) {
         first = _mm512_sub_epi32(_mm512_set1_epi32(LARGEST_TABLE_ZERO), zeros_at(&lanes->groups, row, block * QUANT_BLOCK));
@@ -298,7 +298,7 @@ INLINE void lanes_block(int mode, int decoder, int scales, int panel_rows, const
         const int is_byte = decoder == DECODE_E4M3 || decoder == DECODE_BYTES, parts = is_byte ? 2 : 1, planes = 4 / parts;
         UNROLL for (int part = 0; part < parts; part++) {
             const int64_t element = block * QUANT_BLOCK + part * 64;
-            if (part && bytes <= 64) break; /* there are no groups any more */
+            if (part && bytes <= 64) break; /* no more groups */
             __m512i decoded[4];
             if (is_byte)
                 decode_bytes(decoder, lanes, row, load_codes(codes + part * 64, bytes - part * 64), element, decoded);
@@ -338,7 +338,7 @@ INLINE void lanes_sums(int mode, int decoder, int scales, int panel_rows, const 
         lanes_block(mode, decoder, scales, panel_rows, lanes, row, codes, code_bytes, x, block, acc);
     }
     __builtin_prefetch(ahead, 0, 3);
-    __builtin_prefetch(ahead + rest_bytes - 1, 0, 3); /* where rows begin within a line they end in one more */
+    __builtin_prefetch(ahead + rest_bytes - 1, 0, 3); /* a row that begins within a line ends in one more */
     if (rest) lanes_block(mode, decoder, scales, panel_rows, lanes, row, codes, rest_bytes, x, blocks, acc);
 }
 
@@ -356,9 +356,9 @@ INLINE void lanes_row(int mode, int decoder, int panel_rows, const Lanes *lanes,
     }
 }
 
-/* WEIGHT_ROWS rows by one row of x, with the bits of `lanes_row`. They take turns, which is the one forward stream that memory
- * serves fastest, and share the last sums (measured on Zen 5 with 768 and 2,048 columns of 4 bits: a tenth faster; of 8 bits
- * it gains nothing). */
+/* WEIGHT_ROWS rows by one row of x, with the bits of `lanes_row`. One row after the other, the order that memory serves
+ * fastest; the last sums are shared (measured on Zen 5: 4-bit codes in 768 and 2,048 columns a tenth faster, 8-bit codes the
+ * same). */
 INLINE void lanes_rows(int mode, int decoder, int scales, const Lanes *lanes, const RowGroups *rows, Matrix weight,
                        const char *ahead, const char *x, float *out) {
     Vec acc[WEIGHT_ROWS];
@@ -438,7 +438,7 @@ static Lanes lanes_of(int kind, const Quantized *format) {
     for (int lane = 0; lane < NUM_LANES; lane++) first_code[lane] = is_dot8 ? lane / 4 * 16 : 8 * lane;
     Lanes lanes = {.groups = lane_groups(format, is_dot8 ? 64 : QUANT_BLOCK, first_code),
                    .flip = _mm512_set1_epi8(format->codes == CODE_INT8 ? (char)0x80 : 0)};
-    __m512 values[2]; /* of codes of 4 bits, or of their differences to a zero point, which are 32 */
+    __m512 values[2]; /* of 4-bit codes, or of the 32 differences of codes and zero points */
     __m256i narrow[2];
     for (int half = 0; half < 2; half++) {
         const int first = decoder == DECODE_ZEROS4 ? 16 * half - LARGEST_TABLE_ZERO : -(int)format->zero;
@@ -451,7 +451,7 @@ static Lanes lanes_of(int kind, const Quantized *format) {
     uint8_t upper_bits[16];
     for (int i = 0; i < 16; i++) upper_bits[i] = (uint8_t)((i & 8) << 4 | (0x3c + (i & 7)));
     lanes.upper_bits = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)upper_bits));
-    uint8_t low[128], high[128]; /* of fp8: normal codes, then those below and NaN */
+    uint8_t low[128], high[128]; /* fp8: normal codes, then subnormal ones and NaN */
     for (int i = 0; i < 128; i++) {
         low[i] = (uint8_t)(i << 4);
         high[i] = (uint8_t)(0x3c + (i >> 4));

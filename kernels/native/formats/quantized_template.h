@@ -1,8 +1,8 @@
 /* Products of quantised matrices, for every instruction set.
  *
- * Rows of x are packed in blocks of QUANT_BLOCK elements, [k / QUANT_BLOCK][row][QUANT_BLOCK], in an order that the kind of
- * product prescribes. A weight row is decoded and multiplied with all rows of x before the next one is: every sum runs over the
- * blocks of one row from the first to the last, whatever the other rows are. */
+ * Rows of x are packed in blocks of QUANT_BLOCK elements, [k / QUANT_BLOCK][row][QUANT_BLOCK], in an order that depends on
+ * the kind of product. A weight row is decoded and multiplied by all rows of x before the next: every sum runs over the
+ * blocks of a row from first to last, whatever the other rows are. */
 #pragma once
 
 #include "formats/int8_blocks.h"
@@ -35,7 +35,7 @@ static void row_values(const RowGroups *row, const char *codes, float *out) {
     }
 }
 
-/* The product through memory: values of some rows are written there and multiplied as a matrix of fp32 is. */
+/* The product through memory: the values of some rows are written there and multiplied as an fp32 matrix. */
 static void multiply_values(Matrix weight, int64_t num_weight_rows, int64_t k, const char *packed, int64_t num_rows, float *out,
                             int64_t ldo) {
     const int64_t at_once = rows_of_values(k, num_rows);
@@ -70,9 +70,9 @@ static void dequantize(Matrix weight, int64_t num_rows, int64_t k, char *out, in
     }
 }
 
-/* Lane l of every vector of a block belongs to its elements 8 l to 8 l + 7, and so to one group; but for DOT8, where
- * elements lie as interleaved bytes do: of every 16 the first eight in one vector, the last eight in the next; and but for
- * vectors of eight lanes, see quantized_avx2.h. */
+/* Lane l of every vector of a block has its elements 8 l to 8 l + 7, and so belongs to one group. Exceptions: in DOT8
+ * elements lie as interleaved bytes do, of every 16 the first eight in one vector and the last eight in the next; for
+ * vectors of eight lanes see quantized_avx2.h. */
 static void pack_quantized(int kind, const char *src, int dtype, int64_t count, char *panel, int64_t first_k, int row,
                            int panel_rows, int64_t k) {
 #if HAS_QUANT_LANES

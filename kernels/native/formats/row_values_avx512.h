@@ -1,21 +1,21 @@
-/* Values of rows in the type that they are written in, decoded in registers, for vectors of sixteen.
+/* Decodes rows to fp32, bf16 or fp16 in registers, for vectors of sixteen.
  *
- * They have the bits of row_values, rounded to fp32 and then to the type, except those of a NaN. 32 codes are decoded at a
- * time. Codes of four bits that share a scale have sixteen values at most: these are rounded once, and codes choose from them. */
+ * The bits are those of row_values, rounded to fp32 and then to the type, except for NaN. 32 codes are decoded at a time.
+ * 4-bit codes under one scale have at most sixteen values: these are rounded once, and the codes choose among them. */
 #pragma once
 
 #include "formats/quantized_avx512.h"
 
 enum { STEP_CODES = 32, SPAN_CODES = 128 };
 
-/* As many bytes as are read at a place, so many bytes ahead of it; past the last row fetching is harmless. */
+/* Bytes read at one place; as many are fetched ahead. Fetching past the last row is harmless. */
 INLINE void fetch_ahead(const char *place, int64_t ahead, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(place + ahead + i, 0, 2);
 }
 
 /* ---- rounding ---- */
 
-/* bf16 in the lower halves: of any numbers, as f32_to_bf16. */
+/* bf16 in the lower halves, of any numbers, as f32_to_bf16. */
 INLINE __m512i bf16_words(Vec values) {
     const __m512i bits = _mm512_castps_si512(values), lowest = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), lowest);
@@ -23,7 +23,7 @@ INLINE __m512i bf16_words(Vec values) {
     return _mm512_srli_epi32(_mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000)), 16);
 }
 
-/* 32 values in a type of 16 bits. The instruction that rounds to bf16 takes subnormal numbers for zeros. */
+/* 32 values to a 16-bit type. The instruction that rounds to bf16 would turn subnormal numbers into zeros. */
 INLINE __m512i narrowed(int dtype, int is_normal, Vec low, Vec high) {
     if (dtype == DTYPE_F16) {
         const __m256i first = _mm512_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT), second = _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT);
@@ -48,7 +48,7 @@ INLINE void write_values_as(int dtype, int is_normal, Vec low, Vec high, char *o
 
 /* ---- codes whose scales lie outside ---- */
 
-/* The values of codes of four bits under two scales, sixteen under each. */
+/* The values of 4-bit codes under two scales, sixteen for each. */
 typedef struct {
     Vec wide[2];
     __m512i words; /* both, in a type of 16 bits */
@@ -66,7 +66,7 @@ INLINE Choices choices_of(int dtype, int is_normal, const RowGroups *row, Vec nu
     return choices;
 }
 
-/* 32 codes, of two in a byte the low one first; `under` is 16 for those under the second scale, else 0. */
+/* 32 codes, two to a byte, the low one first; `under` is 16 for those under the second scale, else 0. */
 INLINE void choose(int dtype, const Choices *choices, __m512i under, const char *codes, char *out) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
     /* byte | byte << 12: a code in the lowest bits of each half */
@@ -110,10 +110,10 @@ INLINE void write_nibbles(int dtype, int is_normal, const RowGroups *row, int64_
     }
 }
 
-/* 32 codes of a byte; ordinary ones of fp8 are 2^-8 as large. */
+/* 32 codes of a byte; normal fp8 codes come out 2^-8 times as large. */
 INLINE void byte_numbers(int kind, int is_ordinary, const char *codes, Vec out[2]) {
     if (kind == CODE_E4M3) {
-        /* fp16 of a smaller exponent has its bits, also where it is subnormal, but for NaN */
+        /* the bits of fp16 with a smaller exponent, also for subnormal codes, but not for NaN */
         const __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes)), 7);
         __m512i halves = _mm512_and_si512(wide, _mm512_set1_epi16((short)0xbf80));
         if (!is_ordinary) {
@@ -158,8 +158,8 @@ INLINE void write_bytes(int dtype, int kind, int is_ordinary, const RowGroups *r
     }
 }
 
-/* Whether no product of a code and its scale is subnormal, also where codes of fp8 are 2^-8 as large and the scale 2^8: those
- * are 2^-17 at least. And whether no code is NaN, which has no such bits. */
+/* Whether no product of a code and its scale is subnormal, where fp8 codes are 2^-8 times as large (2^-17 at least) and
+ * scales 2^8 times; and no code is NaN. */
 static int is_ordinary_row(const RowGroups *row, const char *codes) {
     const uint32_t least = 10u << 23, end = 246u << 23; /* 2^-117, 2^119 */
     const __m512i sign = _mm512_set1_epi8((char)0x80);
@@ -202,7 +202,7 @@ FOR_CODES(DEFINE_WRITE_CODES, DTYPE_F16)
 
 static const WriteCodes WRITE_CODES[][CODE_PLANES][2] = {NAME_WRITERS(DTYPE_F32) NAME_WRITERS(DTYPE_BF16) NAME_WRITERS(DTYPE_F16)};
 
-/* The last codes are as many as lie in a step, whatever lies after the row. */
+/* In the last step only the row's own codes are read. */
 static void write_row_of_codes(const RowGroups *row, const char *codes, int64_t ahead, int dtype, char *out) {
     const int kind = row->format->codes == CODE_E2M1 ? CODE_UINT4 : (int)row->format->codes;
     const WriteCodes write = WRITE_CODES[dtype][kind][is_ordinary_row(row, codes)];
@@ -217,7 +217,7 @@ static void write_row_of_codes(const RowGroups *row, const char *codes, int64_t 
 
 /* ---- blocks that hold their scales ---- */
 
-/* 32 codes of four bits in the lowest bits of words. */
+/* 32 codes of four bits, in the lowest bits of words. */
 INLINE __m512i nibble_words(int code, const uint8_t *src, int group) {
     const uint8_t *nibbles = nibbles_of(code, src, group);
     if (code == CODE_Q4_K) {
@@ -228,8 +228,8 @@ INLINE __m512i nibble_words(int code, const uint8_t *src, int group) {
     return _mm512_srlv_epi16(bytes, _mm512_maskz_set1_epi16(0xffff0000, 4));
 }
 
-/* Numbers of fp16 times integers are multiples of 2^-24: none is subnormal in fp32. Of MXFP4 the two least scales are. Where
- * codes choose, those of two groups have their values side by side, or of one alone twice. */
+/* fp16 times integers is a multiple of 2^-24: never subnormal in fp32. Of MXFP4 the two least scales are. Where codes
+ * choose, two groups have their values side by side, a single group twice. */
 INLINE void write_blocks(int dtype, int code, const CodeTable *table, const char *weight, int64_t ahead, int64_t k, char *out) {
     const int codes = TRAITS(code).codes, bytes = TRAITS(code).bytes;
     const int in_pairs = codes > STEP_CODES;

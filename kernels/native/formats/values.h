@@ -4,7 +4,7 @@
 #include "formats/quantized.h"
 #include "isa/tiles.h"
 
-/* Numbers of groups are read a whole vector at a time. */
+/* Groups' numbers are read a whole vector at a time. */
 enum { GROUP_PADDING = 16, WIDENED = 16 };
 
 /* One row's scales and zero points, zeros after the last. */
@@ -13,11 +13,11 @@ typedef struct {
     int64_t k, groups;
     float *scales;
     int32_t *zeros;
-    const char *stored; /* its scales as they lie */
+    const char *stored; /* its scales as stored */
     int64_t widened;    /* the group of rows whose scales are in `scales`; or -1 */
 } RowGroups;
 
-/* Some scales as fp32; a constant number of them are vectors. */
+/* Widens scales to fp32; a constant count becomes vectors. */
 INLINE void widen_scales(int type, const char *restrict src, int64_t count, float *restrict out) {
     for (int64_t i = 0; i < count; i++) {
         const uint32_t code = (uint8_t)src[i], is_end = code - 1 >= 254; /* 0 or 255 */
@@ -30,7 +30,7 @@ INLINE void widen_scales(int type, const char *restrict src, int64_t count, floa
     }
 }
 
-/* WIDENED scales. */
+/* Widens WIDENED scales. */
 INLINE void widen_block(int type, const char *src, float *out) {
 #if defined(__F16C__)
     if (type == SCALE_F16) {
@@ -42,7 +42,7 @@ INLINE void widen_block(int type, const char *src, float *out) {
     widen_scales(type, src, WIDENED, out);
 }
 
-/* The last ones are widened once more, together: a rest of any number would be widened one by one. */
+/* The last scales are widened again, all at once: an odd rest would go one by one. */
 INLINE void widen_all_scales(int type, const char *src, int64_t groups, float *out) {
     const int64_t whole = groups / WIDENED * WIDENED, last = groups - WIDENED;
     for (int64_t first = 0; first < whole; first += WIDENED)
@@ -68,7 +68,7 @@ static void read_scales(const Quantized *format, int64_t row, int64_t groups, fl
         for (int64_t i = 0; i < groups; i++) out[i] /= *format->global_scale;
 }
 
-/* A zero point for all groups is there from the start. */
+/* Without zero points of groups, row_groups has written the one for all. */
 static void read_zeros(RowGroups *row, int64_t index) {
     const Quantized *format = row->format;
     if (!format->zeros) return;
@@ -81,7 +81,7 @@ static void read_groups(RowGroups *row, int64_t index) {
     read_zeros(row, index);
 }
 
-/* Groups of one row in room for as many and GROUP_PADDING more. Vectors take signed codes of 8 bits for unsigned ones. */
+/* Memory for the groups of a row and GROUP_PADDING more. Vectors take signed 8-bit codes for unsigned ones. */
 static RowGroups row_groups(Matrix matrix, int64_t k, float *scales, int32_t *zeros) {
     const int64_t groups = groups_of_row(matrix.quantized, k);
     memset(scales + groups, 0, GROUP_PADDING * 4);
@@ -109,7 +109,7 @@ static void split_nibbles(const uint8_t *src, int64_t count, uint8_t *out) {
     if (count % 2) out[count - 1] = src[count / 2] & 15;
 }
 
-/* Twice the magnitude of an e2m1 code; comparisons are faster than a table, as many codes are compared at once. */
+/* Twice the magnitude of an e2m1 code. Comparisons beat a table: many codes are compared at once. */
 static inline uint8_t twice_e2m1(uint8_t code) {
     const uint8_t magnitude = code & 7;
     return (uint8_t)(magnitude < 4 ? magnitude : magnitude < 6 ? 2 * magnitude - 4 : 4 * magnitude - 16);
@@ -131,7 +131,7 @@ static void nibble_values(int64_t kind, const uint8_t *src, int64_t count, float
 }
 
 #if defined(__AVX2__)
-/* 32 codes of four bits, of two in a byte the low one first. */
+/* 32 codes of four bits, two to a byte, the low one first. */
 INLINE void wide_nibbles(int64_t kind, const uint8_t *src, float *out) {
     const __m128i low_bytes = _mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64);
     const __m128i high_bytes = _mm_setr_epi8(0, 63, 63, 63, 64, 64, 64, 64, -128, -65, -65, -65, -64, -64, -64, -64);
@@ -142,7 +142,7 @@ INLINE void wide_nibbles(int64_t kind, const uint8_t *src, float *out) {
         const __m128i low = _mm_shuffle_epi8(low_bytes, codes), high = _mm_shuffle_epi8(high_bytes, codes);
         UNROLL for (int quarter = 0; quarter < 2; quarter++) {
             __m256 values;
-            if (kind == CODE_E2M1) { /* by the bytes of bf16 */
+            if (kind == CODE_E2M1) { /* by tables of the bytes of bf16 */
                 const __m128i words = quarter ? _mm_unpackhi_epi8(low, high) : _mm_unpacklo_epi8(low, high);
                 values = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
             } else {
@@ -153,7 +153,7 @@ INLINE void wide_nibbles(int64_t kind, const uint8_t *src, float *out) {
     }
 }
 
-/* 16 codes of fp8. Fp16 of a smaller exponent has their bits, also where they are subnormal, but for NaN. */
+/* 16 codes of fp8: the bits of fp16 with a smaller exponent, also for subnormal codes, but not for NaN. */
 INLINE void wide_fp8(const uint8_t *src, float *out) {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)src)), 7);
     const __m256i halves = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80));
@@ -165,7 +165,8 @@ INLINE void wide_fp8(const uint8_t *src, float *out) {
     }
 }
 
-/* As many of the first codes as fill vectors; their number. Of other kinds the compiler makes vectors by itself. */
+/* Decodes as many codes as fill whole vectors and returns their number. The other formats are left to the compiler's own
+ * vectors. */
 static int64_t wide_code_values(int64_t kind, const uint8_t *src, int64_t count, float *out) {
     int64_t i = 0;
     if (kind == CODE_E2M1)
@@ -178,7 +179,7 @@ static int64_t wide_code_values(int64_t kind, const uint8_t *src, int64_t count,
 }
 #endif
 
-/* What the codes stand for without zero point and scale; exact. */
+/* Codes as numbers, without zero point and scale; exact. */
 static void code_values(int64_t kind, const char *codes, int64_t count, float *out) {
     const uint8_t *src = (const uint8_t *)codes;
 #if defined(__AVX2__)
@@ -200,29 +201,29 @@ static void code_values(int64_t kind, const char *codes, int64_t count, float *o
     }
 }
 
-/* ---- how rows are gone through ---- */
+/* ---- the order in which rows are read ---- */
 
 /* How far ahead of its use a line is fetched, in bytes. */
 enum { LANES_AHEAD = 12 << 10 };
 
-/* Most bytes of values at a time: they stay in the second-level cache while all rows of x are multiplied with them. */
+/* Most bytes of decoded values at a time: they stay in the second-level cache while all rows of x are multiplied by them. */
 #define VALUE_BYTES (128 << 10)
 
-/* Rows whose values are written at a time. With one panel it is those of a tile: they stay in the first-level cache. */
+/* Rows decoded at a time. For a single panel a tile's: they stay in the first-level cache. */
 static int64_t rows_of_values(int64_t k, int64_t num_rows) {
     const int64_t tiles = num_rows > PANEL_ROWS ? VALUE_BYTES / (TILE_ROWS * 4 * (k + 1)) : 1;
     return TILE_ROWS * max64(1, tiles);
 }
 
-/* Groups of all columns count as the largest power of two. */
+/* A group of all columns counts as the largest power of two. */
 static inline int group_shift(const Quantized *format) { return format->group_cols ? __builtin_ctzll((uint64_t)format->group_cols) : 62; }
 
-/* Of the scales of a row, where it has more than one. */
+/* Bytes of a row's scales that are worth fetching: none for a single scale. */
 static inline int64_t fetched_scale_bytes(const Quantized *format, int64_t k) {
     return format->group_cols ? groups_of_row(format, k) * SCALE_BYTES[format->scale_type] : 0;
 }
 
-/* Fetches the scales of `count` rows from `row` on, of the matrix or, after its last row, of the next one. */
+/* Fetches the scales of `count` rows from `row` on, past the last row those of the next matrix. */
 static inline void fetch_scales(const Stream *stream, int64_t row, int64_t count, int64_t bytes) {
     const int is_next = row >= stream->num_rows;
     const Matrix *matrix = is_next ? &stream->next : &stream->weight;

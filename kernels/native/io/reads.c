@@ -1,8 +1,8 @@
 /* Reads in flight without the interpreter: threads that serve the blocks of submitted reads, demands before read-aheads.
  *
- * A thread of Python that ends a read needs the interpreter's lock, which the computing thread holds: each waits for the
- * other, several times per read. These threads never need it. Reads that ended stay in a list until the computing thread takes
- * them, and a counter that can be read without a call tells whether there are any. */
+ * A Python thread that ends a read needs the interpreter's lock, which the computing thread holds: each waits for the other,
+ * several times a read. These threads never need it. Finished reads stay in a list until the computing thread takes them; a
+ * counter that can be read without a call tells whether there are any. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -22,14 +22,14 @@ typedef struct {
 } Block;
 
 typedef struct Read {
-    struct Read *previous, *next; /* neighbours in the list that it stands in */
+    struct Read *previous, *next; /* neighbours in its list */
     char *into;
-    int64_t name; /* what the caller calls it; no two reads have the same */
+    int64_t name; /* the caller's name for it; no two reads have the same */
     int64_t num_blocks, next_block, unfinished, bytes, ended_ns;
     int64_t error, error_block, error_offset; /* errno or FILE_ENDED, of the first block that failed */
     int is_ahead;
     int64_t num_steps;
-    const OrderStep *steps; /* after the blocks: done once all of them are there, before the end is told */
+    const OrderStep *steps; /* done after the last block, before the end is told */
     Block blocks[];
 } Read;
 
@@ -40,11 +40,11 @@ typedef struct {
 typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t ready, changed;
-    atomic_llong events; /* reads that ended, and wakes from outside */
-    List demands, aheads, serving, finished; /* a read stands in one of them: `serving` once its last block was begun */
-    int num_idle, is_called; /* threads without work, and whether one of them is on its way */
+    atomic_llong events; /* reads that ended, and calls of moe_reads_kick */
+    List demands, aheads, serving, finished; /* each read stands in one of them: in `serving` once its last block was begun */
+    int num_idle, is_called; /* threads without work, and whether one is being woken */
     int closed, num_sleepers, num_threads;
-    pthread_mutex_t ordering; /* one expert at a time is put in order, by means of this scratch memory */
+    pthread_mutex_t ordering; /* one expert at a time is put in order, with this scratch memory */
     char *scratch;
     int64_t scratch_bytes;
     pthread_t threads[];
@@ -70,7 +70,8 @@ static void take_out(List *list, Read *read) {
 
 static List *waiting_list(Queue *queue, const Read *read) { return read->is_ahead ? &queue->aheads : &queue->demands; }
 
-/* Fills a block; returns errno, FILE_ENDED or 0, and how far it came. The offset -1 is where the file stands, as in a pipe. */
+/* Reads a block; returns errno, FILE_ENDED or 0, and how many bytes came. An offset of -1 means where the file stands, as in
+ * a pipe. */
 static int64_t fill(const Block *block, char *into, int64_t *done) {
     while (*done < block->needed) {
         struct iovec part = {into + block->place + *done, (size_t)(block->size - *done)};
@@ -83,7 +84,7 @@ static int64_t fill(const Block *block, char *into, int64_t *done) {
     return 0;
 }
 
-/* Wakes threads after the lock is free: one that wakes up on another processor would only wait for it, and so would the caller. */
+/* Wakes threads without holding the lock: a thread that wakes up on another processor would only wait for it. */
 static void unlock_and_tell(Queue *queue) {
     atomic_fetch_add(&queue->events, 1);
     const int has_sleepers = queue->num_sleepers > 0;
@@ -91,9 +92,9 @@ static void unlock_and_tell(Queue *queue) {
     if (has_sleepers) pthread_cond_broadcast(&queue->changed);
 }
 
-/* Calls one thread if there is work and none was called. Waking a thread takes a tenth of the time of a small read, so the
- * computing thread does it once for reads that are submitted together. More are called by a thread that is about to move a
- * large block, and by one that begins to wait. */
+/* Wakes one thread if there is work and none was woken. That takes a tenth of the time of a small read, so the computing
+ * thread does it once for reads submitted together. A thread that is about to read a large block, or begins to wait, wakes
+ * more. */
 static void unlock_and_call(Queue *queue) {
     const int calls = (queue->demands.first || queue->aheads.first) && queue->num_idle && !queue->is_called;
     queue->is_called |= calls;
@@ -133,7 +134,7 @@ static void serve_block(Queue *queue, Read *read, int64_t number) {
         read->error_offset = block->offset + done;
     }
     if (--read->unfinished == 0) {
-        if (read->num_steps && !read->error) { /* nobody takes it from the list of those that are served */
+        if (read->num_steps && !read->error) { /* nobody takes it out of `serving` meanwhile */
             pthread_mutex_unlock(&queue->lock);
             read->error = put_in_order(queue, read);
             pthread_mutex_lock(&queue->lock);
@@ -175,8 +176,7 @@ static Read *find(const List *list, int64_t name) {
     return read;
 }
 
-/* Ends the threads when they are done with the blocks that they are moving. What ended can still be taken, the rest never
- * ends. Once is enough. */
+/* Ends the threads once they have read their current blocks. Finished reads can still be taken; the rest never ends. */
 MOE_EXPORT void moe_reads_stop(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
@@ -189,7 +189,7 @@ MOE_EXPORT void moe_reads_stop(void *of) {
     while (queue->num_threads) pthread_join(queue->threads[--queue->num_threads], NULL);
 }
 
-/* Stops a queue and gives its memory back. */
+/* Stops a queue and frees it. */
 MOE_EXPORT void moe_reads_close(void *of) {
     Queue *queue = of;
     moe_reads_stop(queue);
@@ -203,7 +203,7 @@ MOE_EXPORT void moe_reads_close(void *of) {
     free(queue);
 }
 
-/* Starts a queue with its threads; NULL where there is no memory, or no thread can be started. */
+/* Starts a queue with its threads; NULL without memory or a thread. */
 MOE_EXPORT void *moe_reads_open(int num_threads) {
     Queue *queue = calloc(1, sizeof *queue + (size_t)num_threads * sizeof(pthread_t));
     if (!queue) return NULL;
@@ -224,11 +224,11 @@ MOE_EXPORT void *moe_reads_open(int num_threads) {
     return NULL;
 }
 
-/* Where the number of events stands: it only grows. */
+/* The number of events so far. */
 MOE_EXPORT const void *moe_reads_events(void *of) { return &((Queue *)of)->events; }
 
-/* Queues a read of at least one block into a slot, by a name that no other has, and what puts it in order; moe_reads_start
- * must follow. Returns 0 where there is no memory. */
+/* Queues a read of at least one block into a slot, under a new name, with what puts it in order; moe_reads_start must
+ * follow. Returns 0 without memory. */
 MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int64_t num_blocks, const void *steps,
                                 int64_t num_steps, char *into, int is_ahead) {
     Queue *queue = of;
@@ -246,14 +246,14 @@ MOE_EXPORT int moe_reads_submit(void *of, int64_t name, const void *blocks, int6
     return 1;
 }
 
-/* Has the threads serve what was submitted. */
+/* Lets the threads serve what was submitted. */
 MOE_EXPORT void moe_reads_start(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
     unlock_and_call(queue);
 }
 
-/* Serves what is left of a read-ahead as a demand. */
+/* Turns what is left of a read-ahead into a demand. */
 MOE_EXPORT void moe_reads_promote(void *of, int64_t name) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
@@ -266,7 +266,7 @@ MOE_EXPORT void moe_reads_promote(void *of, int64_t name) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Takes back a read of which no block was begun; says whether it could be. */
+/* Takes back a read if none of its blocks was begun; returns whether it did. */
 MOE_EXPORT int moe_reads_cancel(void *of, int64_t name) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
@@ -279,9 +279,8 @@ MOE_EXPORT int moe_reads_cancel(void *of, int64_t name) {
     return read != NULL;
 }
 
-/* Lists reads that ended, FIELDS numbers for each: its name, bytes, error, the block and the place in the file that it happened
- * at, and how many ns ago it ended. Returns how many. They stay listed until moe_reads_forget: an interrupted caller can ask
- * again. */
+/* Lists finished reads, FIELDS numbers each: name, bytes, error, the block and the place in the file of the error, and how
+ * many ns ago it ended. Returns how many. They stay listed until moe_reads_forget, so an interrupted caller can ask again. */
 MOE_EXPORT int64_t moe_reads_ended(void *of, int64_t *out, int64_t room) {
     Queue *queue = of;
     int64_t count = 0;
@@ -295,7 +294,7 @@ MOE_EXPORT int64_t moe_reads_ended(void *of, int64_t *out, int64_t room) {
     return count;
 }
 
-/* Forgets the first reads that ended. */
+/* Forgets the first finished reads. */
 MOE_EXPORT void moe_reads_forget(void *of, int64_t count) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);
@@ -306,7 +305,7 @@ MOE_EXPORT void moe_reads_forget(void *of, int64_t count) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Sleeps until the number of events is another one, or for a while, so that the caller can look for signals. */
+/* Sleeps until the number of events changes, or for a while, so that the caller can look for signals. */
 MOE_EXPORT void moe_reads_wait(void *of, int64_t seen) {
     Queue *queue = of;
     struct timespec until;
@@ -325,7 +324,7 @@ MOE_EXPORT void moe_reads_wait(void *of, int64_t seen) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Wakes those who wait, because something else than a read has changed. */
+/* Wakes those who wait, because something other than a read has changed. */
 MOE_EXPORT void moe_reads_kick(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);

@@ -1,9 +1,9 @@
-/* Attention of a block of queries with a block of keys after another, whose scores stay in the cache (FlashAttention-2).
+/* Attention of a block of queries to one block of keys after another; their scores stay in the cache (FlashAttention-2).
  *
- * A step is four bytes of a row of queries or weights: a pair of bf16, or one fp32. Keys are transposed and values of two
- * tokens brought together, so that a value of a row multiplies whole vectors. All rows take a slice of them before the next, which
- * stays in the first-level cache. A row's sums run over the keys in order, by
- * blocks that begin at multiples of KEYS_AT_ONCE: they depend neither on the other rows nor on where the block begins. */
+ * A step is four bytes of a row of queries or weights: a pair of bf16, or one fp32. Keys are transposed, and values of two
+ * tokens brought together, so that one value of a row multiplies whole vectors. All rows take a slice of them, which stays
+ * in the first-level cache, before the next slice. A row's sums run over the keys in order, in blocks that begin at
+ * multiples of KEYS_AT_ONCE: they depend neither on the other rows nor on where the block of queries begins. */
 #pragma once
 
 #include <float.h>
@@ -28,7 +28,7 @@ INLINE void attend_tile(int pairs, int rows, int vecs, int64_t steps, const char
         UNROLL for (int n = 0; n < vecs; n++) vec_store_f32(sums + m * ld + n * LANES, acc[m][n]);
 }
 
-/* The same for a number of columns that K_STEP divides. */
+/* The same where K_STEP divides the number of columns. */
 INLINE void attend_rows(int pairs, int rows, int64_t columns, int64_t steps, const char *x, int64_t x_row, const char *w,
                         int64_t w_step, const float *factors, float *sums, int64_t ld) {
     int64_t c = 0;
@@ -44,13 +44,13 @@ INLINE void attend_panel(int pairs, int64_t rows, int64_t columns, int64_t steps
     switch (rows) { FOR_PANEL_ROWS(ATTEND_CASE, pairs) }
 }
 
-/* A row as steps; a step beyond an odd number of bf16 has a zero. */
+/* A row as steps; an odd number of bf16 ends with a zero. */
 INLINE void attend_words(int pairs, int dtype, const char *row, int64_t count, uint32_t *out) {
     if (!pairs) {
         for (int64_t i = 0; i < count; i++) out[i] = bits_of(load_as(dtype, row, i));
         return;
     }
-    out[count / 2] = 0; /* overwritten where the number is even: the last step comes with it */
+    out[count / 2] = 0; /* overwritten if the number is even */
     memcpy(out, row, (size_t)(2 * count));
 }
 
@@ -91,8 +91,8 @@ INLINE void attend_values(int pairs, int dtype, const char *value, int64_t strid
     }
 }
 
-/* Scores [first, end) of [low, high) become weights in their place, the others none; gives the factor of the sums before. Bounds
- * of whole vectors are low and high. A scale is positive, and the greatest score is kept in powers of two. */
+/* Turns scores [first, end) into weights in place; the others of [low, high), whole vectors, become 0. Returns the factor
+ * for the sums so far. The scale is positive; the greatest score is kept as an exponent of two. */
 INLINE float attend_weights(int pairs, float *scores, int64_t low, int64_t first, int64_t end, int64_t high, float scale, float *most,
                             float *sum) {
     for (int64_t k = low; k < first; k++) scores[k] = -FLT_MAX;
@@ -120,12 +120,12 @@ INLINE float attend_weights(int pairs, float *scores, int64_t low, int64_t first
     return factor;
 }
 
-/* The rows of some queries of a head, and what they see of a block of keys, [low, high), in whole tiles up to `wide`. */
+/* The rows of some queries of a head, and the keys of a block that they see, [low, high), in whole tiles up to `wide`. */
 typedef struct {
     int64_t rows, r, place, low, high, wide;
 } AttendPanel;
 
-/* The panel after another of KEYS_AT_ONCE keys or fewer, from `begin` on, of which it sees some; 0 where there is none. */
+/* The next panel of KEYS_AT_ONCE keys or fewer, from `begin` on, of which it sees some; 0 where there is none. */
 INLINE int attend_next(const AttentionBlock *block, int64_t begin, int64_t count, AttendPanel *panel) {
     for (int64_t r = panel->r + panel->rows; r < block->heads * block->queries; r += panel->rows) {
         const int64_t q = r % block->queries;
@@ -138,7 +138,7 @@ INLINE int attend_next(const AttentionBlock *block, int64_t begin, int64_t count
     return 0;
 }
 
-/* Columns of a matrix of so many steps that stay in the first-level cache while all rows take them. */
+/* Columns of a matrix with this many steps that stay in the first-level cache while all rows take them. */
 INLINE int64_t attend_slice(int64_t steps) { return max64(1, SLICE_BYTES / 4 / steps / ATTEND_COLUMNS) * ATTEND_COLUMNS; }
 
 INLINE void attend_block(int pairs, const AttentionBlock *block, char *scratch) {

@@ -1,12 +1,12 @@
-/* Products of a transposed matrix: w[k] holds weight k of every output, so a value of x multiplies whole lines of memory.
- * COLUMN_DEPTH lines of K_STEP columns at a time are brought into the order in which every row of x reads them; sums of a
- * block of columns wait in the cache for the next lines. */
+/* Products of a transposed matrix: w[k] holds weight k of every output, so one value of x multiplies whole lines of memory.
+ * COLUMN_DEPTH lines of K_STEP columns are reordered at a time, for all rows of x; sums of a block of columns wait in the
+ * cache for the next lines. */
 #pragma once
 
 #include "isa/tiles.h"
 
-/* Lines at a time, and from how many rows so many are better than half of them, which wait in less of the cache. Even
- * numbers: pairs of bf16 are not torn apart. */
+/* Lines at a time, and the number of rows from which that beats half as many, whose sums wait in less of the cache. Even
+ * numbers keep pairs of bf16 together. */
 enum { COLUMN_DEPTH = 128, ROWS_FOR_DEPTH = 32 };
 
 /* Two vectors of weights for every step: of two lines as pairs of bf16, of one line otherwise. */
@@ -36,7 +36,7 @@ INLINE Vec add_product(int kind, Vec sum, const char *weights, const char *x) {
     return vec_fma(sum, vec_load_f32((const float *)weights), vec_all(load_f32(x)));
 }
 
-/* sums[m] += x[m] times these lines, for `rows` rows. Sums of all rows lie side by side: a power of two apart they would
+/* sums[m] += x[m] times these lines, for `rows` rows. The sums of all rows lie side by side: a power of two apart they would
  * share few sets of the cache. */
 INLINE void add_lines(int kind, int rows, const Lines *lines, int64_t steps, const char *x, int64_t row, int64_t step,
                       float *sums) {
@@ -60,8 +60,8 @@ INLINE void add_lines_to_rows(int kind, const Lines *lines, int64_t steps, Rows 
     }
 }
 
-/* The sums of row m, from where add_lines left them: pairs of bf16 were brought together within parts of 16 bytes, other bf16
- * taken by even and odd columns. */
+/* The sums of row m in order. add_lines leaves pairs of bf16 interleaved within 16 bytes, and other bf16 by even and odd
+ * columns. */
 INLINE void put_columns_in_order(int kind, const float *sums, int64_t num_rows, int64_t m, int64_t num_columns, float *out) {
     const int part = kind == KIND_BF16_DOT ? 4 : kind == KIND_BF16 ? 1 : LANES;
     for (int64_t column = 0; column < num_columns; column += K_STEP) {
@@ -72,8 +72,8 @@ INLINE void put_columns_in_order(int kind, const float *sums, int64_t num_rows, 
     }
 }
 
-/* Lines of K_STEP columns, or of the last few: those are copied, as nothing after them may be read. A line below the last
- * is zeros, in x as well. Fetches what the next lines will be. */
+/* Lines of K_STEP columns, or of the last few, which are copied: nothing after them may be read. A line after the last is
+ * zeros, in x as well. Fetches the next lines. */
 INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lines, int64_t depth, int64_t bytes,
                         Lines *lines) {
     const int width = kind == KIND_F32 ? 4 : 2, together = lines_of_step(kind);
@@ -96,8 +96,9 @@ INLINE void order_lines(int kind, const char *w, int64_t stride, int64_t num_lin
     }
 }
 
-/* Narrow vectors take less than a cache line of each line in a step, so few rows of x would wait for a line of another page
- * at every step. They go along LINES_IN_PLACE lines instead; sums, in the first-level cache, run over k as elsewhere. */
+/* A step of narrow vectors takes less than a cache line of each line, so with few rows of x every step would wait for a line
+ * of another page. Here it goes along LINES_IN_PLACE lines instead; sums stay in the first-level cache and run over k as
+ * elsewhere. */
 enum { FEW_ROWS = LANES < 16 ? 4 : 0, LINES_IN_PLACE = 8 };
 
 INLINE void add_lines_in_place(int kind, int rows, int num_lines, const char *w, int64_t stride, int64_t ahead,
@@ -128,7 +129,7 @@ INLINE void lines_of_few_rows(int kind, int rows, Matrix weight, int64_t k, int6
         add_lines_in_place(kind, rows, 1, w, weight.stride, weight.stride, num_columns, x.data + d * x.step, x.row, x.step, sums);
 }
 
-/* Whole steps of columns for few rows; how many columns that were, none where the other way is better. */
+/* The columns in whole steps, for few rows; returns how many it did, or 0 where the other way is faster. */
 INLINE int64_t columns_of_few_rows(int kind, Matrix weight, int64_t k, int64_t num_columns, Rows x, int64_t num_rows,
                                    float *sums) {
     const int64_t whole = num_columns / K_STEP * K_STEP;

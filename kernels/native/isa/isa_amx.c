@@ -1,10 +1,9 @@
-/* x86-64 with matrix units for bf16 (AMX: Sapphire Rapids and newer). Rows of bf16 times bf16 weights go through tiles; all else
- * is what isa_avx512bf16.c has.
+/* x86-64 with matrix units for bf16 (AMX: Sapphire Rapids and newer). They multiply bf16 rows by bf16 weights; all else is
+ * from isa_avx512bf16.c.
  *
- * A tile of weights is 16 rows of K_STEP elements as they lie in memory, so that weights need no order of their own. A tile of x
- * is a step of a panel: its rows are pairs of elements, its columns rows of x. A sum runs over k in one order whatever the tiles
- * around it are: it has its own place in a tile of sums, to which each step adds a sum of its even and one of its odd elements.
- */
+ * A tile of weights is 16 rows of K_STEP elements as they lie in memory: weights are not reordered. A tile of x is a step of
+ * a panel: its rows are pairs of elements, its columns rows of x. A sum runs over k in one order whatever the tiles around
+ * it: it has its own place in a tile of sums, and each step adds a sum of its even and one of its odd elements. */
 #include <immintrin.h>
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -14,7 +13,7 @@
 
 enum { ROWS = PANEL_ROWS_OF_TILES, STRIP_ROWS = 2 * ROWS, K_STEP = 32, STEP_BYTES = 2 * K_STEP, CACHE_LINE = 64 };
 
-/* Two tiles of weights by two of x, and their sums; the compiler takes their numbers as constants alone. */
+/* Two tiles of weights by two of x, and their sums; the compiler takes tile numbers only as constants. */
 #define SUMS_00 0
 #define SUMS_01 1
 #define SUMS_10 2
@@ -35,7 +34,7 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* Rows of the two tiles of weights and of x; 0 where there is one. */
+/* Rows of the two tiles of weights and of x; 0 for a tile that is not there. */
 typedef struct {
     int weights[2], x[2];
 } Shape;
@@ -61,9 +60,9 @@ static void set_shape(Shape shape) {
 
 /* ---- what is read ahead ---- */
 
-/* Places in the rows that are read after these. Weights that are used once or twice are fetched as fast as memory gives
- * them: the processor goes on by itself from a place, and fetching every line would keep those of the tiles waiting (measured
- * on Granite Rapids: a tenth slower at 32 rows). Others are fetched line by line, while these are used again. */
+/* Places in the rows that are read next. Weights used once or twice are fetched as fast as memory gives them: from one place
+ * on the processor goes on by itself, and fetching every line would hold up the tiles' own loads (measured on Granite
+ * Rapids: a tenth slower at 32 rows). Others are fetched line by line while these are used again. */
 typedef struct {
     const char *place, *row_end;
     int64_t row_bytes, stride, rows_left;
@@ -177,7 +176,7 @@ static void store_transposed(const float *sums, int weight_rows, int x_rows, flo
         if (m < x_rows) _mm512_mask_storeu_ps(out + m * ldo, mask, b[m]);
 }
 
-/* A tile of sums to out. Those of one row of x lie as they shall. */
+/* Writes a tile of sums to out; those of one row of x already lie in order. */
 #define STORE_SUMS(tile, weight_rows, x_rows, out, ldo)                                 \
     do {                                                                                \
         if (!(weight_rows) || !(x_rows)) break;                                         \
@@ -261,7 +260,7 @@ static void multiply_cached(int kind, Matrix weight, int64_t num_weight_rows, in
 static Isa table;
 static int is_usable;
 
-/* Whether the system keeps tiles for a thread, and lets this process have them: Linux asks each process to ask. */
+/* Whether the system saves tiles and lets this process use them: Linux wants each process to ask. */
 static int may_use_tiles(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18, TILE_STATE = 3 << 17 };
     unsigned low, high;

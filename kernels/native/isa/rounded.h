@@ -1,13 +1,13 @@
-/* Products with rows that are rounded to int8, blocks of Q8_0, as attention to cached keys and values needs them: each row is
- * decoded once for a few rows of x. A code times its scale is exact in fp32, so values are not rounded, and a row of x has the
- * same bits whatever the others of as many are. For a row alone, or left over, codes are multiplied as they are, and scales by
- * what belongs to all of a block: other bits, always the same as the heads of a group are always as many. */
+/* Products with rows rounded to int8, blocks of Q8_0, for attention to cached keys and values: each row is decoded once for
+ * a few rows of x. A code times its scale is exact in fp32, so values are not rounded, and a row of x has the same bits
+ * whatever the others are, if they are as many. For a single row, or one left over, codes are multiplied as they are, then
+ * by the scale of the block: other bits, but always the same, as a group always has the same number of heads. */
 #pragma once
 
 #include "formats/blocks.h"
 
-/* Rows of x at once, as many as have sums in registers; tokens that stay in the first-level cache for all groups of columns;
- * and how far ahead rows are fetched. */
+/* Rows of x at once, whose sums fit in registers; tokens that stay in the first-level cache for all groups of columns; and
+ * how far ahead rows are fetched. */
 enum { ROUNDED_X_ROWS = LANES == 16 ? 8 : 4, ROUNDED_TOKENS = 64, ROUNDED_AHEAD = 2048 };
 
 INLINE void fetch_rounded(const char *row, int64_t k) {
@@ -19,7 +19,7 @@ INLINE float scale_of(const char *block) { return half_at((const uint8_t *)block
 
 INLINE Vec rounded_values(const char *block, int i) { return vec_mul(rounded_codes(block, i), vec_all(scale_of(block))); }
 
-/* Of `tokens` weight rows, which `rows` of x share. */
+/* `tokens` weight rows, shared by `rows` rows of x. */
 INLINE void dot_rounded_tile(int rows, int tokens, Matrix w, int64_t k, const float *x, float *out, int64_t ldo) {
     Vec acc[ROUNDED_X_ROWS * 4];
     UNROLL for (int i = 0; i < rows * tokens; i++) acc[i] = vec_zero();

@@ -74,8 +74,8 @@
 static const uint32_t UPPER_HALVES[8] __attribute__((aligned(32))) = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
                                                                       0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 
-/* `steps` (at least one) of a tile with two to four rows of x, whose sums lie as [row of x][3]. With each step
- * `ahead_bytes` from `fetched` on are fetched, always the same ones unless it `moves`. */
+/* `steps` (at least one) of a tile with two to four rows of x, whose sums lie as [row of x][3]. Each step fetches
+ * `ahead_bytes` from `fetched` on, the same ones each time unless it `moves`. */
 INLINE void tall_steps(int kind, int panel_rows, Vec *sums, const char *const w[3], const char *x, int64_t steps,
                        const char *fetched, int moves, int ahead_bytes) {
     const char *w0 = w[0], *w1 = w[1], *w2 = w[2];

@@ -8,9 +8,10 @@
 
 #define K_STEP (2 * LANES)
 #define CACHE_LINE 64
-/* Packed rows that are multiplied with a block of weights before the next rows are: they stay in the second-level cache. */
+/* Packed rows multiplied by a block of weights before the next rows are: they stay in the second-level cache. */
 #define GROUP_BYTES (256 << 10)
-/* Bytes of a weight row beyond which even a few panels would not: many rows take such a matrix a part of k at a time. */
+/* From this many bytes of a weight row on, even a few panels would not stay there: many rows take such a matrix a part of k
+ * at a time. */
 #define PART_BYTES (8 << 10)
 enum { PART_WEIGHT_ROWS = TILE_ROWS == 3 ? 30 : 32, PART_PANELS = 22 };
 
@@ -51,10 +52,10 @@ typedef struct {
     int64_t steps;
 } Ahead;
 
-/* A single row needs two such parts because the place ahead crosses from one row to the next. */
+/* a single row needs two: the place ahead crosses from one row to the next */
 #define AHEAD_PARTS(tile_rows, lines) ((tile_rows) == 1 ? 2 : (lines))
 
-/* The rows a multiplication reads: those of `weight`, then those of `next`. */
+/* The rows that a multiplication reads: those of `weight`, then those of `next`. */
 typedef struct {
     Matrix weight, next;
     int64_t num_rows;
@@ -101,14 +102,14 @@ INLINE void store_sums(int tile_rows, int panel_rows, Vec acc[PANEL_ROWS][TILE_R
     }
 }
 
-/* A part of k. The vectors of sums go from one part to the next as they are: the result has the bits of one pass. */
+/* A part of k. Sums go from one part to the next as vectors: the bits are those of one pass. */
 typedef struct {
     int64_t first, count;
     int is_first, is_last;
     Vec *sums; /* NULL where the part is all of k */
 } Part;
 
-/* A tile of sums over a part of k, which fetches `lines` times as many bytes ahead as one weight row has. */
+/* A tile of sums over a part of k; fetches `lines` times as many bytes ahead as a weight row has. */
 INLINE void tile(int kind, int tile_rows, int panel_rows, int lines, Matrix weight, const Part *part, Vec *sums, const char *x,
                  float *out, int64_t ldo, const Ahead *ahead) {
     const int width = kind == KIND_F32 ? 4 : 2;
@@ -192,8 +193,7 @@ typedef void (*StripFn)(const Stream *stream, int64_t row, int64_t num_tiles, co
     }
 #define NAME_STRIP(kind, panel_rows, rows, lines) strip_##kind##_##rows##_##panel_rows##_##lines,
 
-/* The shapes of tiles: how many weight rows, and how many lines are fetched a step; a tall tile fetches more with fewer
- * panels to share the work. */
+/* The shapes of tiles: weight rows, and lines fetched a step; a tall tile fetches more, as fewer panels share the work. */
 #if TILE_ROWS == 4
 enum { SHAPE_SINGLE, SHAPE_TALL, SHAPE_TALL_ALONE, SHAPE_TALL_PAIR, NUM_SHAPES };
 #define FOR_SHAPES(macro, kind, panel) macro(kind, panel, 1, 1) macro(kind, panel, 4, 1) macro(kind, panel, 4, 4) macro(kind, panel, 4, 2)
@@ -225,11 +225,10 @@ static const int SHAPE_ROWS[] = {1, TILE_ROWS, TILE_ROWS, TILE_ROWS, 2};
 FOR_KINDS(DEFINE_KIND)
 static const StripFn STRIPS[NUM_STRIP_KINDS][PANEL_ROWS][NUM_SHAPES] = {FOR_KINDS(NAME_KIND)};
 
-/* One row of x: one weight row after another, which is the one forward stream that memory serves fastest (measured on
- * Zen 4: four rows at once are a third slower), where the vectors are wide enough. Narrower ones wait for their one chain of
- * sums (measured on Zen 5: AVX2 reads 25 GB/s so, and 34 by pairs of rows). More rows of x need the reuse of a taller tile
- * to keep up with memory; its panels share the fetching as evenly as they can, because fetches in a burst hold up the
- * loads between them. */
+/* One row of x: one weight row after another, the order that memory serves fastest (measured on Zen 4: four rows at once are
+ * a third slower), if vectors are wide enough. Narrow ones wait for their single chain of sums (measured on Zen 5: AVX2
+ * reads 25 GB/s that way, 34 by pairs of rows). More rows of x need a taller tile to keep up with memory; its panels share
+ * the fetching evenly, because a burst of fetches holds up the loads. */
 static int tile_shape(int64_t num_rows, int64_t panels) {
     if (SINGLE_WEIGHT_ROWS && num_rows == 1) return SHAPE_SINGLE;
 #if TILE_ROWS == 3
@@ -238,8 +237,8 @@ static int tile_shape(int64_t num_rows, int64_t panels) {
     return panels == 1 ? SHAPE_TALL_ALONE : panels < TILE_ROWS ? SHAPE_TALL_PAIR : SHAPE_TALL;
 }
 
-/* How far ahead of its use a line is fetched, in bytes: the slower the tile takes lines, the farther the processor's
- * own window of loads falls short (measured on Zen 4). */
+/* How far ahead a line is fetched, in bytes: the slower a tile takes lines, the farther the processor's own window of loads
+ * falls short (measured on Zen 4). */
 static int64_t ahead_distance(int shape) { return shape == SHAPE_SINGLE ? 2 << 10 : 16 << 10; }
 
 static Stream plan_stream(Matrix weight, int64_t num_rows, Matrix next, int height, int64_t distance, int64_t steps,

@@ -1,8 +1,8 @@
-/* The operations on vectors of fp32 that the kernels are written against. The file of an instruction set names LANES and
- * HAS_BF16_DOT; else they are those of the processor that is compiled for.
+/* The operations on vectors of fp32 that the kernels use. The file of an instruction set defines LANES and HAS_BF16_DOT;
+ * otherwise they follow from the processor that is compiled for.
  *
- * Constants: LANES (of a vector), TILE_ROWS by PANEL_ROWS (most weight rows by x rows whose sums are kept in registers),
- * SINGLE_WEIGHT_ROWS (one x row takes weight rows one by one: where one chain of sums keeps up with memory), HAS_BF16_DOT
+ * Constants: LANES (of a vector), TILE_ROWS by PANEL_ROWS (most weight rows by rows of x whose sums stay in registers),
+ * SINGLE_WEIGHT_ROWS (one row of x takes weight rows one by one: where one chain of sums keeps up with memory), HAS_BF16_DOT
  * (instructions for pairs of bf16, fours of bytes and tables of bytes), HAS_QUANT_LANES (codes are decoded in registers). */
 #pragma once
 
@@ -189,7 +189,7 @@ INLINE void vec_four_sums(Vec a, Vec b, Vec c, Vec d, float out[4]) {
 
 typedef int32_t VecPlaces __attribute__((vector_size(4 * LANES)));
 
-/* A vector of what AT(d, i) gives for every lane i. All places are constants: gcc and clang make one instruction of it. */
+/* A vector of AT(d, i) for every lane i. All places are constants: gcc and clang make one instruction of it. */
 #define FOUR_LANES(AT, d, i) AT(d, i), AT(d, i + 1), AT(d, i + 2), AT(d, i + 3)
 #if LANES == 16
 #define EACH_LANE(AT, d) (Vec){FOUR_LANES(AT, d, 0), FOUR_LANES(AT, d, 4), FOUR_LANES(AT, d, 8), FOUR_LANES(AT, d, 12)}
@@ -203,7 +203,7 @@ typedef int32_t VecPlaces __attribute__((vector_size(4 * LANES)));
 #define UPPER(d, i) ((i) & (d) ? second[PARTNER(d, i)] : first[i])
 #define LOWER(d, i) ((i) & (d) ? second[i] : first[PARTNER(d, i)])
 
-/* Lanes i and i ^ d change places; and of every square of 2 * d rows and lanes the quarters off the diagonal do. */
+/* Lanes i and i ^ d change places; of every square of 2 * d rows and lanes, the quarters off the diagonal. */
 #define VEC_SWAPS(d) \
     INLINE Vec vec_swapped_##d(Vec a) { return EACH_LANE(SWAPPED, d); } \
     INLINE void vec_swap_quarters_##d(Vec rows[LANES]) { \
@@ -223,7 +223,7 @@ VEC_SWAPS(4)
 VEC_SWAPS(8)
 #endif
 
-/* In all lanes, from both halves inwards. */
+/* In all lanes; halves are added first. */
 INLINE Vec vec_most(Vec a) {
 #if LANES > 8
     a = vec_max(a, vec_swapped_8(a));
@@ -258,10 +258,10 @@ INLINE void vec_transpose(Vec rows[LANES]) {
     vec_swap_quarters_1(rows);
 }
 
-/* Two to the power of numbers that are not positive, to a relative error of 2^-22: the polynomial of least relative error for a
- * power between -1/2 and 1/2 that is 1 at 0. */
+/* Two to the power of numbers up to 0, to a relative error of 2^-22: the best polynomial between -1/2 and 1/2 that is 1 at
+ * 0. */
 INLINE Vec vec_exp2(Vec x) {
-    const Vec shifter = vec_all(12582912.0f + 127.0f); /* the last bits of a sum with it are an exponent */
+    const Vec shifter = vec_all(12582912.0f + 127.0f); /* adding it leaves the exponent in the last bits */
     x = vec_max(vec_all(-126.0f), x); /* a NaN stays one */
     const Vec shifted = x + shifter, n = shifted - shifter, r = x - n;
     Vec p = vec_all(1.3264727197e-3f);

@@ -1,15 +1,15 @@
-/* The attention layer of one token a sequence, from hidden values to hidden values, in one call; and for whole sequences the
- * work between the products.
+/* The attention layer for one token a sequence, from hidden values to hidden values, in one call; and for whole sequences
+ * the work between the products.
  *
- * Between the products lie a few thousand operations on values in the cache; as separate operations, each with its own call,
- * they take longer than the products of a small model. Their arithmetic is that of separate operations, each rounded to the
- * data type: setup.py compiles this file without fused multiply-add. */
+ * Between the products lie a few thousand operations on values in the cache; as separate calls they take longer than the
+ * products of a small model. Each is rounded to the data type as a separate operation would be: setup.py compiles this file
+ * without fused multiply-add. */
 #include "kernels.h"
 
 enum { ROWS_AT_ONCE = 4 };
 
 /* Turns the pairs (x[i], x[i + half]) by the angles of a position: x * cos + (-x[half:], x[:half]) * sin. The angles of
- * second values are `angle` values after those of first values. */
+ * second values lie `angle` values after those of first values. */
 INLINE void rotate_as(int dtype, const char *restrict x, const char *restrict cos, const char *restrict sin, char *restrict out,
                       int64_t half, int64_t angle) {
     for (int64_t i = 0; i < half; i++) {
@@ -25,8 +25,8 @@ MOE_CLONES static void rotate(int dtype, const char *x, const char *cos, const c
     BY_DTYPE(dtype, ROTATE)
 }
 
-/* The layer's weights and sizes as attention_step.py writes them; norms and biases may be NULL. The weight whose stride is
- * negative is the `Matrix` of a quantised one. */
+/* The layer's weights and sizes, as attention_step.py writes them; norms and biases may be NULL. A weight with a negative
+ * stride is a quantised one: its pointer is to a `Matrix`. */
 typedef struct {
     const char *qkv;
     int64_t qkv_stride;
@@ -38,7 +38,7 @@ typedef struct {
     int64_t dim_in, dim_out, heads, key_heads, key_dim, value_dim, dtype;
     const char *sinks; /* of each query head, or NULL */
     int64_t sinks_dtype;
-    int64_t pairs_share; /* whether cosines and sines come once for the two values of a pair */
+    int64_t pairs_share; /* whether both values of a pair have one cosine and one sine */
     double q_eps, k_eps, scale;
 } AttentionLayer;
 
@@ -48,13 +48,13 @@ typedef struct {
     int64_t outer, inner, row; /* bytes between sequences, heads, tokens */
 } Cached;
 
-/* Where sequences of one length have keys and values, as attention_step.py writes it; the token is written to the last row. */
+/* Where sequences of one length keep keys and values, as attention_step.py writes it; the token goes to the last row. */
 typedef struct {
     Cached keys, values;
     int64_t length, dtype;
 } Place;
 
-/* The cosines and sines of each sequence's position; as many values of a head are turned, or twice as many. */
+/* Cosines and sines of each sequence's position, for `dim` values of a head, or for 2 * dim where pairs share them. */
 typedef struct {
     const char *cos, *sin;
     int64_t stride, dim;
@@ -62,8 +62,7 @@ typedef struct {
 
 enum { QUERIES, KEYS };
 
-/* Normalises the heads of one row, where the layer does so, by way of `normed`, and applies RoPE for a
- * position. */
+/* Normalises the heads of one row, if the layer does, into `normed`, and turns them by the angles of a position. */
 static void make_heads(const AttentionLayer *layer, int kind, const Angles *angles, int64_t position, const char *row,
                        char *normed, char *out, int64_t out_stride) {
     const int dtype = (int)layer->dtype;
@@ -83,7 +82,7 @@ static void make_heads(const AttentionLayer *layer, int kind, const Angles *angl
     }
 }
 
-/* Makes the queries of one sequence, and writes its key and its value into their places. Rounded keys are made in `row`. */
+/* Makes the queries of one sequence, and writes its key and value into their places. Keys to be rounded are made in `row`. */
 static void place_heads(const AttentionLayer *layer, const Angles *angles, int64_t sequence, char *row, char *normed, char *queries,
                         const Cached *keys, const Cached *values, int64_t last, int cached_dtype) {
     const int dtype = (int)layer->dtype, is_rounded = cached_dtype == DTYPE_ROUNDED;
@@ -127,8 +126,8 @@ static void make_some_heads(void *context, int thread, int64_t first, int64_t en
         }
 }
 
-/* The heads of queries and keys of whole sequences, normalised and turned. There are `angle_rows` rows of angles: those of one
- * sequence, which all share, or of all. */
+/* The heads of queries and keys of whole sequences, normalised and turned. There are `angle_rows` rows of angles: one
+ * sequence's, for all, or those of all. */
 MOE_EXPORT int moe_attention_heads(const AttentionLayer *layer, const char *queries, const char *keys, int64_t num_rows,
                                    int64_t tokens, const char *cos, const char *sin, int64_t angle_rows, int64_t angle_dim,
                                    char *query_heads, char *key_heads, int share_threads) {
@@ -153,8 +152,8 @@ static int multiply(const AttentionLayer *layer, const char *x, int64_t dim_in, 
                                 share_threads);
 }
 
-/* x and out are [batch, dim] without gaps. The sequences are divided evenly between the places. `scratch` holds, for every
- * sequence, a row of the first product, two rows of queries and one of mixed values. A mask is of a single place. */
+/* x and out are [batch, dim] without gaps. Sequences are divided evenly among the places. `scratch` holds for every sequence
+ * a row of the first product, two rows of queries and one of mixed values. With a mask there is a single place. */
 MOE_EXPORT int moe_attention_step(const AttentionLayer *layer, const char *x, int64_t batch, const char *cos, const char *sin,
                                   int64_t angle_stride, int64_t angle_dim, const Place *places, int64_t num_places,
                                   const float *mask, char *scratch, char *out, int share_threads) {

@@ -1,13 +1,13 @@
-/* Which experts a gate prefers for one hidden state, and a look-ahead made of it: for every layer it judges what was guessed,
+/* Which experts a gate prefers for a hidden state, and a look-ahead based on it: at every layer it checks earlier guesses,
  * asks the gates of the next layers, and names their likely experts.
  *
- * In torch a ranking is a product, a conversion and a sort of a few dozen numbers: four calls, each of which takes longer
- * than the arithmetic. `policies/prediction/hidden.py` specifies the look-ahead; a test holds the two together. */
+ * In torch a ranking is a product, a conversion and a sort of a few dozen numbers: four calls, each slower than the
+ * arithmetic. `policies/prediction/hidden.py` specifies the look-ahead; a test holds the two together. */
 #include "kernels.h"
 
 enum { LANES = 16 };
 
-/* The largest gate that is ranked without allocating; decode_step/gate_ranking.py sends larger ones through torch. */
+/* The largest gate ranked without allocating; decode_step/gate_ranking.py sends larger ones through torch. */
 enum { MOST_EXPERTS = 1024, MOST_DIMS = 16384 };
 
 /* One gate as decode_step/gate_ranking.py writes it: weight [num_experts, dim] with unit stride, bias [num_experts] or NULL, both of fp32 or bf16. */
@@ -41,7 +41,8 @@ MOE_CLONES static void compute_logits(const Gate *gate, const char *hidden, floa
     }
 }
 
-/* Writes the num_ranks experts of largest logit, the largest first, of equals the first. STATUS_NO_MEMORY: the gate is too wide. */
+/* Writes the num_ranks experts with the largest logits, largest first, equal ones in their order. STATUS_NO_MEMORY: the gate
+ * is too wide. */
 MOE_EXPORT int moe_rank_experts(const char *hidden, const void *gate_record, int64_t *ranked) {
     const Gate *gate = gate_record;
     float x[MOST_DIMS], logits[MOST_EXPERTS];
@@ -65,7 +66,7 @@ typedef struct {
     const char *gates; /* [D * L] records of `Gate`, each gate_bytes long */
     int64_t gate_bytes;
     int64_t num_layers, num_distances, most_tokens, num_ranks, num_experts, top_k, hidden_bytes;
-    double prior, remembered, least; /* weights of RankRecord, and the least probability that is told */
+    double prior, remembered, least; /* weights of RankRecord, and the least probability worth telling */
     double *right;                   /* [D, L, R] */
     double *lists;                   /* [D, L] */
     double *every;                   /* [D, R] */

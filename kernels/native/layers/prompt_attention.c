@@ -1,10 +1,10 @@
-/* Attention of prompts: many queries over keys and values where they lie.
+/* Attention of prompts: many queries to keys and values where they lie.
  *
- * A block of queries, with all heads that share a key head, goes to one thread, so that its keys are brought into order once
- * for all of them; the longest ones go first. Neither the blocks nor the number of threads change a bit. */
+ * A thread takes a block of queries with all heads that share a key head, so their keys are reordered once for all; the
+ * longest blocks go first. Neither the blocks nor the number of threads change a bit. */
 #include "kernels.h"
 
-/* Rows of a block, in the second-level cache with their sums, and queries of which a block has a multiple: those of panels. */
+/* Rows of a block, which stay in the second-level cache with their sums; its queries are a multiple of those of a panel. */
 enum { ROWS_OF_BLOCK = 384, QUERIES_TOGETHER = 12 };
 
 /* As prompt_attention.py writes it; distances in bytes. Query q of a sequence sees the keys up to place + q. */
@@ -24,7 +24,7 @@ typedef struct {
     int64_t bytes; /* of each thread */
 } Prompt;
 
-/* A block of queries of a key head of a sequence. */
+/* A block of queries of one key head of one sequence. */
 static AttentionBlock block_at(const Prompt *call, int64_t item) {
     const PromptCall *ask = call->ask;
     const int64_t size = dtype_bytes((int)ask->dtype), shared = ask->heads / ask->key_heads, row = ask->heads * ask->value_dim * size;

@@ -5,7 +5,7 @@
  * channel, in a fixed order: neither the number of threads nor other sequences change a bit. */
 #include "kernels.h"
 
-/* Columns of a state that are summed at a time: sums of two kinds stay in registers. */
+/* Columns of a state summed at a time: both kinds of sums stay in registers. */
 enum { COLUMNS = 32, CHANNELS_AT_ONCE = 1024, PARTIAL_SUMS = 16 };
 
 /* As decode_step/recurrent_step.py writes it. Without gaps: state [sequences, heads, key_dim, value_dim], query and key
@@ -17,10 +17,10 @@ typedef struct {
     const float *log_decay;
     float *out;
     int64_t sequences, heads, groups, key_dim, value_dim;
-    int64_t decays; /* one of a head, or key_dim */
+    int64_t decays; /* per head: one, or key_dim */
     int64_t query_dtype, value_dtype, beta_dtype, share_threads;
-    double scale;    /* of queries */
-    double unit_eps; /* queries and keys get unit length; below zero they do not */
+    double scale;    /* for queries */
+    double unit_eps; /* if not negative, queries and keys get unit length */
 } DeltaCall;
 
 /* As above: state [sequences, channels, width], taps [channels, num_taps], x and out [sequences, channels]; bias may be NULL. All
@@ -50,8 +50,8 @@ static inline void read_vector(const DeltaCall *ask, const char *values, int64_t
     for (int64_t k = 0; k < ask->key_dim; k++) out[k] = out[k] * factor * (float)scale;
 }
 
-/* Some columns of a state: S = decay S; S += key (beta (value - key . S)); out = query . S, whose part of what was known is
- * summed while the state is read. */
+/* Some columns of a state: S = decay S; S += key (beta (value - key . S)); out = query . S. The part of out from the old
+ * state is summed as the state is read. */
 INLINE void delta_columns(const DeltaCall *ask, int count, const float *query, const float *key, const float *decay, float overlap,
                           float beta, const float *value, float *state, float *out) {
     float known[COLUMNS] = {0}, found[COLUMNS] = {0}, learnt[COLUMNS];
@@ -100,7 +100,7 @@ MOE_EXPORT void moe_delta_rule_step(DeltaCall *ask) {
     pool_end();
 }
 
-/* The last inputs move up by one, x after them; the result is the sum of the last with the taps, rounded once. */
+/* The last inputs move up by one and x follows; the result is their sum weighted by the taps, rounded once. */
 INLINE void conv_as(int dtype, const ConvCall *ask, int64_t sequence, int64_t first, int64_t last) {
     const int64_t size = dtype_bytes(dtype), width = ask->width, num_taps = ask->num_taps;
     for (int64_t c = first; c < last; c++) {

@@ -1,7 +1,7 @@
-/* Many small products with the matrices where they lie: a few rows times each of a batch of matrices.
+/* Many small products with matrices where they lie: a few rows times each of a batch of matrices.
  *
- * Attention of one query over cached keys and values is two such batches with a softmax between them: one matrix of keys and
- * one of values for each head, each read once. The weighted sum of a token's expert outputs is another. One thread computes a
+ * Attention of one query to cached keys and values is two such batches with a softmax between them: a matrix of keys and one
+ * of values for each head, each read once. The weighted sum of a token's expert outputs is another. One thread computes a
  * whole batch element: neither the number of threads nor the other elements change a bit. */
 #include "kernels.h"
 
@@ -31,9 +31,8 @@ MOE_CLONES static void mix(const Batch *batch, const float *restrict x, const ch
     BY_DTYPE(batch->dtype, MIX)
 }
 
-/* Scores to weights: exponentials of the distance to their maximum, which sum to one, together with that of the sink (a score
- * that no value belongs to; may be NULL). Maximum and sum run in a fixed number of parts: every instruction set adds in the
- * same order. */
+/* Turns scores into weights: exponentials that sum to one, with that of the sink, a score without a value, which may be
+ * NULL. Maximum and sum run in a fixed number of parts: every instruction set adds in the same order. */
 enum { PARTS = 64 };
 MOE_CLONES void moe_softmax(float *restrict scores, int64_t count, const float *sink) {
     float parts[PARTS], most, sum = 0;
@@ -83,7 +82,7 @@ MOE_CLONES void moe_round_row(int dtype, const char *x, int64_t count, char *out
 
 /* ---- products ---- */
 
-/* out[m, n] = dot(x[m], w[n]), by the kernel of linear layers: a row of x has its bits whatever the others are. */
+/* out[m, n] = dot(x[m], w[n]), by the kernel of linear layers: a row's bits do not depend on the others. */
 static void multiply_transposed(const Batch *batch, const float *x, const char *w, char *packed, float *out) {
     const Isa *isa = current_isa();
     const Matrix matrix = {.data = w, .stride = batch->row_stride}, none = {0};
@@ -99,7 +98,7 @@ static void multiply_transposed(const Batch *batch, const float *x, const char *
 
 /* out[t] = sum over k of weights[t, k] * rows[t * choices + k], summed in the order of k. */
 typedef struct {
-    Batch rows; /* of one token after another: `w_rows` choices of each */
+    Batch rows; /* token after token, `w_rows` choices each */
     const char *weights;
     char *out;
     int weights_dtype;
@@ -144,7 +143,7 @@ typedef struct {
     int dtype, sinks_dtype; /* of query and out, and of sinks */
     float scale;
     float *scratch;
-    int64_t scratch_floats, packed_floats; /* of one of outer * inner elements, and of its packed queries */
+    int64_t scratch_floats, packed_floats; /* for one of outer * inner elements, and for its packed queries */
 } Attention;
 
 static void attend_head(void *context, int thread, int64_t element, int64_t end) {

@@ -1,14 +1,14 @@
-/* Products of a transposed matrix, [dim_in, dim_out], where a weight's outputs are neighbours. So lie the experts of some
- * families, every matrix for the gradient of its input, and rows for the gradient of a matrix: there the other factor is
- * transposed as well, and all threads bring it into panels first.
+/* Products of a transposed matrix, [dim_in, dim_out], where a weight's outputs are neighbours. Some families store experts
+ * so; every matrix lies so for the gradient of its input, and rows for the gradient of a matrix. In the last case the other
+ * factor is transposed as well, and all threads first bring it into panels.
  *
- * A thread takes a block of columns and reads it once, from the first line to the last. A sum runs over k in one order
- * whatever the block: neither the number of threads nor the other rows change a bit. */
+ * A thread takes a block of columns and reads it once, from the first line to the last. Sums run over k in one order:
+ * neither the block nor the number of threads nor the other rows change a bit. */
 #include <stdatomic.h>
 
 #include "kernels.h"
 
-/* Sums of one block, in bytes, that leave room in the first-level cache, and columns of a block. */
+/* Bytes of a block's sums, which leave room in the first-level cache, and columns of a block. */
 enum { SUM_BYTES = 24 << 10, MIN_COLUMNS = 64, MAX_COLUMNS = 2048 };
 
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
     int kind, weight_dtype, x_dtype;
     Matrix weight;
     Bias bias;
-    Rows x; /* [num_rows, dim_in], an even number of values in each row where pairs are read */
+    Rows x; /* [num_rows, dim_in]; rows of pairs have an even number of values */
     int64_t num_rows, dim_in, dim_out, block;
     char *out;
     int64_t out_stride;
@@ -94,13 +94,13 @@ static void compute_blocks(void *context) {
     }
 }
 
-/* Columns of a block: few enough for their sums, and every thread has as many blocks as the others. */
+/* Columns of a block: few enough for their sums, and as many blocks for every thread. */
 static int64_t block_columns(int64_t dim_out, int64_t num_rows, int64_t step, int64_t threads) {
     const int64_t most = max64(MIN_COLUMNS, min64(MAX_COLUMNS, SUM_BYTES / (4 * num_rows)));
     return round_up(parts_of(dim_out, parts_of(dim_out, most * threads) * threads), step);
 }
 
-/* One row of x as the products read it: bf16 for the instruction for pairs, else fp32. */
+/* A row of x as the products read it: bf16 for the instruction for pairs, else fp32. */
 MOE_CLONES static void copy_row(char *out, int kind, const char *x, int dtype, int64_t count, int64_t padded) {
 #define WIDEN_ROW(type) widen(type, x, count, (float *)out)
     const int64_t size = kind == KIND_BF16_DOT ? 2 : 4;
@@ -111,13 +111,13 @@ MOE_CLONES static void copy_row(char *out, int kind, const char *x, int dtype, i
         BY_DTYPE(dtype, WIDEN_ROW)
 }
 
-/* Whether rows of x already lie as the products read them: fp32, or whole pairs of bf16 at addresses of pairs. */
+/* Whether rows of x already lie so: fp32, or whole pairs of bf16 at addresses of pairs. */
 static int is_as_read(int kind, const char *x, int64_t x_stride, int x_dtype, int64_t dim_in) {
     if (kind == KIND_BF16_DOT) return dim_in % 2 == 0 && (uintptr_t)x % 4 == 0 && x_stride % 4 == 0;
     return x_dtype == DTYPE_F32;
 }
 
-/* Arguments as those of moe_linear, with `weight` [dim_in, dim_out]. */
+/* Like moe_linear, but `weight` is [dim_in, dim_out]. */
 MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t num_rows, const char *weight,
                                      int64_t weight_stride, const char *bias, char *out, int64_t out_stride, int64_t dim_in,
                                      int64_t dim_out, int x_dtype, int weight_dtype, int share_threads) {
@@ -146,14 +146,14 @@ MOE_EXPORT int moe_linear_transposed(const char *x, int64_t x_stride, int64_t nu
     return scratch ? STATUS_OK : STATUS_NO_MEMORY;
 }
 
-/* out[a, b] = sum of left[n, a] * right[n, b] over `num_lines` lines, for at most ROWS_AT_ONCE columns of `left`; added to what
- * is in `out` where it `adds`. All three have one type. */
+/* out[a, b] = sum of left[n, a] * right[n, b] over `num_lines` lines, for at most ROWS_AT_ONCE columns of `left`; with
+ * `adds`, added to out. All three have one type. */
 MOE_EXPORT int moe_outer(const char *left, int64_t left_stride, const char *right, int64_t right_stride, int64_t num_lines,
                          char *out, int64_t out_stride, int64_t dim_a, int64_t dim_b, int dtype, int adds, int share_threads) {
     const Isa *isa = current_isa();
     const int kind = column_kind(isa, dtype, dtype), panel_rows = isa->max_panel_rows;
     const int64_t steps = kind == KIND_BF16_DOT ? (num_lines + 1) / 2 : num_lines;
-    /* an odd number of cache lines: panels that are written side by side share no set of the cache */
+    /* an odd number of cache lines: panels written side by side share no set of the cache */
     const int64_t panel = (steps * 4 * panel_rows / 64 | 1) * 64 + (steps * 4 * panel_rows / 64 % 2 ? 128 : 0);
     Columns call = {.isa = isa, .kind = kind, .weight_dtype = dtype, .x_dtype = dtype, .weight = {.data = right, .stride = right_stride},
                     .num_rows = dim_a, .dim_in = num_lines, .dim_out = dim_b, .out = out, .out_stride = out_stride, .adds = adds,

@@ -1,14 +1,14 @@
-/* Products by linear layers and experts: cuts a call into items that any thread may run.
+/* Products of linear layers and experts: cuts a call into items that any thread may run.
  *
- * A call has two stages for every expert: multiply by gate and up and activate, multiply by down. A linear layer is an
- * expert that has only the second. Every thread packs the rows of x of the expert it works on for itself: nothing has to be
- * waited for before the first product.
+ * A call has two stages for every expert: multiply by gate and up and activate; multiply by down. A linear layer is an
+ * expert with only the second stage. Every thread packs the rows of x of its expert for itself, so the first product waits
+ * for nothing.
  *
  * The items of a stage are numbered in the order of experts and blocks, and every thread has a contiguous range of them:
- * memory serves one long stream to each thread best (measured: blocks taken in turn are a seventh slower). A thread whose
- * range is empty takes from the ends of the others' ranges, so a late thread costs only its help. The second stage of an
- * expert waits for its first. No thread goes to the second stage before every item of the first has been taken, and the
- * threads that hold those can finish them. */
+ * memory serves one long stream for each thread best (measured: blocks taken in turn are a seventh slower). A thread with an
+ * empty range takes items from the ends of the others', so a late thread only costs its help. The second stage of an expert
+ * waits for its first. No thread begins the second stage before all items of the first are taken, and threads that hold
+ * those can finish them. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +19,7 @@
 enum { STAGE_HIDDEN, STAGE_OUT, NUM_STAGES };
 enum { GATE, UP, DOWN, NUM_MATRICES };
 
-/* Items [begin, end) of one stage that no thread has taken, packed as begin << 32 | end; alone on its cache line. */
+/* Items [begin, end) of one stage that no thread has taken, as begin << 32 | end; alone on its cache line. */
 typedef struct {
     _Alignas(64) atomic_ullong items;
 } Range;
@@ -39,8 +39,8 @@ typedef struct {
     const Isa *isa;
     int kinds[NUM_MATRICES], x_dtype, weight_dtype, bias_dtype, activation;
     const float *formula; /* NULL: the activation without bounds and offsets */
-    const float *added; /* to the sums of each row, those of the gate before those of up; or NULL */
-    float *hidden_rows; /* where hidden values are written too, row by row; or NULL */
+    const float *added; /* added to the sums of each row, those of the gate first; or NULL */
+    float *hidden_rows; /* where hidden values are also written, row by row; or NULL */
     int64_t dim_in, dim_hidden, dim_out, num_works;
     const char *x;
     int64_t x_stride;
@@ -48,15 +48,15 @@ typedef struct {
     char *out;
     int64_t out_stride;
     ExpertWork *work; /* the caller frees it, also after STATUS_NO_MEMORY */
-    char *buffers; /* one of packed_bytes + sums_bytes + decoded_bytes for every thread */
+    char *buffers; /* for every thread packed_bytes + sums_bytes + decoded_bytes */
     int64_t packed_bytes, sums_bytes, decoded_bytes;
     int num_threads, share_threads;
-    int decodes; /* quantised matrices are multiplied by their values, in the type of x */
+    int decodes; /* multiplies by the values of quantised matrices, in the type of x */
     Range *ranges; /* [stage][thread] */
     atomic_int next_thread, is_damaged;
 } Call;
 
-/* Rows of a matrix that are decoded at once: as many tiles as stay in the first-level cache, or one. */
+/* Rows of a matrix decoded at once: as many tiles as stay in the first-level cache, at least one. */
 static int64_t decoded_rows(const Call *call, int kind) {
     enum { DECODED_ROWS = 8 };
     return kind == KIND_BF16_TILES ? 2 * PANEL_ROWS_OF_TILES : DECODED_ROWS / call->isa->tile_rows * call->isa->tile_rows;
@@ -67,7 +67,7 @@ static const PlanesMatrix *planes_of(const Matrix *matrix) {
     return is_coded ? (const PlanesMatrix *)matrix->quantized : NULL;
 }
 
-/* Whether its rows are decoded before they are multiplied, and from where to where the next of them lies then, in bytes. */
+/* Whether its rows are decoded before they are multiplied; and the distance of decoded rows, in bytes. */
 static int is_decoded(const Call *call, const Matrix *matrix) {
     return matrix->quantized && (call->decodes || planes_of(matrix));
 }
@@ -88,13 +88,14 @@ static int64_t thread_bytes(const Call *call) { return call->packed_bytes + call
 enum { BLOCK_ROWS = 32, BLOCK_ROWS_BY_THREES = 48 };
 enum { BLOCK_BYTES = 128 << 10, MAX_BLOCK_ROWS = 512, MAX_BLOCK_SUMS = 1 << 14 };
 
-/* Packed rows of an expert that its weights are multiplied with at once: those of two threads stay in the cache they share.
- * An expert with more is computed in portions, each like an expert of its own. Matrix units need them in the second-level cache
- * of each thread (measured on Granite Rapids: at 512 rows of 4 KiB, reading the weights once more takes a third less time). */
+/* Bytes of packed rows that an expert's weights are multiplied by at once: those of two threads stay in the cache they
+ * share. More rows are computed in portions, each like an expert of its own. Matrix units need them in each thread's
+ * second-level cache (measured on Granite Rapids: at 512 rows of 4 KiB, reading the weights once more takes a third less
+ * time). */
 enum { PORTION_BYTES = 4 << 20, PORTION_BYTES_OF_TILES = 1 << 20 };
 
-/* Weights times rows, in bytes, up to which the calling thread works alone: a few microseconds, as long as it takes to
- * be sure that no other thread is inside. A small router is such a call. */
+/* Weights times rows, in bytes, that the calling thread computes alone: a few microseconds, the time it takes to be sure
+ * that no other thread is inside. A small router is such a call. */
 enum { ALONE_BYTES = 32 << 10 };
 
 static int64_t weight_row_bytes(const Call *call, const Matrix *matrix, int64_t k) {
@@ -103,9 +104,9 @@ static int64_t weight_row_bytes(const Call *call, const Matrix *matrix, int64_t 
     return code_row_bytes(matrix->quantized, k) + groups_of_row(matrix->quantized, k) * SCALE_BYTES[matrix->quantized->scale_type];
 }
 
-/* Every thread has a block, where there are rows enough. */
+/* A block for every thread, if there are rows enough. */
 static int64_t block_rows(const Call *call, const Matrix *matrix, int64_t k, int64_t num_rows, int64_t weight_rows) {
-    /* the lossless code says where every 32nd row begins; 32 hidden values share a scale */
+    /* the lossless code tells where every 32nd row begins; 32 hidden values share a scale */
     const int by_32 = planes_of(matrix) || call->kinds[DOWN] >= KIND_QUANT_INT4;
     int64_t rows = call->isa->tile_rows == 3 && !by_32 ? BLOCK_ROWS_BY_THREES : BLOCK_ROWS;
     const int64_t threads = call->num_threads, row_bytes = weight_row_bytes(call, matrix, k);
@@ -115,7 +116,7 @@ static int64_t block_rows(const Call *call, const Matrix *matrix, int64_t k, int
     return rows;
 }
 
-/* The experts of one call are of one format. */
+/* The experts of a call have one format. */
 static void choose_kinds(Call *call, const Expert *experts) {
     const Matrix *matrices[NUM_MATRICES] = {&experts->gate, &experts->up, &experts->down};
     for (int i = 0; i < NUM_MATRICES; i++) {
@@ -160,7 +161,7 @@ static void plan_expert(Call *call, ExpertWork *work) {
     call->sums_bytes = max64(call->sums_bytes, sums);
 }
 
-/* Numbers the items of every stage and gives each thread its range of them. */
+/* Numbers the items of each stage and gives each thread its range. */
 static void share_items(Call *call) {
     for (int stage = 0; stage < NUM_STAGES; stage++) {
         int64_t total = 0;
@@ -183,7 +184,8 @@ static int is_small(const Call *call, const int64_t *counts, int64_t num_experts
     return bytes <= ALONE_BYTES;
 }
 
-/* Cuts the call into items, shares them among threads and lays everything out in the pool's scratch memory, whose lock is held. */
+/* Cuts the call into items, shares them among threads and lays everything out in the pool's scratch memory; the pool's lock
+ * is held. */
 static int plan_call(Call *call, const Expert *experts, const int64_t *counts, int64_t num_experts) {
     call->isa = current_isa();
     choose_kinds(call, experts);
@@ -218,13 +220,13 @@ static int plan_call(Call *call, const Expert *experts, const int64_t *counts, i
 
 /* ---- items ---- */
 
-/* What belongs to one thread during a call. */
+/* What one thread keeps during a call. */
 typedef struct {
     char *packed; /* rows of x of packed_for */
     float *sums;
     char *decoded; /* rows of a matrix */
     const ExpertWork *packed_for;
-    int64_t packed_token; /* where it is one row; -1 where it is more */
+    int64_t packed_token; /* if it is a single row; else -1 */
     int packed_as;
 } Local;
 
@@ -260,7 +262,7 @@ static Item take_item(Call *call, int thread, Item last) {
     return last;
 }
 
-/* Whether the next item would be another thread's. Its owner may come for it yet, unless this thread is idle. */
+/* Whether the next item would be another thread's. Its owner may still come for it, unless this thread is idle. */
 static int would_steal(Call *call, int thread, int stage) {
     for (; stage < NUM_STAGES; stage++) {
         for (int i = 0; i < call->num_threads; i++) {
@@ -278,7 +280,7 @@ static Matrix rows_from(Matrix matrix, int64_t row) {
     return matrix;
 }
 
-/* The weights an item reads first. */
+/* The weights that an item reads first. */
 static Matrix first_weights(const Call *call, Item item) {
     if (item.stage == NUM_STAGES) return (Matrix){0};
     const ExpertWork *work = &call->work[item.expert];
@@ -302,13 +304,13 @@ static const char *pack_rows(const Call *call, const ExpertWork *work, int matri
     return local->packed;
 }
 
-/* Whether rows of the lossless code are multiplied as they are decoded: by a single panel. */
+/* Whether rows in the lossless code are multiplied as they are decoded: by a single panel. */
 static int dots_planes(const Call *call, int matrix, int64_t num_rows) {
     return call->isa->dot_planes && call->kinds[matrix] == KIND_BF16_DOT && num_rows <= call->isa->max_panel_rows;
 }
 
-/* Rows of an expert times some rows of one of its matrices. Those that are decoded are so a few at a time: what was decoded
- * is in the cache when it is multiplied, as any rows of its type are. */
+/* Rows of an expert times some rows of one of its matrices. Rows to be decoded are decoded a few at a time and are still in
+ * the cache when they are multiplied, like plain rows of that type. */
 static void multiply(Call *call, int matrix, Matrix weight, int64_t count, int64_t k, const char *packed, int64_t num_rows,
                      float *out, int64_t ldo, Matrix next, Local *local) {
     const PlanesMatrix *planes = planes_of(&weight);
@@ -390,7 +392,7 @@ static void compute_out(Call *call, ExpertWork *work, int64_t index, Local *loca
     }
 }
 
-/* Runs items until there are none. The next of its own is taken before the present one runs, so that its weights can be
+/* Runs items until there are none. Takes its own next item before it runs the present one, so that its weights can be
  * fetched; another thread's only afterwards. */
 static void work_on(void *context) {
     Call *call = context;
@@ -437,7 +439,7 @@ MOE_EXPORT int moe_linear(const char *x, int64_t x_stride, int64_t num_rows, con
     return run_call(&call, &layer, &num_rows, 1);
 }
 
-/* The same by a quantised matrix, which `decodes` as in moe_expert_ffn. */
+/* The same by a quantised matrix; `decodes` as in moe_expert_ffn. */
 MOE_EXPORT int moe_quantized_linear(const char *x, int64_t x_stride, int64_t num_rows, const Matrix *weight, const char *bias,
                                     int bias_dtype, char *out, int64_t out_stride, int64_t dim_in, int64_t dim_out, int x_dtype,
                                     int decodes, int share_threads) {
@@ -454,17 +456,17 @@ static int rows_in_range(const int64_t *rows, int64_t count, int64_t limit) {
     return 1;
 }
 
-/* For quantised experts: by their codes as they are or, where it `decodes`, by their values, rounded to the type of x. Without a
- * gate, a negative activation is none. */
+/* Quantised experts are multiplied by their codes or, with `decodes`, by their values rounded to the type of x. Without a
+ * gate, a negative activation means none. */
 MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const int64_t *counts, const char *x, int64_t x_stride,
                               int64_t num_tokens, const int64_t *token_ids, const int64_t *destinations, char *out,
                               int64_t out_stride, int64_t num_out_rows, int64_t dim_in, int64_t dim_hidden, int64_t dim_out,
                               int x_dtype, int weight_dtype, int bias_dtype, int activation, const float *formula,
                               const float *added, float *hidden_rows, int decodes, int share_threads) {
     Call call = {.x_dtype = x_dtype, .weight_dtype = weight_dtype, .bias_dtype = bias_dtype, .activation = activation,
-                 .formula = formula, .added = added, .hidden_rows = hidden_rows, .decodes = decodes, .dim_in = dim_in, .dim_hidden = dim_hidden, .dim_out = dim_out, .x = x,
-                 .x_stride = x_stride, .token_ids = token_ids, .destinations = destinations, .out = out,
-                 .out_stride = out_stride, .share_threads = share_threads};
+                 .formula = formula, .added = added, .hidden_rows = hidden_rows, .decodes = decodes, .dim_in = dim_in,
+                 .dim_hidden = dim_hidden, .dim_out = dim_out, .x = x, .x_stride = x_stride, .token_ids = token_ids,
+                 .destinations = destinations, .out = out, .out_stride = out_stride, .share_threads = share_threads};
     int64_t num_rows = 0;
     for (int64_t e = 0; e < num_experts; e++) num_rows += counts[e];
     if (!rows_in_range(token_ids, num_rows, num_tokens) || !rows_in_range(destinations, num_rows, num_out_rows))
@@ -472,7 +474,7 @@ MOE_EXPORT int moe_expert_ffn(const Expert *experts, int64_t num_experts, const 
     return run_call(&call, experts, counts, num_experts);
 }
 
-/* Sorts rows by expert, each expert's in their order; 0 if there is no such expert. */
+/* Sorts rows by expert, those of one expert in their order; 0 if an expert does not exist. */
 static int sort_rows(const int64_t *expert_of_row, int64_t num_rows, int64_t choices, int64_t num_experts, int64_t *counts,
                      int64_t *next, int64_t *token_ids, int64_t *rows) {
     for (int64_t r = 0; r < num_rows; r++) {
@@ -488,8 +490,8 @@ static int sort_rows(const int64_t *expert_of_row, int64_t num_rows, int64_t cho
     return 1;
 }
 
-/* A step of a few tokens: their experts, and the weighted sums of what these give. Row r, the choice r % choices of token
- * r / choices, goes through experts[expert_of_row[r]]. Gate weights and out lie without gaps. */
+/* A step of a few tokens: their experts, and the weighted sums of the results. Row r is choice r % choices of token r /
+ * choices and goes through experts[expert_of_row[r]]. Gate weights and out lie without gaps. */
 MOE_EXPORT int moe_expert_step(const Expert *experts, int64_t num_experts, const int64_t *expert_of_row, const char *x,
                                int64_t x_stride, int64_t num_tokens, int64_t choices, const char *gates, char *out,
                                int64_t dim_in, int64_t dim_hidden, int64_t dim_out, int x_dtype, int weight_dtype,

@@ -1,21 +1,21 @@
-/* The work around the products of experts with many rows: gathering their tokens' rows, the activation, the step back over
- * it, and the weighted sum of rows into their tokens.
+/* The work around the products of experts with many rows: gathering tokens' rows, the activation, its gradient, and the
+ * weighted sum of rows into tokens.
  *
- * One thread computes a whole row, in the sum a whole range of columns, so the number of threads changes no bit. */
+ * One thread computes a whole row, or in the sum a range of columns, so the number of threads changes no bit. */
 #include <stdatomic.h>
 
 #include "kernels.h"
 
 enum { CHUNK = 512, SUM_LANES = 16, ROWS_AT_ONCE = 4, ROWS_GATHERED = 16, FETCHED_BYTES = 1024, CACHE_LINE = 64, MIN_COLUMNS = 256 };
 
-/* ActivationSpec of activation.py, without the name of its function; infinity switches a bound off. */
+/* ActivationSpec of activation.py, without the function; a bound of infinity is none. */
 typedef struct {
     float alpha, limit, up_offset, gate_softcap, up_softcap, clamps_after;
 } Formula;
 
 /* ---- the formula, one element at a time; `function` and `plain` are constants wherever it is used ---- */
 
-/* Small arguments by the series, whose next term is below a rounding; 1 - 2 / (...) would lose what makes them up. */
+/* Small arguments by the series, up to where the next term is below a rounding: 1 - 2 / (...) would cancel. */
 INLINE float tanh_f32(float x) {
     const float square = x * x;
     const float series = x + x * square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315 + square * (62.0f / 2835))));
@@ -66,7 +66,7 @@ INLINE float factor_of(int plain, const Formula *f, float up) {
     return plain ? up : softcap(clamp_f32(up, f->limit), f->up_softcap) + f->up_offset;
 }
 
-/* gate[i] becomes the hidden value; without a gate the function of up goes there. */
+/* gate[i] becomes the hidden value; without a gate up[i] does. */
 INLINE void hidden_values(int function, int plain, const Formula *f, int has_gate, float *restrict gate,
                           const float *restrict up, int64_t count) {
     if (has_gate)
@@ -75,7 +75,7 @@ INLINE void hidden_values(int function, int plain, const Formula *f, int has_gat
         for (int64_t i = 0; i < count; i++) gate[i] = function_of(function, plain, f, up[i]);
 }
 
-/* From gate, up and the gradient of the hidden value to both gradients and the hidden value, in place. */
+/* From gate, up and the gradient of the hidden value to the gradients of both and the hidden value, in place. */
 INLINE void step_back(int function, int plain, const Formula *f, int has_gate, float weight, float *restrict gate,
                       float *restrict up, float *restrict grad, float *restrict products, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -167,7 +167,7 @@ typedef struct {
     const Formula *formula;
     char *kept; /* forward: receives z as kept_dtype, without gaps; or NULL */
     int kept_dtype;
-    char *hidden; /* [rows, dim_hidden] of dtype; in the backward pass the gradient comes in here */
+    char *hidden; /* [rows, dim_hidden] of dtype; the backward pass gets the gradient here */
     char *grad_z; /* [rows, width] of dtype, without gaps; NULL in the forward pass */
     const float *weights; /* [rows] or NULL for ones */
     float *grad_weights; /* [rows] */
@@ -216,9 +216,9 @@ static void gate_rows(void *context, int thread, int64_t first, int64_t end) {
     for (int64_t row = first; row < end; row++) gate_row(context, row);
 }
 
-/* hidden = activation(z), and kept = z if there is one. With grad_z: hidden holds the gradient of the hidden values for a
- * gate weight of one; then grad_z becomes the gradient of z, hidden the hidden values, both times the gate weight, and
- * grad_weights the gradient of the gate weight. grad_z may be z where both have one type. */
+/* hidden = activation(z), and kept = z if not NULL. With grad_z the gradient: hidden holds the gradient of the hidden values
+ * for a gate weight of one; grad_z becomes the gradient of z and hidden the hidden values, both times the gate weight, and
+ * grad_weights the gradient of the gate weight. grad_z may be z if both have one type. */
 MOE_EXPORT void moe_gate(const char *z, int64_t z_stride, int64_t num_rows, int64_t dim_hidden, int has_gate,
                          int is_concatenated, int z_dtype, int dtype, int function, int plain, const float *formula,
                          char *kept, int kept_dtype, char *hidden, char *grad_z, const float *weights, float *grad_weights,
@@ -242,7 +242,7 @@ typedef struct {
     int dtype, out_dtype;
 } Gather;
 
-/* Rows lie anywhere: the processor does not find the next by itself. Of a long one it finds the rest. */
+/* Rows lie anywhere, so the processor does not find the next one by itself. The rest of a long row it does. */
 static void fetch_row(const char *row, int64_t bytes) {
     for (int64_t b = 0; b < bytes && b < FETCHED_BYTES; b += CACHE_LINE) __builtin_prefetch(row + b, 0, 3);
 }
@@ -296,7 +296,7 @@ MOE_EXPORT void moe_add_rows(float *sums, int64_t dim, const int64_t *tokens, co
                              const float *weights, int dtype, int share_threads) {
     Sum call = {.sums = sums, .dim = dim, .num_rows = num_rows, .tokens = tokens, .rows = rows, .weights = weights, .dtype = dtype};
     pool_begin();
-    /* one range a thread: the longer, the better the processor fetches ahead */
+    /* one range for each thread: the longer, the better the processor fetches ahead */
     pool_each(sum_columns, &call, dim, max64(MIN_COLUMNS, round_up(dim / pool_threads(), MIN_COLUMNS)), share_threads);
     pool_end();
 }

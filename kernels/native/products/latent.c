@@ -1,14 +1,15 @@
-/* Attention of single queries to latents, of which keys and values would be expanded (DeepSeek-V2, section 2.1.2): the query is
+/* Attention of single queries to latents, without expanding keys and values (DeepSeek-V2, section 2.1.2): the query is
  * multiplied by a head's key matrix, and the mixed latents by its value matrix.
  *
- * An item is a query and some heads, which share the reading of its latents. Every sum runs in one order whatever the items
- * are: neither the number of threads nor the other queries change a bit. */
+ * An item is a query and some heads, which share the reading of its latents. Sums run in one order: neither the number of
+ * threads nor the other queries change a bit. */
 #include "kernels.h"
 
-/* Tokens whose scores of the turned part are computed before they are added, and panels of rows of an item at most. */
+/* Tokens whose scores of the turned part are computed before they are added, and most panels of rows of an item. */
 enum { TOKENS_AT_ONCE = 512, MOST_PANELS = 2 };
 
-/* What a query attends to, as decode_step/latent_attention.py writes it: tokens, each with a latent and the turned part of its keys. */
+/* What a query attends to, as decode_step/latent_attention.py writes it: for each token a latent and the turned part of its
+ * key. */
 typedef struct {
     const char *latents, *turned;
     int64_t latent_stride, turned_stride, length;
@@ -90,14 +91,14 @@ static void attend_block(const Latent *call, int64_t index, int64_t first, float
     }
 }
 
-/* Queries one after another with the same heads, whose matrices stay in the cache. */
+/* One query after another with the same heads, whose matrices stay in the cache. */
 static void attend_item(void *context, int thread, int64_t item, int64_t end) {
     Latent *call = context;
     (void)end; /* one at a time */
     attend_block(call, item % call->ask->count, item / call->ask->count * call->together, call->scratch + thread * call->floats);
 }
 
-/* out = softmax(scale * query . keys + mask) . values, of keys and values that are expanded from the latents of each query. */
+/* out = softmax(scale * query . keys + mask) . values, where keys and values are those that the latents would expand to. */
 MOE_EXPORT int moe_latent_attention(const LatentCall *ask) {
     const Isa *isa = current_isa();
     Latent call = {.ask = ask, .isa = isa, .kind = column_kind(isa, DTYPE_F32, (int)ask->dtype)};

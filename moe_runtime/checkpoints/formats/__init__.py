@@ -1,11 +1,11 @@
-"""Quantised checkpoints: which tensors are the codes and scales of which weight of the model."""
+"""Quantised checkpoints: finds the codes and scales of each weight of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
-from moe_runtime.checkpoints.formats.packed_weight import CONFIG, PackedWeight, Packing, Settings
+from moe_runtime.checkpoints.formats.packed_weight import CONFIG, PackedWeight, Settings
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
@@ -39,16 +39,11 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
     ".weight_scale": ("compressed-tensors", "modelopt", "fp8", "mxfp8"),
     ".scale": ("fp8", "mxfp8"),
 }
-"""Ends of the names of tensors that belong to quantised weights, and in which formats."""
+"""Ends of the names of tensors that belong to quantised weights, and their formats."""
 BESIDE_WEIGHTS = (
-    "input_scale",
-    "input_global_scale",
-    "k_scale",
-    "v_scale",
-    "weight_shape",
-    "g_idx",
+    *("input_scale", "input_global_scale", "k_scale", "v_scale", "weight_shape", "g_idx"),
 )
-"""Ends of the names of tensors that change no weight: activations are not rounded here."""
+"""Ends of the names of tensors that change no weight: they say how to round activations."""
 
 
 def packed_weights(
@@ -76,21 +71,25 @@ def packed_weights(
 
 
 def sign_of(names: Collection[str], but: str = "") -> str:
-    """Which tensor belongs to a quantised weight, not of one format, and of which; else empty."""
+    """A tensor that belongs to a quantised weight, and its formats without ``but``; else empty."""
     ends = [end for end, methods in SIGNS.items() if but not in methods]
     found = ((end, name) for end in ends for name in names if name.endswith(end))
     end, name = next(found, ("", ""))
     return f"{name}, a part of {' or '.join(SIGNS[end])}" if end else ""
 
 
+def shape_in_words(weight: Weight) -> str:
+    """A weight's shape, and where it is quantised also its codes'."""
+    shape = f"{[*weight.shape]}"
+    if isinstance(weight, PackedWeight):
+        shape += f" in {weight.codes.name} {[*weight.codes.shape]}"
+    return shape
+
+
 def _refuse_other(settings: Settings, method: str, entries: Mapping[str, TensorEntry]) -> NoReturn:
-    """Raises: no weight is in the format that the configuration names."""
     sign = sign_of(entries, method)
     cause = f"but {sign}: correct quant_method" if sign else "remove the part if none is quantised"
     raise UnsupportedModelError(
         f"{settings.place}: expected weights in {method}, found none among the checkpoint's "
         f"{len(entries)} tensors; {cause}"
     )
-
-
-__all__ = ["FORMATS", "PackedWeight", "Packing", "Weight", "packed_weights"]

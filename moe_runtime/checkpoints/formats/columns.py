@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 
@@ -14,26 +11,25 @@ from moe_runtime.checkpoints.formats.packed_weight import (
     SCALE_NAMES,
     Contents,
     PackedWeight,
-    PartOrder,
     Settings,
     codes_of_modules,
     codes_shape,
-    other_groups,
     part_of,
     require_beside,
 )
 from moe_runtime.checkpoints.safetensors_index import TensorEntry
+from moe_runtime.checkpoints.strict_json import FETCH_OR_CORRECT
 from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.kernels.quantized import WeightFormat
 from moe_runtime.kernels.quantized.storage_order import WORD_BITS
 
 
 def gptq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
-    """GPTQ, of which columns are in order; `X.g_idx` has the group of every column.
+    """GPTQ whose groups are in the order of the columns; `X.g_idx` has the group of each column.
 
-    Codes: I32 `[ceil(K * bits / 32), N]`, a word has those of one row and the columns that follow
-    each other, the first one low. Zero points: I32 `[groups, ceil(N * bits / 32)]`; the checkpoint
-    format `gptq` stores words of them less one each, `gptq_v2` as they are. Scales: `[groups, N]`.
+    Codes: I32 `[ceil(K * bits / 32), N]`; a word has consecutive columns of a row, the first one
+    low. Zero points: I32 `[groups, ceil(N * bits / 32)]`, in the checkpoint format `gptq` less one
+    each, in `gptq_v2` as they are. Scales: `[groups, N]`.
     """
     bits = settings.choice("bits", (4, 8))
     layout = settings.text("checkpoint_format") or "gptq"
@@ -51,9 +47,9 @@ def gptq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iter
             sizes = () if index is None else index.shape
             if len(sizes) == 1 and -(-sizes[0] * bits // WORD_BITS) == num_words:
                 cols = sizes[0]  # the last word may have more
-            order = PartOrder("transposed", WORD_BITS // bits)
+            orders = ("transposed", "zeros_across")
             weight = _by_columns(
-                *(module, entries, (codes, order), (rows, cols), group, "zeros_across", bits),
+                *(module, entries, codes, (rows, cols), group, orders, bits),
                 adds_one=layout == "gptq",
             )
             if index is None:
@@ -62,9 +58,8 @@ def gptq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iter
                     settings.unsupported(f"desc_act of {codes.name}", expected)
             elif index.shape != (cols,):
                 raise CheckpointError(
-                    f"{index.name}: expected a group of each of {cols} columns of {codes.name} "
-                    f"{[*codes.shape]} with {bits} bits a code, found {index.dtype} {[*sizes]}; "
-                    "one of both is damaged: fetch the checkpoint again"
+                    f"{index.name}: expected a group for each of {cols} columns of {codes.name} "
+                    f"{[*codes.shape]}, found {index.dtype} {[*sizes]}; {FETCH_OR_CORRECT}"
                 )
             else:
                 _require_order(index, weight, contents.numbers(index, cols))
@@ -72,7 +67,6 @@ def gptq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iter
 
 
 def _require_order(entry: TensorEntry, weight: PackedWeight, found: torch.Tensor) -> None:
-    """Checks that each column is in the group that its place says; sizes are checked already."""
     cols = weight.num_cols
     group = weight.format.group_cols or cols
     expected = torch.arange(cols, dtype=found.dtype) // group
@@ -98,8 +92,8 @@ _IN_WORD = 8
 def awq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterator[PackedWeight]:
     """AWQ in its version `gemm`, of 4 bits.
 
-    Codes: I32 `[K, N / 8]`, a word has those of eight rows in an order of its own; zero points: I32
-    `[groups, N / 8]`, likewise; scales: `[groups, N]`.
+    Codes: I32 `[K, N / 8]`; a word has those of eight rows in AWQ's order. Zero points: I32
+    `[groups, N / 8]` in the same order. Scales: `[groups, N]`.
     """
     settings.choice("bits", (_AWQ_BITS,))
     version = settings.text("version") or "gemm"
@@ -111,105 +105,41 @@ def awq_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Itera
     group = settings.group("group_size")
     for module, codes in codes_of_modules(entries, ".qweight", ".qzeros", ".scales"):
         cols, num_words = codes_shape(codes, ["I32"], [2])
-        order, sizes = PartOrder("awq_codes"), (num_words * _IN_WORD, cols)
-        weight = _by_columns(module, entries, (codes, order), sizes, group, "awq_zeros", _AWQ_BITS)
         if cols % _IN_WORD:
-            _refuse_columns(codes, entries)
-        yield weight
-
-
-def _refuse_columns(codes: TensorEntry, entries: Mapping[str, TensorEntry]) -> NoReturn:
-    """Raises: columns are no multiple of a word's, as in none of their kind or in this one only."""
-    kind = _numberless(codes.name)
-    alike = (entry.shape for name, entry in entries.items() if _numberless(name) == kind)
-    usual = Counter(alike).most_common(1)[0][0]
-    found = f"found I32 {[*codes.shape]}"
-    if usual != codes.shape:
-        raise CheckpointError(
-            f"{codes.name}: expected I32 {[*usual]} as in other layers and experts, {found}; fetch "
-            "the checkpoint again"
-        )
-    raise UnsupportedModelError(
-        f"{codes.name}: expected I32 [K, {codes.shape[1]}] with K, the columns, a multiple of "
-        f"{_IN_WORD}, {found}; fetch the checkpoint again if rows are missing, other columns "
-        "cannot be read yet"
-    )
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"\d+", "0", name)
+            raise CheckpointError(
+                f"{codes.name}: expected I32 [K, {num_words}] with K, the columns, a multiple of "
+                f"{_IN_WORD}, found I32 {[*codes.shape]}; {FETCH_OR_CORRECT}"
+            )
+        sizes, orders = (num_words * _IN_WORD, cols), ("awq_codes", "awq_zeros")
+        yield _by_columns(module, entries, codes, sizes, group, orders, _AWQ_BITS)
 
 
 def _by_columns(
     module: str,
     entries: Mapping[str, TensorEntry],
-    codes: tuple[TensorEntry, PartOrder],
+    codes: TensorEntry,
     sizes: tuple[int, int],
     group: int,
-    zeros_kind: str,
+    orders: tuple[str, str],
     bits: int,
     *,
     adds_one: bool = False,
 ) -> PackedWeight:
-    """A weight in the tensors `.qweight`, `.qzeros` and `.scales`; sizes are `(N, K)`."""
-    (entry, order), (rows, cols) = codes, sizes
+    """A weight `(N, K)` in `.qweight`, `.qzeros` and `.scales`; orders of codes and zero points."""
+    rows, cols = sizes
     scales, zeros = (
-        part_of(entries, module, [suffix], f"a part of {entry.name}")
+        part_of(entries, module, [suffix], f"a part of {codes.name}")
         for suffix in (".scales", ".qzeros")
     )
     kind = WeightFormat(
         "uint4" if bits == 4 else "uint8", "f32", group_cols=group, has_zero_points=True
     )
-    _require_rows(entry, rows, scales, zeros, bits)
-    groups = kind.scales_shape(rows, cols)[1]
-
-    def hint() -> str:  # where zero points agree with them, the configuration is wrong
-        agree = zeros.shape[:1] == scales.shape[:1]
-        return other_groups(kind, sizes, scales.shape[::-1]) if agree else ""
-
-    require_beside(scales, entry, (groups, rows), ("F16", "BF16", "F32"), hint)
-    require_beside(zeros, entry, (groups, _words(rows, bits)), ["I32"])
+    groups, num_words = kind.scales_shape(rows, cols)[1], -(-rows * bits // WORD_BITS)
+    require_beside(scales, codes, (groups, rows), ("F16", "BF16", "F32"))
+    require_beside(zeros, codes, (groups, num_words), ["I32"])
     kind = replace(kind, scales=SCALE_NAMES[scales.dtype])
     return PackedWeight(
-        *(f"{module}.weight", (), rows, cols, kind, entry, scales, zeros),
-        along="columns",
-        orders={
-            "codes": order,
-            "scales": PartOrder("transposed", group),
-            "zero_points": PartOrder(zeros_kind, group),
-        },
+        *(f"{module}.weight", (), rows, cols, kind, codes, scales, zeros),
+        orders={"codes": orders[0], "scales": "transposed", "zero_points": orders[1]},
         adds_one=adds_one,
     )
-
-
-def _require_rows(
-    codes: TensorEntry, rows: int, scales: TensorEntry, zeros: TensorEntry, bits: int
-) -> None:
-    """Checks the rows of codes where scales and zero points agree on another number, and bits."""
-    if len(scales.shape) != 2 or len(zeros.shape) != 2:
-        return
-    others, num_words = scales.shape[1], zeros.shape[1]
-    beside = f"{scales.name} {[*scales.shape]} and {zeros.name} {[*zeros.shape]}"
-    if others == rows:
-        for likely in (2, 4, 8):
-            if _words(rows, likely) == num_words != _words(rows, bits):
-                raise CheckpointError(
-                    f"{zeros.name}: expected {_words(rows, bits)} words, {rows} zero points of "
-                    f"{bits} bits, found {num_words}, as of {likely} bits; correct bits in the "
-                    "quantization_config of config.json"
-                )
-    elif num_words == _words(others, bits) != _words(rows, bits):
-        # one has a word for several rows, the other for several columns
-        sizes = (others, num_words) if codes.shape[1] == rows else (num_words, others)
-        method = "awq" if codes.shape[1] == rows else "gptq"
-        causes = [f"as quant_method {method} has them"] if codes.shape[1] == sizes[1] else []
-        causes += ["transposed"] if codes.shape[0] == sizes[0] else []
-        raise CheckpointError(
-            f"{codes.name}: expected codes of {others} rows, as {beside} have, found those of "
-            f"{rows} in {[*codes.shape]}; {' or '.join(causes) or 'damaged'}: correct the "
-            "quantization_config of config.json, or fetch the checkpoint again"
-        )
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // WORD_BITS)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from moe_runtime.checkpoints.formats.packed_weight import (
     Contents,
     PackedWeight,
-    PartOrder,
     Settings,
     codes_shape,
     matches,
@@ -28,17 +27,15 @@ from moe_runtime.kernels.quantized import CodeName, ScaleName, WeightFormat
 _FLOATS = ("BF16", "F32", "F16")
 _E8M0 = ("U8", "F8_E8M0")
 _MIXED = ("mixed-precision", "dense")
-"""What the whole is called where each group has a format of its own."""
+"""Names of the whole format where each group has its own."""
 _WORD_BITS = 32
 _PACKED, _SCALES = ".weight_packed", ".weight_scale"
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """A module whose weight is quantised."""
-
     name: str
-    how: Settings  # the part of the configuration that says how
+    how: Settings  # its part of the configuration
     entries: Mapping[str, TensorEntry]
     contents: Contents  # reads a `weight_shape`
     kind: str
@@ -87,7 +84,6 @@ def weights_of(settings: Settings, entries: Mapping[str, TensorEntry]) -> Iterat
 
 
 def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list[str]) -> None:
-    """Refuses codes of a byte each that are alone."""
     module = name.removesuffix(".weight")
     is_alone = module != name and f"{module}{_SCALES}" not in entries
     if is_alone and entries[name].dtype in ("I8", "F8_E4M3") and not matches(module, ignored):
@@ -95,7 +91,6 @@ def _require_scales(name: str, entries: Mapping[str, TensorEntry], ignored: list
 
 
 def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
-    """What is done to the weights of each target of `config_groups`, and their format."""
     groups = settings.part("config_groups")
     found = {}
     for name in groups.values:
@@ -112,7 +107,7 @@ def _targets_of(settings: Settings) -> dict[str, tuple[Settings, str]]:
 def _how(
     module: str, name: str, targets: Mapping[str, tuple[Settings, str]]
 ) -> tuple[Settings, str]:
-    """How a module's weight is written: the first target that names it, else its class."""
+    """A module's settings and format: of the first target that names it, else of its class."""
     for target, how in targets.items():
         if matches(module, [target]):
             return how
@@ -125,7 +120,7 @@ def _how(
 
 
 def _packed_integers(module: _Module) -> PackedWeight:
-    """Codes of 4 or 8 bits in words, without a sign: `q + 2 ** (bits - 1)`, as zero points."""
+    """Unsigned codes of 4 or 8 bits in words: `q + 2 ** (bits - 1)`, or with zero points."""
     module.how.choice("type", ("int",))
     bits = module.how.choice("num_bits", (4, 8))
     zeros = _zero_points(module)
@@ -135,9 +130,6 @@ def _packed_integers(module: _Module) -> PackedWeight:
     stored_rows, cols = map(int, module.contents.numbers(shape, 2))
     scales, words = module.part("_scale"), -(-cols * bits // _WORD_BITS)
     if stored_rows != rows or cols < 1 or words != width:
-        by_codes = kind.scales_shape(rows, width * _WORD_BITS // bits)
-        if cols > 0 and kind.scales_shape(stored_rows, cols) == scales.shape != by_codes:
-            require_beside(codes, scales, (stored_rows, words), ["I32"])
         raise CheckpointError(
             f"{shape.name}: expected the sizes of {codes.name} {list(codes.shape)} with {bits} "
             f"bits a code, found {[stored_rows, cols]}"
@@ -147,11 +139,11 @@ def _packed_integers(module: _Module) -> PackedWeight:
         return weight
     groups = weight.format.scales_shape(rows, cols)[1]
     require_beside(zeros, codes, (-(-rows * bits // _WORD_BITS), groups), ["I32"])
-    return _with_zero_points(weight, zeros, None, PartOrder("zeros_down", _WORD_BITS // bits))
+    return _with_zero_points(weight, zeros, None, "zeros_down")
 
 
 def _integers(module: _Module) -> PackedWeight:
-    """Bytes with a sign; those with zero points, which have one too, are read without."""
+    """Signed bytes; with zero points, which are signed too, both are read unsigned."""
     module.how.choice("type", ("int",))
     module.how.choice("num_bits", (8,))
     zeros = _zero_points(module)
@@ -162,11 +154,11 @@ def _integers(module: _Module) -> PackedWeight:
         return weight
     sizes = weight.format.scales_shape(weight.num_rows, weight.num_cols)
     require_beside(zeros, weight.codes, sizes, ["I8"])
-    return _with_zero_points(weight, zeros, "int8", PartOrder("int8"))
+    return _with_zero_points(weight, zeros, "int8", "int8")
 
 
 def _with_zero_points(
-    weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: PartOrder
+    weight: PackedWeight, zeros: TensorEntry, codes: str | None, order: str
 ) -> PackedWeight:
     kind = replace(
         weight.format,
@@ -177,19 +169,17 @@ def _with_zero_points(
     return PackedWeight(
         *(weight.name, (), weight.num_rows, weight.num_cols, kind, weight.codes, weight.scales),
         zero_points=zeros,
-        orders={"codes": PartOrder(codes), "scales": PartOrder(None), "zero_points": order},
+        orders={"codes": codes, "scales": None, "zero_points": order},
     )
 
 
 class _Floats(NamedTuple):
-    """A format of floats."""
-
     suffix: str
     dtype: str
     codes: CodeName
-    # what scales mean, their safetensors types, and rows and columns that share one
+    # meaning and safetensors types of scales, and the rows and columns that share one
     scales: tuple[ScaleName, tuple[str, ...], tuple[int, int] | None]
-    has_global_scale: bool = False  # one that divides, unlike that of ModelOpt
+    has_global_scale: bool = False  # it divides; ModelOpt's multiplies
 
 
 _FLOAT_FORMATS = {
@@ -201,7 +191,7 @@ _FLOAT_FORMATS = {
 
 
 def _floats(module: _Module) -> PackedWeight:
-    """Floats of 8 or 4 bits, symmetric."""
+    """Floats of 8 or 4 bits, always symmetric."""
     form = _FLOAT_FORMATS.get(module.kind, _FLOAT_FORMATS["float-quantized"])
     if (zeros := _zero_points(module)) is not None:
         raise UnsupportedModelError(
@@ -233,11 +223,11 @@ FORMATS: Mapping[str, Callable[[_Module], PackedWeight]] = {
     "naive-quantized": _integers_or_floats,
     **dict.fromkeys(_FLOAT_FORMATS, _floats),
 }
-"""What reads each format of `config_groups`."""
+"""The reader of each format in `config_groups`."""
 
 
 def _zero_points(module: _Module) -> TensorEntry | None:
-    """The zero points of codes, a row's or those of its groups; None where they are symmetric."""
+    """The zero points of codes, for rows or groups; None if the codes are symmetric."""
     groups, zeros = f"{module.weight}_g_idx", f"{module.weight}_zero_point"
     if groups in module.entries:
         raise UnsupportedModelError(

@@ -62,7 +62,7 @@ def fp8_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Itera
 
 
 def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """The codes that a tensor has the scales of; None where it has none of any weight."""
+    """The codes that belong to a tensor of scales; None if it is no tensor of scales."""
     if name.endswith(".weight_scale_inv"):
         return part_of(entries, name.removesuffix("_scale_inv"), [""], f"the codes of {name}")
     weights = [name.removesuffix(suffix) for suffix in _FP8_SCALES if name.endswith(suffix)]
@@ -73,7 +73,6 @@ def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | No
 
 
 def _whole(scales: TensorEntry, codes: TensorEntry) -> tuple[int, int]:
-    """Rows and columns that share a scale where the configuration names no block."""
     *lead, rows, _ = codes.shape
     found = [size for size in scales.shape if size != 1]
     if found == [size for size in lead if size != 1]:
@@ -107,7 +106,7 @@ def mxfp4_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Ite
 _NVFP4_GROUP = 16
 _SCALES = ("weight_scale", "weight_scale_2")
 _CODES = {"NVFP4": "U8 or F8_E4M3", "FP8": "F8_E4M3"}
-"""Types of the codes by the algorithm: among weights of NVFP4 there may be some of FP8."""
+"""Types of codes for each algorithm; some weights of an NVFP4 checkpoint are FP8."""
 
 
 def modelopt_weights(

@@ -1,4 +1,4 @@
-"""A quantised weight of a checkpoint: its logical shape, and where its parts lie in the files.
+"""A quantised weight of a checkpoint: its shape, and the place of its parts in the files.
 
 Shape suffixes: N rows (outputs), K columns (inputs) of a matrix, G groups of columns.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ from moe_runtime.kernels.quantized.storage_order import StorageOrder
 from moe_runtime.memory.source import TensorRange
 
 CONFIG = "quantization_config of config.json"
-"""Where a checkpoint says how its weights are quantised, unless another file does."""
+"""The usual place of quantisation settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A part of the configuration; values of another kind are refused, missing ones are None."""
+    """A part of the configuration; refuses values of wrong types; missing values are None."""
 
     values: Mapping[str, Any]
     place: str = CONFIG
@@ -44,14 +44,14 @@ class Settings:
         return self._checked(name, _is_size, "a positive whole number")
 
     def choice(self, name: str, known: Iterable[object]) -> Any:
-        """A value that must be among what can be read; 4.0 is not 4, and 1 is not true."""
+        """A value that must be one of the known ones; types must match, too."""
         value, known = self.get(name), tuple(known)
         if not any(type(value) is type(item) and value == item for item in known):
             self.unsupported(f"{name} {clipped(value)}", " or ".join(map(repr, known)))
         return value
 
     def group(self, name: str) -> int:
-        """Columns of a group; 0 where it is written as -1, all columns of a row."""
+        """Columns of a group; 0 for all columns of a row, written as -1."""
         if self.get(name) == -1:
             return 0
         return self.size(name) or self.refuse(name, "-1 or a positive whole number")
@@ -62,14 +62,14 @@ class Settings:
         return value and (value[0], value[1])
 
     def names(self, name: str) -> list[str]:
-        """Texts; an empty list where there are none."""
+        """A list of texts; empty if missing."""
         value = self.get(name) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self.refuse(name, "a list of names")
         return value
 
     def part(self, name: str) -> Settings:
-        """An object, which must be there."""
+        """A required object."""
         value = self.get(name)
         if not isinstance(value, Mapping):
             self.refuse(name, "an object")
@@ -82,19 +82,19 @@ class Settings:
         return value
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        """Raises: a value is not what it must be."""
+        """Raises: a value is not sound."""
         found = clipped(self.get(name))
         raise CheckpointError(f"{self.place}: expected {name} to be {expected}, found {found}")
 
     def unsupported(self, found: str, expected: str) -> NoReturn:
-        """Raises: what it says is sound, but nothing that can be read yet."""
+        """Raises: the setting is sound, but not supported."""
         raise UnsupportedModelError(
             f"{self.place}: {found} cannot be read yet; expected {expected}"
         )
 
 
 def matches(module: str, targets: Iterable[str]) -> bool:
-    """Whether a module's name is among names and patterns, which begin with `re:`."""
+    """Whether a module's name matches one of these names and patterns (`re:...`)."""
     for target in targets:
         if target == module:
             return True
@@ -120,14 +120,14 @@ def _is_size(value: object) -> bool:
 
 
 class Contents(ExitStack):
-    """Reads the few tensors whose content decides how a weight is read; files stay open."""
+    """Reads the few tensors whose content decides how a weight is read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._files: dict[Path, BinaryIO] = {}
 
     def numbers(self, entry: TensorEntry, count: int) -> torch.Tensor:
-        """The numbers of a tensor of one dimension."""
+        """The numbers of a one-dimensional tensor."""
         if entry.dtype not in ("I32", "I64") or entry.shape != (count,):
             raise CheckpointError(
                 f"{entry.name}: expected I32 or I64 [{count}], found {entry.dtype} "
@@ -156,19 +156,17 @@ SCALE_NAMES: Mapping[str, ScaleName] = {
 }
 """Kinds of scales by the safetensors name of their element type."""
 _NAMES = {"e2m1": "fp4", "e4m3": "fp8", "uint4": "int4", "uint8": "int8", "int8": "int8"}
-_FIRST_CUT = 8
-"""Rows or columns in whose multiples a weight is cut: those of a word of 4 bits a number."""
 
 
 class Packing(NamedTuple):
-    """How a matrix is written: what makes a `QuantizedMatrix` of its parts."""
+    """The format of a matrix; makes a `QuantizedMatrix` from its parts."""
 
     format: WeightFormat
     num_cols: int
 
     @property
     def described(self) -> str:
-        """The format in a few words, such as `int4 with zero points and f16 scales for 1 x 128`."""
+        """The format in words, such as `int4 with zero points and f16 scales for 1 x 128`."""
         kind = self.format
         if kind.scales == "none":
             name = kind.codes.removesuffix("_block")
@@ -178,20 +176,9 @@ class Packing(NamedTuple):
         return f"{_NAMES[kind.codes]} with {zeros}{kind.scales} scales for {' x '.join(sizes)}"
 
     def matrix(self, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
-        """The matrix whose parts these are, by the names of `PackedWeight.ranges`."""
+        """The matrix made of parts with the names of `PackedWeight.ranges`."""
         others = (parts.get(name) for name in ("scales", "zero_points", "global_scale"))
         return QuantizedMatrix(self.format, self.num_cols, parts["codes"], *others)
-
-
-Piece = tuple[slice, slice, Packing, dict[str, TensorRange]]
-"""Rows and columns of a weight, how they are written, and where their parts lie."""
-
-
-class PartOrder(NamedTuple):
-    """How one tensor of a weight lies."""
-
-    kind: str | None  # of its `StorageOrder`; None where it is in order
-    per: int = 1  # rows or columns of the weight for a row of the tensor; 0 where one is for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,21 +189,21 @@ class PackedWeight:
     its slot or a dense weight is loaded, never on the disk.
     """
 
-    name: str  # of the weight, as the conversion table of transformers knows it
-    lead: tuple[int, ...]  # sizes of the stack: `()` for one matrix, `(E,)` for those of E experts
+    name: str  # the weight's name in the conversion table of transformers
+    lead: tuple[int, ...]  # sizes of the stack: `()` for one matrix, `(E,)` for E experts
     num_rows: int  # N
     num_cols: int  # K
     format: WeightFormat
-    codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with bytes that are not used
+    codes: TensorEntry  # `[*lead, N, bytes of a row]`; rows may end with padding
     scales: TensorEntry | None = None  # `[*lead, groups of rows, of columns]`, or in blocks
     zero_points: TensorEntry | None = None
     global_scale: TensorEntry | None = None  # one number, or one for each matrix, or None
     is_transposed: bool = False  # whether the model holds `[*lead, K, N]`
-    convert: Callable[[Tensor], Tensor] | None = None  # values of the file to the model's
-    moves_codes: bool = False  # whether it only moves values, and codes as well
-    orders: Mapping[str, PartOrder] = field(default_factory=dict)  # of the parts; empty: in order
-    along: Literal["rows", "columns"] = "rows"  # where in such orders, what tensors' rows are
-    adds_one: bool = False  # whether zero points are stored less one, as `StorageOrder` has it
+    convert: Callable[[Tensor], Tensor] | None = None  # converts values of the file to the model's
+    moves_codes: bool = False  # whether it only moves values, so that it applies to codes, too
+    # the kind of `StorageOrder` of each part, None for a part in order; empty if all are in order
+    orders: Mapping[str, str | None] = field(default_factory=dict)
+    adds_one: bool = False  # whether zero points are stored less one, see `StorageOrder`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -242,7 +229,7 @@ class PackedWeight:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of one matrix in memory, its numbers in order."""
+        """Bytes of one matrix in memory, in order."""
         return sum(
             part.order.result_bytes
             if part.order is not None and part.order.moves
@@ -255,13 +242,16 @@ class PackedWeight:
         return math.prod(self.lead) * self.num_rows
 
     def as_model_has(self, values: Tensor) -> Tensor:
-        """A tensor of `[*lead, N, K]` as the model holds it."""
+        """Converts `[*lead, N, K]` to the model's layout."""
         return values.transpose(-1, -2) if self.is_transposed else values
 
-    def pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts all matrices, one below the other, into pieces of about so many elements."""
+    def pieces(self, most_elements: int) -> Iterator[tuple[slice, dict[str, TensorRange]]]:
+        """Cuts all matrices into rows of about this many elements, with the places of their parts.
+
+        A matrix in another order is one piece.
+        """
         if self.orders:
-            yield from self._reordered_pieces(most_elements)
+            yield slice(0, self.num_rows), self.ranges(0, 1, self.num_rows)
             return
         group = max(1, self.format.group_rows)
         most = max(1, most_elements // self.num_cols)
@@ -271,11 +261,10 @@ class PackedWeight:
                 end = min(begin + max(group, most), self.num_rows)
                 for row in range(begin, end, most):
                     first, count = start + row, min(most, end - row)
-                    ranges = self.ranges(first, 1, count)
-                    yield slice(first, first + count), slice(None), self.packing, ranges
+                    yield slice(first, first + count), self.ranges(first, 1, count)
 
     def ranges(self, first: int, step: int, count: int) -> dict[str, TensorRange]:
-        """Where parts of `count` rows lie: `Packing.matrix` makes `[count, K]` of them."""
+        """The places of the parts of `count` rows; `Packing.matrix` makes `[count, K]` of them."""
         if self.orders:
             if (first, step, count) != (0, 1, self.num_rows):
                 raise UnsupportedModelError(
@@ -283,7 +272,7 @@ class PackedWeight:
                     f"rows {first} to {first + (count - 1) * step} of {self.num_rows} to be one; "
                     f"such checkpoints are not supported yet"
                 )
-            return self._cut(0, self.num_rows if self.along == "rows" else self.num_cols)
+            return self._reordered()
         kind = self.format
         number, row = divmod(first, self.num_rows)
         last = row + (count - 1) * step
@@ -315,39 +304,21 @@ class PackedWeight:
             found[name] = TensorRange.of(entry.file, entry.name, offset, dtype, shape, stride)
         return found
 
-    def _reordered_pieces(self, most_elements: int) -> Iterator[Piece]:
-        """Cuts the weight along the first dimension of its tensors, each piece within a group."""
-        is_by_rows = self.along == "rows"
-        size, other = (self.num_rows, self.num_cols)[:: 1 if is_by_rows else -1]
-        group = size if is_by_rows else self.format.group_cols or size
-        step = max(1, most_elements // other // _FIRST_CUT) * _FIRST_CUT
-        if group % _FIRST_CUT and group != size:
-            group = step = size
-        for begin in range(0, size, group):
-            for first in range(begin, min(begin + group, size), step):
-                last = min(first + step, begin + group, size)
-                piece = slice(first, last), slice(None)
-                rows, cols = piece if is_by_rows else piece[::-1]
-                packing = Packing(self.format, self.num_cols if is_by_rows else last - first)
-                yield rows, cols, packing, self._cut(first, last)
-
-    def _cut(self, first: int, last: int) -> dict[str, TensorRange]:
-        is_by_rows, kind = self.along == "rows", self.format
-        size = self.num_rows if is_by_rows else self.num_cols
-        rows = last - first if is_by_rows else self.num_rows
-        cols = self.num_cols if is_by_rows else last - first
-        groups = kind.scales_shape(rows, cols)
-        found = {}
+    def _reordered(self) -> dict[str, TensorRange]:
+        kind, found = self.format, dict[str, TensorRange]()
+        groups = kind.scales_shape(self.num_rows, self.num_cols)
         for name, entry in self.parts.items():
-            order, per = self.orders[name]
-            stored = _stored_rows(entry, size, per, first, last)
+            stored_dtype = TORCH_DTYPES[entry.dtype]
+            sizes = (entry.num_bytes // stored_dtype.itemsize,)
+            stored = TensorRange.of(entry.file, entry.name, entry.offset, stored_dtype, sizes, (1,))
             dtype, shape, stride = torch.uint8, groups, groups[1]
             if name == "codes":
-                shape, stride = (rows, kind.row_bytes(cols)), stored.span_bytes // rows
+                shape = (self.num_rows, kind.row_bytes(self.num_cols))
+                stride = stored.span_bytes // self.num_rows
             elif name == "scales":
                 dtype = SCALES[kind.scales]
             described = replace(stored, dtype=dtype, shape=shape, stride=(stride, 1))
-            if order is not None:
+            if (order := self.orders[name]) is not None:
                 put = self._order(order, name, stored, shape)
                 described = replace(described, order=put)
             found[name] = described
@@ -364,35 +335,24 @@ class PackedWeight:
         return StorageOrder(kind, rows, cols, bits, self.adds_one and name == "zero_points")
 
 
-def _stored_rows(entry: TensorEntry, size: int, per: int, first: int, last: int) -> TensorRange:
-    """The elements of a tensor that belong to some of `size` rows or columns of a weight."""
-    num_rows = -(-size // per) if per else 1
-    begin, end = (first // per, -(-last // per)) if per else (0, 1)
-    dtype = TORCH_DTYPES[entry.dtype]
-    elements = entry.num_bytes // dtype.itemsize // num_rows
-    offset = entry.offset + begin * elements * dtype.itemsize
-    shape = ((end - begin) * elements,)
-    return TensorRange.of(entry.file, entry.name, offset, dtype, shape, (1,))
-
-
 def part_of(
     entries: Mapping[str, TensorEntry], name: str, suffixes: Iterable[str], what: str
 ) -> TensorEntry:
-    """The tensor of a weight whose name is `name` and one of these ends."""
+    """The tensor called `name` with one of these suffixes."""
     names = [name + suffix for suffix in suffixes]
     for found in names:
         if found in entries:
             return entries[found]
     raise CheckpointError(
         f"expected {what} in {' or '.join(names)}, found no such tensor; fetch the checkpoint "
-        "again, or correct its settings of quantised weights"
+        "again, or correct how its configuration quantises weights"
     )
 
 
 def codes_of_modules(
     entries: Mapping[str, TensorEntry], suffix: str, *others: str
 ) -> Iterator[tuple[str, TensorEntry]]:
-    """Names that end with `suffix`, without it, and their tensors, which are codes."""
+    """Names without `suffix` of tensors that have it, and the tensors, which are codes."""
     for name, entry in entries.items():
         for other in others:
             if name.endswith(other):
@@ -406,15 +366,14 @@ def require_beside(
     of: TensorEntry,
     shape: Sequence[int],
     dtypes: Sequence[str],
-    hint: Callable[[], str] = str,
+    place: str = CONFIG,
 ) -> None:
-    """Checks the type and the sizes of a part beside the codes; sizes of one may be missing."""
-    is_shaped = _without_ones(entry.shape) == _without_ones(shape)
-    if entry.dtype not in dtypes or not is_shaped:
+    """Checks type and sizes of a part that belongs to codes; dimensions of size 1 do not count."""
+    if entry.dtype not in dtypes or _without_ones(entry.shape) != _without_ones(shape):
         raise CheckpointError(
             f"{entry.name}: expected {' or '.join(dtypes)} {list(shape)} beside {of.name} "
-            f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}"
-            f"{(not is_shaped and hint()) or '; fetch the checkpoint again, or save it so'}"
+            f"{of.dtype} {list(of.shape)}, found {entry.dtype} {list(entry.shape)}; fetch the "
+            f"checkpoint again, or correct the {place}"
         )
 
 
@@ -422,33 +381,10 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def other_groups(
-    kind: WeightFormat, sizes: Sequence[int], found: Sequence[int], place: str = CONFIG
-) -> str:
-    """The end of a message about scales that are those of other groups; empty where of none."""
-    if len(found) != len(sizes) or [*found[:-2]] != [*sizes[:-2]]:
-        return ""
-    fitting = []
-    asked_for = kind.group_rows, kind.group_cols
-    axes = zip(sizes[-2:], found[-2:], asked_for, strict=True)
-    for axis, (size, count, asked) in enumerate(axes):
-        likely = [asked or size]
-        if count and (axis or asked != 1):  # most formats have groups of one row
-            likely += [2**power for power in range(12)]
-        fitting += [group for group in likely if -(-size // group) == count][:1]
-    if len(fitting) < 2:
-        return ""
-    asked = " x ".join(str(size or "all") for size in asked_for)
-    return (
-        f", those of groups of {fitting[0]} x {fitting[1]}, not of {asked}; correct the size of "
-        f"groups in the {place}, or fetch the checkpoint again"
-    )
-
-
 def codes_shape(
     entry: TensorEntry, dtypes: Sequence[str], dims: Sequence[int] = (2, 3), place: str = CONFIG
 ) -> tuple[int, ...]:
-    """The sizes of codes, which must have one of some types and numbers of dimensions."""
+    """The sizes of codes; checks their type and number of dimensions."""
     if entry.dtype not in dtypes or len(entry.shape) not in dims or 0 in entry.shape:
         expected = f"{' or '.join(dtypes)} of {' or '.join(map(str, dims))} dimensions"
         raise CheckpointError(
@@ -459,7 +395,7 @@ def codes_shape(
 
 
 def one_number(entry: TensorEntry, num_matrices: int = 1) -> TensorEntry:
-    """A global scale: one fp32 number for all, or one for each matrix."""
+    """A global scale: one fp32 number, or one for each matrix."""
     if entry.dtype != "F32" or math.prod(entry.shape) not in (1, num_matrices):
         found = f"{entry.dtype} {list(entry.shape)}"
         raise CheckpointError(f"{entry.name}: expected one F32 number, found {found}")
@@ -478,12 +414,10 @@ def with_scales(
     is_transposed: bool = False,
     place: str = CONFIG,
 ) -> PackedWeight:
-    """A weight of `(*lead, N, K)` whose scales are checked, and their type put into its format."""
+    """A weight `(*lead, N, K)` with checked scales, their type in its format."""
     *lead, rows, cols = sizes
     shape = (*lead, *kind.scales_shape(rows, cols))
-    require_beside(
-        scales, codes, shape, dtypes, lambda: other_groups(kind, sizes, scales.shape, place)
-    )
+    require_beside(scales, codes, shape, dtypes, place)
     return PackedWeight(
         *(name, tuple(lead), rows, cols, replace(kind, scales=SCALE_NAMES[scales.dtype])),
         *(codes, scales, None, global_scale, is_transposed),

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: `load` takes one by its name, experts are read from it as they lie.
+"""GGUF files as checkpoints; experts are read from the file as stored.
 
 Tensors get the names of a checkpoint of `transformers`; a stack of experts is one tensor an expert.
 """
@@ -41,16 +41,16 @@ _BLOCKS: dict[int, BlockName] = {
     **{2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k", 11: "q3_k", 12: "q4_k"},
     **{13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 39: "mxfp4_block"},
 }
-"""ggml's numbers of types."""
+"""Type numbers of ggml."""
 _UNREAD = {
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
     **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"},
 }
-"""Names of types that nothing here computes with."""
+"""Types that are not supported."""
 _PLAIN_BLOCKS: dict[int, BlockName] = {0: "f32_block", 1: "f16_block"}
-"""Types of experts that are plain, but not bf16, where others of their layer are of other types."""
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
-_LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")  # what is around the name of a part
+"""Plain types other than bf16, for experts in a layer of mixed types."""
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_\w+_exps\.")
+_LAYER_OR_END = re.compile(r"^model\.layers\.\d+\.|\.weight$")  # the text around the name of a part
 _ONE_ROW = "moe_statics.e_score_correction_bias"
 _SAMPLING = {
     "temperature": "temp",
@@ -59,12 +59,12 @@ _SAMPLING = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-"""Keys of `general.sampling` by the names that transformers has for the settings."""
+"""Keys of `general.sampling` by setting of transformers."""
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_model(file: Path) -> Checkpoint:
-    """Reads the headers of a model; it computes in the type of most weights, bf16 if quantised."""
+    """Reads the headers of a model, which computes in the dtype of most weights."""
     header = _read_parts(file)
     architecture = architecture_of(header)
     values = settings_of(header, architecture)
@@ -74,19 +74,22 @@ def read_model(file: Path) -> Checkpoint:
     packed: dict[str, PackedWeight] = {}
     origins: dict[str, str] = {}
     elements: Counter[str] = Counter()
-    mixed_kinds = _BLOCKS | _PLAIN_BLOCKS
-    mixed = {  # matrices of experts that are of other types than others of their layer
+    stacks: dict[str, list[GgufTensor]] = defaultdict(list)
+    for tensor in header.tensors:
+        if found := _EXPERTS.match(tensor.name):
+            stacks[found[1]].append(tensor)
+    mixed = {  # experts' matrices in layers of mixed types
         tensor.name
-        for stacks in _stacks_of(header).values()
-        if len({tensor.type_id for tensor in stacks.values()}) > 1
-        for (_, end), tensor in stacks.items()
-        if end == "weight"
+        for of_layer in stacks.values()
+        if len({tensor.type_id for tensor in of_layer}) > 1
+        for tensor in of_layer
+        if tensor.name.endswith(".weight")
     }
     for name, tensor, expert in named_weights(header, architecture):
         if name in entries:
             header.refuse(f"{name} once", f"it twice: in {tensor.name} too")
         origins[name] = tensor.name
-        kinds = mixed_kinds if tensor.name in mixed else _BLOCKS
+        kinds = _BLOCKS | _PLAIN_BLOCKS if tensor.name in mixed else _BLOCKS
         if tensor.type_id in _PLAIN and tensor.type_id not in kinds:
             entries[name] = _entry(name, tensor, expert, _PLAIN[tensor.type_id], tensor.shape)
         else:
@@ -113,7 +116,6 @@ def read_model(file: Path) -> Checkpoint:
 def _change(
     name: str, change: ValueChange, entries: dict[str, TensorEntry], packed: dict[str, PackedWeight]
 ) -> None:
-    """Has a weight become the model's as it is read."""
     if name in packed and change.shape is not tuple:
         raise UnsupportedModelError(
             f"{one_line(str(packed[name].codes.file))}: {name} is quantised; expected F32, F16 or "
@@ -128,32 +130,12 @@ def _change(
         entries[name] = replace(entry, shape=change.shape(entry.shape), convert=change.convert)
 
 
-def _stacks_of(header: GgufHeader) -> dict[str, dict[tuple[str, str], GgufTensor]]:
-    """Experts' matrices and biases of each layer, by part and end of their names."""
-    by_layer: dict[str, dict[tuple[str, str], GgufTensor]] = defaultdict(dict)
-    for tensor in header.tensors:
-        if found := _EXPERTS.fullmatch(tensor.name):
-            by_layer[found[1]][found[2], found[3]] = tensor
-    for layer, stacks in by_layer.items():
-        some = next(iter(stacks.values()))
-        for end in sorted({end for _, end in stacks}, reverse=True):
-            gate_up = ("gate_up",) if ("gate_up", end) in stacks else ("gate", "up")
-            for part in (*gate_up, "down"):
-                name, stack = f"blk.{layer}.ffn_{part}_exps.{end}", stacks.get((part, end))
-                if stack is None or stack.shape[0] != some.shape[0]:
-                    found_here = "none" if stack is None else str(stack.shape[0])
-                    header.refuse(
-                        f"{name} of {some.shape[0]} experts beside {some.name}", found_here
-                    )
-    return by_layer
-
-
 def load_tokenizer(file: Path) -> Any:
     return make_tokenizer(*_vocabulary_of(file), file)
 
 
 def generation_settings(file: Path) -> GenerationConfig | None:
-    """How a file's model begins, ends and samples texts; None without a vocabulary."""
+    """The generation settings of a file's model; None without a vocabulary."""
     from transformers import GenerationConfig
 
     metadata, num_rows = _vocabulary_of(file)
@@ -178,14 +160,13 @@ def generation_settings(file: Path) -> GenerationConfig | None:
 
 
 def _vocabulary_of(file: Path) -> tuple[dict[str, Any], int]:
-    """Metadata with their texts, and how many tokens the model has embeddings of."""
     header = _read_parts(file, with_texts=True)
     tables = (each.shape[0] for each in header.tensors if each.name == "token_embd.weight")
     return header.metadata, next(tables, 0)
 
 
 def _read_parts(file: Path, *, with_texts: bool = False) -> GgufHeader:
-    """The header of a file, with the tensors of those that it was split into."""
+    """The header of a file; of a split file with the tensors of all parts."""
     header = read_header(file, with_texts=with_texts)
     count = header.metadata.get("split.count", 1)
     if type(count) is not int or count < 2:
@@ -210,9 +191,8 @@ def _read_parts(file: Path, *, with_texts: bool = False) -> GgufHeader:
 def _entry(
     name: str, tensor: GgufTensor, expert: int, dtype: str, shape: tuple[int, ...]
 ) -> TensorEntry:
-    """A tensor, or one matrix of a stack, of this type and these sizes."""
     if expert < 0:
-        # gates of one output are vectors here, and so are ERNIE's corrections
+        # gates with one output, and ERNIE's corrections, are vectors in files
         if len(shape) == 1 and name.endswith(("_gate.weight", _ONE_ROW)):
             shape = (1, *shape)
         return TensorEntry(name, tensor.file, dtype, shape, tensor.offset, tensor.num_bytes)

@@ -1,4 +1,4 @@
-"""Models by ggml's names of architectures: what their configuration is made of, and their tensors.
+"""Model families by ggml's architecture name: configuration and tensor names.
 
 Sizes come from the tensors where these have them. What metadata say nothing of (whether chosen
 weights are normalised) is a constant of the architecture, as in llama.cpp.
@@ -49,7 +49,7 @@ EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gat
 _SINKS = "self_attn.sinks"
 CORRECTION = "e_score_correction_bias"
 DT_BIAS, A_LOG = "linear_attn.dt_bias", "linear_attn.A_log"
-_WHOLE = (_SINKS, CORRECTION, DT_BIAS, A_LOG)  # parts whose names are those of their tensors
+_WHOLE = (_SINKS, CORRECTION, DT_BIAS, A_LOG)  # parts with the names of their tensors
 SHARED_EXPERTS = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
@@ -76,16 +76,16 @@ SHARED_SIZES = {
     "shared_expert_intermediate_size": ("ffn_gate_shexp", -2),
 }
 FUSED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
-"""Tensors that have the rows of several parts of each expert, as many of each."""
+"""Tensors that contain several parts of each expert, with the same number of rows."""
 
 
 class ValueChange(NamedTuple):
-    """What makes the model's values of those in a file."""
+    """Converts values of a file to the model's."""
 
-    convert: Callable[[Tensor], Tensor]  # takes and gives a tensor of the model's sizes
+    convert: Callable[[Tensor], Tensor]  # maps a tensor of the model's sizes
     moves_rows: bool = False
-    moved_columns: int = 0  # how many stay side by side, where it only moves columns; else 0
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # of the file to that of the model
+    moved_columns: int = 0  # columns that stay adjacent if it only moves columns, else 0
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple  # the file's sizes to the model's
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,19 @@ class Architecture:
 
     model_type: str
     model_class: str
-    parts: Mapping[str, str]  # of a layer: ggml's names, and those in checkpoints of `transformers`
-    sizes: Mapping[str, tuple[str, int]]  # settings that are a size of a part: its name, dimension
+    parts: Mapping[str, str]  # of a layer: ggml's names to those of `transformers`
+    sizes: Mapping[str, tuple[str, int]]  # settings taken from a part's size: part, dimension
     constants: Mapping[str, Any] = field(default_factory=dict)  # settings
-    fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)  # settings, ends of keys
+    fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)  # settings to key endings
     rope: Mapping[str, Any] = field(default_factory=dict)  # constants of extended positions
     conversions: Callable[[], list[private.WeightTransform]] = list
-    adapt: Callable[[PreTrainedModel], None] = give_experts_interface  # the model to such weights
-    rotated: float | None = None  # share of a head that positions turn; None: the family's own
-    changes: Mapping[str, ValueChange] = field(default_factory=dict)  # by parts; the last norm too
+    adapt: Callable[[PreTrainedModel], None] = give_experts_interface  # changes the model
+    rotated: float | None = None  # rotated share of a head; None: the family's default
+    changes: Mapping[str, ValueChange] = field(default_factory=dict)  # by part; also the last norm
 
 
 def _interleaved_experts() -> list[private.WeightTransform]:
-    """gpt-oss: rows of gate and up take turns, and weights are transposed."""
+    """gpt-oss: gate and up rows alternate, and weights are transposed."""
     experts = "mlp.experts"
     gate_up = [f"{experts}.*.{part}_proj" for part in ("gate", "up")]
     merged = [private.MergeModulelist(0), private.Concatenate(1), private.Interleave(1, True)]
@@ -123,17 +123,17 @@ def _interleaved_experts() -> list[private.WeightTransform]:
 
 
 def _turned_heads() -> list[private.WeightTransform]:
-    """Llama's: the two values that an angle turns lie one after the other in files."""
+    """Llama: the two values of a rotation are adjacent in files."""
 
     class OfKeys(private.PermuteForRope):
-        """The same for the heads of keys, of which there may be fewer."""
+        """The same for key heads, which may be fewer."""
 
         def convert(self, *parts: Any, config: Any, **rest: Any) -> Any:
             heads = SimpleNamespace(num_attention_heads=config.num_key_value_heads)
             return super().convert(*parts, config=heads, **rest)
 
     turns = {"self_attn.q_proj.weight": private.PermuteForRope, "self_attn.k_proj.weight": OfKeys}
-    # transformers 5.17 turns what is named alone
+    # transformers 5.17 permutes only layers named here
     return [
         private.WeightConverter(name, name, [turn(permute_layer_names=[name])])
         for name, turn in turns.items()
@@ -190,15 +190,15 @@ ARCHITECTURES = {
         {"norm_topk_prob": True, "decoder_sparse_step": 1},
     ),
 }
-"""By `general.architecture`, where all files of one have the same row."""
+"""By `general.architecture`, for architectures whose files all have the same row."""
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
     name = header.name
-    if isinstance(name, str) and name in _MADE:
-        return _MADE[name](header)
+    if isinstance(name, str) and name in _BY_FILE:
+        return _BY_FILE[name](header)
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(sorted([*ARCHITECTURES, *_MADE]))
+        known = ", ".join(sorted([*ARCHITECTURES, *_BY_FILE]))
         found = f"architecture {clipped(name)}; its safetensors checkpoint may be supported"
         header.unsupported(f"a GGUF file of {known}", found)
     return ARCHITECTURES[name]
@@ -207,7 +207,7 @@ def architecture_of(header: GgufHeader) -> Architecture:
 def named_weights(
     header: GgufHeader, architecture: Architecture
 ) -> Iterator[tuple[str, GgufTensor, int]]:
-    """What a checkpoint of `transformers` calls each tensor, and which matrix of it that is.
+    """The name of each tensor in checkpoints of `transformers`, and the matrix number.
 
     Yields name, tensor and -1, or the number of a matrix in the stack that the tensor is. Gates and
     ups in one tensor are a stack of both, one after the other.
@@ -249,7 +249,7 @@ def named_weights(
 
 
 def num_layers_of(header: GgufHeader) -> int | None:
-    """Layers of the model itself, where others are after them; else None."""
+    """Layers of the model itself if prediction layers follow them, else None."""
     every, further = header.value("block_count"), header.value("nextn_predict_layers")
     if type(every) is int and type(further) is int and 0 < further < every:
         return every - further
@@ -263,19 +263,19 @@ _NEUTRAL = {
     **{"temperature_scale": (0,), "_scale": (0, 1), "_layer_step": (0, 1)},
     **{"_group_count": (0, 1), "_group_used_count": (0, 1)},
 }
-"""Values without effect, by the ends of keys; for all other keys 0 and false have none."""
+"""Values without effect, by key ending; for other keys 0 and false have none."""
 _SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
 _DESCRIPTIVE = (
     *("vocab_size", "feed_forward_length", "expert_feed_forward_length", "expert_shared_count"),
     *("expert_shared_feed_forward_length", "attention.recurrent_layers", "full_attention_interval"),
     *("rope.scaling.finetuned", "rope.dimension_sections", "rope.scaling.original_context_length"),
-    *("attention.head_count_kv", "tensor_data_layout"),  # latent attention has none of the former
+    *("attention.head_count_kv", "tensor_data_layout"),  # latent attention has no key-value heads
 )
-"""Keys that change no number: tensors have these sizes, too, or they matter to images alone."""
+"""Keys that change no number: sizes that tensors have, too, and settings for images."""
 
 
 def settings_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
-    """The configuration that `transformers` has for a model."""
+    """The configuration of a model in `transformers`."""
     metadata, name = header.metadata, header.name
     values: dict[str, Any] = dict(architecture.constants)
     for setting, key in architecture.fields.items():
@@ -310,7 +310,7 @@ def settings_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any
 
 
 def _require_understood(header: GgufHeader, values: Mapping[str, Any]) -> None:
-    """Refuses keys of the architecture that nothing has used and that would change numbers."""
+    """Refuses unused keys of the architecture that would change numbers."""
     theta = values["rope_parameters"]["rope_theta"]
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     turned = header.metadata.get(f"{header.name}.rope.dimension_count", head)
@@ -338,7 +338,7 @@ def _require_understood(header: GgufHeader, values: Mapping[str, Any]) -> None:
 
 
 def _number(header: GgufHeader, key: str, value: Any = None) -> Any:
-    """The number of a key that is there: positive, or a whole one."""
+    """The number of a required key: a positive real number, or a whole number."""
     if value is None:
         value, key = header.value(key), f"{header.name}.{key}"
     least = int(not key.endswith(_MAY_BE_0))
@@ -351,8 +351,6 @@ def _number(header: GgufHeader, key: str, value: Any = None) -> Any:
 
 
 def _positions(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
-    """How positions are rotated; a factor without a type is linear, as in llama.cpp."""
-
     def given(key: str, otherwise: Any = None) -> Any:
         return otherwise if header.value(key) is None else _number(header, key)
 
@@ -380,7 +378,7 @@ def _positions(header: GgufHeader, architecture: Architecture) -> dict[str, Any]
 
 
 def _attention_factor(positions: Mapping[str, Any]) -> float:
-    """What queries and keys are multiplied by where a file does not say it."""
+    """The default factor of queries and keys."""
     return 1 + 0.1 * math.log(max(1.0, positions.get("factor", 1.0)))
 
 
@@ -396,12 +394,12 @@ _GATED = {**ATTENTION, "ffn_gate_inp": "mlp.gate", **EXPERTS, **DENSE, **SHARED_
 
 
 def glm4moe(header: GgufHeader) -> Architecture:
-    """The row of a file of GLM-4.5 to 4.7, or of Solar Open."""
+    """GLM-4.5 to 4.7, and Solar Open."""
     parts, value, head_dim = header.parts, header.value, _head_dim(header)
     rotated = _rotated(header, head_dim)
     _require_sigmoid(header, otherwise=_SIGMOID)
     has_biases = "attn_q.bias" in parts
-    if not has_biases and rotated != 1:  # GLM's have biases
+    if not has_biases and rotated != 1:  # GLM has biases
         expected = f"glm4moe.rope.dimension_count {head_dim} without biases, as Solar Open is"
         header.unsupported(expected, f"{rotated} of it: convert it again, or set the key")
     constants = {
@@ -470,9 +468,9 @@ def minimax_m2(header: GgufHeader) -> Architecture:
 
 
 def deepseek2(header: GgufHeader) -> Architecture:
-    """The row of a file of DeepSeek-V2 or V3, Kimi-K2, or GLM-4.7-Flash."""
+    """DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash."""
     value, parts = header.value, {name.partition(".")[0] for name in header.parts}
-    # files of GLM-4.7-Flash may not say it, but have a correction, as no softmax has
+    # files of GLM-4.7-Flash may lack the key, but have a correction, which no softmax has
     otherwise = _SIGMOID if "exp_probs_b" in parts else _SOFTMAX
     gating = value("expert_gating_func", otherwise)
     is_normed = bool(value("expert_weights_norm", False))
@@ -531,8 +529,8 @@ def deepseek2(header: GgufHeader) -> Architecture:
 
 
 def qwen35moe(header: GgufHeader) -> Architecture:
-    """The row of a file of Qwen3.5 or 3.6."""
-    row = _linear_attention(header, "qwen35moe")
+    """Qwen3.5 and 3.6."""
+    row = _linear_attention(header)
     num_keys, num_values = (header.value(f"ssm.{e}") for e in ("group_count", "time_step_rank"))
     width = row.constants["linear_value_head_dim"]
     heads = functools.partial(_of_one_key, num_keys=num_keys, num_values=num_values)
@@ -557,17 +555,9 @@ def qwen35moe(header: GgufHeader) -> Architecture:
 
 
 def qwen3next(header: GgufHeader) -> Architecture:
-    """The row of a file of Qwen3-Next."""
-    row = _linear_attention(header, "qwen3next")
-    names = {tensor.name.removesuffix(".weight") for tensor in header.tensors}
-    projections = ["attn_qkv", "attn_gate"]
-    is_split = not any(name.endswith(".ssm_in") for name in names)
-    expected = projections if is_split else ["ssm_in"]
-    for layer, kind in enumerate(row.constants["layer_types"]):
-        found = [part for part in (*projections, "ssm_in") if f"blk.{layer}.{part}" in names]
-        if kind == "linear_attention" and found != expected:
-            wanted = f"blk.{layer}.ssm_in as in other layers, or attn_qkv and attn_gate in all"
-            header.refuse(wanted, " and ".join(found) or "none")
+    """Qwen3-Next."""
+    row = _linear_attention(header)
+    is_split = not any(tensor.name.endswith(".ssm_in.weight") for tensor in header.tensors)
     return replace(
         row,
         model_type="qwen3_next",
@@ -585,13 +575,11 @@ def qwen3next(header: GgufHeader) -> Architecture:
 
 
 def _rows_of(header: GgufHeader, name: str) -> int:
-    """Rows of the matrices of this name; 0 where there are none."""
     tensor = header.parts.get(name)
     return 0 if tensor is None or len(tensor.shape) < 2 else tensor.shape[-2]
 
 
 def _head_dim(header: GgufHeader) -> int:
-    """Values of a head: all of the queries' by how many heads there are."""
     rows, heads = _rows_of(header, "attn_q.weight"), header.value("attention.head_count")
     if type(heads) is not int or heads < 1 or not rows or rows % heads:
         header.refuse("a matrix attn_q with as many rows for each head", clipped(heads))
@@ -606,7 +594,7 @@ def _rotated(header: GgufHeader, head_dim: int) -> float:
 
 
 def _require_sigmoid(header: GgufHeader, otherwise: int | None) -> None:
-    """Refuses other gates; `otherwise` is what a file has that does not say it."""
+    """Refuses other gates; `otherwise` is the default of files without the key."""
     gating = header.value("expert_gating_func", otherwise)
     if gating != _SIGMOID:
         header.unsupported(f"expert_gating_func {_SIGMOID}, a sigmoid", clipped(gating))
@@ -623,14 +611,14 @@ def _choice_of_groups(header: GgufHeader) -> dict[str, Any]:
 
 
 _HEADS = ("self_attn.k_b_proj", "self_attn.v_b_proj")
-"""Parts of `kv_b_proj`: `[heads, rank, width]` of keys, `[heads, width, rank]` of values."""
+"""Parts of `kv_b_proj`: keys `[heads, rank, width]`, values `[heads, width, rank]`."""
 
 
 def _joined_heads() -> list[private.WeightTransform]:
-    """Keys and values of each head one below the other, as `kv_b_proj` has them."""
+    """Stacks keys and values of each head, as in `kv_b_proj`."""
 
     class OfHeads(private.Concatenate):
-        """Turns the keys' matrices, and joins each with its head's values."""
+        """Transposes the keys' matrices, and joins each with its head's values."""
 
         def convert(self, input_dict: Any, source_patterns: Any, *rest: Any, **named: Any) -> Any:
             first, second = source_patterns
@@ -647,7 +635,7 @@ def _joined_heads() -> list[private.WeightTransform]:
 
 
 def _require_scaling(header: GgufHeader) -> None:
-    """Refuses extended positions of which only llama.cpp scales the softmax."""
+    """Refuses position scaling that only llama.cpp applies to the softmax."""
     lead = "rope.scaling."
     kind, scale = header.value(f"{lead}type", "linear"), header.value(f"{lead}attn_factor", 1.0)
     factor = header.value(f"{lead}factor", header.value("rope.scale_linear", 1.0))
@@ -661,7 +649,7 @@ def _require_scaling(header: GgufHeader) -> None:
 
 
 def _yarn(value: Any) -> Mapping[str, Any]:
-    """Settings of extended positions: files have the scale of the softmax as a tenth of it."""
+    """Settings of extended positions; files have a tenth of the softmax scale."""
     named = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     given = {setting: value(f"rope.scaling.{key}") for setting, key in named.items()}
     scale = round(10 * value("rope.scaling.yarn_log_multiplier", 0.0), 6)
@@ -669,15 +657,8 @@ def _yarn(value: Any) -> Mapping[str, Any]:
     return {"attention_factor": 1.0, "mscale": scale, "mscale_all_dim": scale, **found}
 
 
-def _linear_attention(header: GgufHeader, name: str) -> Architecture:
-    """What `qwen3next` and `qwen35moe` have in common."""
-
-    def size(key: str) -> int:
-        found = header.value(key)
-        if type(found) is not int or found < 1:
-            header.refuse(f"{name}.{key} of at least 1 among its metadata", clipped(found))
-        return found
-
+def _linear_attention(header: GgufHeader) -> Architecture:
+    size = functools.partial(_number, header)
     num_keys, num_values = size("ssm.group_count"), size("ssm.time_step_rank")
     _, all_widths = size("ssm.state_size"), size("ssm.inner_size")
     if num_values % num_keys or all_widths % num_values:
@@ -732,7 +713,7 @@ def _linear_attention(header: GgufHeader, name: str) -> Architecture:
 
 
 def _of_one_key(rows: Tensor, *, num_keys: int, num_values: int, begin: int = 0) -> Tensor:
-    """Rows of value heads, from `begin` on, with those of one key side by side."""
+    """Rows of value heads, from `begin` on, grouped by key head."""
     if (len(rows) - begin) % num_values:
         return rows
     in_file = rows[begin:].unflatten(0, (num_values // num_keys, num_keys, -1))
@@ -750,7 +731,7 @@ def _logarithm(decay: Tensor) -> Tensor:
 
 
 class SplitProjection(nn.Module):
-    """`in_proj_qkvz` as projections of queries, keys and values, and of gates."""
+    """`in_proj_qkvz` as one projection of queries, keys and values, and one of gates."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -773,7 +754,7 @@ def _split_projections(model: PreTrainedModel) -> None:
             module.in_proj_qkvz = SplitProjection(module)
 
 
-_MADE: Mapping[str, Callable[[GgufHeader], Architecture]] = {
+_BY_FILE: Mapping[str, Callable[[GgufHeader], Architecture]] = {
     "deepseek2": deepseek2,
     "ernie4_5-moe": ernie4_5_moe,
     "glm4moe": glm4moe,
@@ -781,4 +762,4 @@ _MADE: Mapping[str, Callable[[GgufHeader], Architecture]] = {
     "qwen35moe": qwen35moe,
     "qwen3next": qwen3next,
 }
-"""What makes the row of a file, where files differ. Source: llama.cpp's converter and graphs."""
+"""Functions for architectures whose files differ. Source: llama.cpp's converter and graphs."""

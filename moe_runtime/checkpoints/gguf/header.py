@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where its tensors lie.
+"""The header of a GGUF file: metadata, and the places of tensors.
 
 No part of it is trusted: lengths are compared with what is left of the file, tensors do not
 overlap.
@@ -17,7 +17,7 @@ from moe_runtime.checkpoints.strict_json import clipped, one_line
 from moe_runtime.errors import CheckpointError, MoERuntimeError, UnsupportedModelError
 
 VERSIONS = (2, 3)
-MOST_HEADER_BYTES = 1 << 28  # of a file: vocabularies and their merges are a few megabytes
+MOST_HEADER_BYTES = 1 << 28  # vocabularies and merges are a few megabytes
 
 _MAGIC = b"GGUF"
 _MOST_DIMS = 4
@@ -35,18 +35,18 @@ class GgufTensor:
 
     name: str
     file: Path
-    type_id: int  # ggml's number of its type
-    shape: tuple[int, ...]  # sizes, row-major: the reverse of the file's order
-    offset: int  # first byte, counted from the beginning of the file
+    type_id: int  # ggml's type number
+    shape: tuple[int, ...]  # row-major sizes: the reverse of the file's order
+    offset: int  # first byte in the file
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says before its tensors."""
+    """The content of a file before its tensors."""
 
     file: Path  # the file, or the first of several
-    metadata: dict[str, Any]  # of arrays of texts the number, unless the texts are asked for
+    metadata: dict[str, Any]  # arrays of texts are replaced by their length unless requested
     tensors: list[GgufTensor]
     understood: set[str] = field(default_factory=set, compare=False)  # keys that were used
 
@@ -56,21 +56,22 @@ class GgufHeader:
 
     @property
     def parts(self) -> dict[str, GgufTensor]:
-        """A tensor of each name that layers have, such as ``attn_q.weight``: of the first one."""
+        """Tensors of the first layer that has them, by name without the layer, such as
+        ``attn_q.weight``."""
         found = (t for t in reversed(self.tensors) if t.name.startswith("blk."))
         return {name[2]: t for t in found if len(name := t.name.split(".", 2)) > 2}
 
     def value(self, key: str, otherwise: Any = None) -> Any:
-        """The value of one of the architecture's keys, which thereby counts as understood."""
+        """The value of one of the architecture's keys; marks the key as used."""
         self.understood.add(key)
         return self.metadata.get(f"{self.name}.{key}", otherwise)
 
     def refuse(self, expected: str, found: str) -> NoReturn:
-        """Says what a file lacks."""
+        """Raises: the file lacks something."""
         refuse(self.file, expected, found)
 
     def unsupported(self, expected: str, found: str) -> NoReturn:
-        """Says what a sound file has that no model here computes."""
+        """Raises: no supported model computes this."""
         refuse(self.file, expected, found, UnsupportedModelError)
 
 
@@ -88,7 +89,7 @@ BLOCK_SIZES = {
     **{27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66)},
     **{39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18)},
 }
-"""Elements and bytes of a block of every type that files have, by ggml's number."""
+"""Elements and bytes of a block of every type, by ggml's number."""
 
 
 def read_header(
@@ -102,7 +103,7 @@ def read_header(
 
 
 class _Reader:
-    """Reads forwards, and never beyond the file's end."""
+    """Reads forwards, and never beyond the end of the file."""
 
     def __init__(self, file: Path, stream: IO[bytes], file_bytes: int, with_texts: bool) -> None:
         self._with_texts = with_texts
@@ -136,7 +137,7 @@ class _Reader:
         return GgufHeader(self._file, metadata, self._placed(described, data, alignment))
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, sizes, type and place after the header."""
+        """Name, sizes, type and offset after the header."""
         name = self._text("the name of a tensor")
         num_dims = self._number("<I", "a number of dimensions")
         if not 1 <= num_dims <= _MOST_DIMS:
@@ -201,7 +202,7 @@ class _Reader:
             self._refuse(f"{one_line(what)} in UTF-8", clipped(raw[:32].decode("latin-1")))
 
     def _count(self, least_bytes: int, what: str) -> int:
-        """How many of something follow, which the rest of the file must have room for."""
+        """The number of following items, for which the file must have room."""
         count = self._number("<Q", f"a number of {what}")
         if count * least_bytes > min(self._file_bytes, MOST_HEADER_BYTES) - self._place:
             self._refuse(f"as many {one_line(what)} as the file has room for", str(count))

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, made of its metadata; its tokens are llama.cpp's."""
+"""The tokenizer of a GGUF file, made from its metadata; it gives the tokens of llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from moe_runtime.errors import UnsupportedModelError, blamed_on
 
 @dataclass(frozen=True, slots=True)
 class WordSplit:
-    """How a kind of vocabulary splits text."""
+    """The way a kind of vocabulary splits text."""
 
-    expressions: tuple[str, ...]  # applied one after another
-    keeps_tokens: bool = False  # a word that is a token stays whole, whatever its merges
-    adds_bos: bool = False  # where the file does not say
-    is_raw: bool = False  # words are merged from characters, not bytes, with a mark for the space
+    expressions: tuple[str, ...]  # applied in order
+    keeps_tokens: bool = False  # a word that is a token is not split
+    adds_bos: bool = False  # default of files without the key
+    is_raw: bool = False  # words consist of characters instead of bytes, with a mark for the space
 
 
-_ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # english contractions
+_ENDINGS = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"  # English contractions
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+|"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -40,7 +40,7 @@ _HAN = (
     r"\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
 )
 _THREES_FROM_THE_END = r"\G\P{N}*(?:\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3})"
-"""Text before the first digits goes with them, as in llama.cpp."""
+"""Text before the first digits belongs to them, as in llama.cpp."""
 _ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ud7ff\ue000-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
     "\u0e40-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\u1100-\u11ff]+"
@@ -50,7 +50,7 @@ _CASED = (
     "Ὀ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯ"
     "ꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""Letters that have a case, in the Unicode of the first DeepSeek models."""
+"""Letters with case, in the Unicode version of the first DeepSeek models."""
 
 
 def _words(
@@ -62,12 +62,12 @@ def _words(
     lines: str = _LINES,
     spaces: str = _SPACES,
 ) -> str:
-    """An expression in the manner of Llama 3: an ending, a word, digits, marks, lines, spaces."""
+    """An expression like Llama 3's: an ending, a word, digits, marks, lines, spaces."""
     return f"{endings}{_LEAD}{letters}|{digits}|{marks}|{lines}{spaces}"
 
 
 def _cased_words(digits: str, letters: str, endings: str, *, has_case: bool = True) -> str:
-    """One in the manner of GPT-4o: a word ends where capitals follow small letters."""
+    """An expression like GPT-4o's: a word ends where capitals follow small letters."""
     upper, lower = (
         f"[{letters}&&[^{of}]]" if has_case else f"[{letters}]" for of in ("a-z", "A-Z")
     )
@@ -165,7 +165,7 @@ _BY_NAMES: dict[str, WordSplit] = {
     "gemma4 granite-embed-multi-311m sarvam-moe": _split(_LINE_OR_LINES, is_raw=True),
 }
 WORD_SPLITS = {name: split for names, split in _BY_NAMES.items() for name in names.split()}
-"""By the name that a file gives as `tokenizer.ggml.pre`."""
+"""By `tokenizer.ggml.pre`."""
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _ADDED = 1, 2, 3, 4
@@ -173,17 +173,17 @@ _NAMED = (_UNKNOWN, _CONTROL, _ADDED)
 """Values of `tokenizer.ggml.token_type`; unused tokens and bytes have others."""
 _SPACE = "\u2581"
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Names of tokens in transformers, and in files."""
+"""Token roles in transformers and in files."""
 _ALWAYS_BOS = frozenset({"gemma4", "granite-embed-multi-311m"})
-"""Splits of models that need BOS, whatever the file says."""
+"""Splits of models that always need BOS."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Where a file with a vocabulary of sentencepiece does not say."""
+"""Defaults for sentencepiece vocabularies."""
 _NAMED_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens that end a text: those of the metadata, or else the first of these that is there."""
+"""Tokens that end a text, if the metadata name none: the first one that exists."""
 _ENDS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
@@ -192,16 +192,16 @@ _ENDS = frozenset(
         *("<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
     }
 )
-"""Texts of tokens that end a text wherever a vocabulary has them; llama.cpp's list."""
+"""Texts of tokens that end a text in any vocabulary; llama.cpp's list."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextVocabulary:
-    """What a file says of its tokens."""
+    """The tokens of a file."""
 
     tokens: list[str]  # their texts by id
     ids: dict[str, int]  # of the tokens, by text
-    kinds: list[int]  # of each token: its type, corrected for tokens that end a text
+    kinds: list[int]  # types of tokens; tokens that end a text are control tokens
     named: dict[str, int]  # ids by role: bos, eos, unknown, padding and others
     ends: frozenset[int]  # tokens that end a text
 
@@ -225,13 +225,13 @@ def read_vocabulary(metadata: Mapping[str, Any], num_rows: int, file: Path) -> T
         is_token = key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
         if is_token and type(number) is int and 0 <= number < len(tokens):
             named[key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")] = number
-    return _with_ends(tokens, ids, [*kinds[: len(tokens)]], named)
+    return _with_end_tokens(tokens, ids, [*kinds[: len(tokens)]], named)
 
 
-def _with_ends(
+def _with_end_tokens(
     tokens: list[str], ids: dict[str, int], kinds: list[int], named: dict[str, int]
 ) -> TextVocabulary:
-    """Finds the tokens that end a text, which are control tokens whatever the file says."""
+    """Finds the tokens that end a text, and makes them control tokens."""
     ends = {ids[text] for text in _ENDS if text in ids}
     for role, texts in _NAMED_ENDS.items():
         if role not in named and (present := [ids[text] for text in texts if text in ids]):
@@ -246,14 +246,14 @@ def _with_ends(
         # gpt-oss and Solar end every part of an answer with it
         ends.discard(ids.get("<|end|>", -1))
     if "</s>" in texts and not texts.isdisjoint(("<|tool_response>", "<|plamo:eos|>")):
-        # these models use it as a tag of HTML
+        # these models use it as an HTML tag
         ends.discard(ids["</s>"])
         kinds[ids["</s>"]] = _NORMAL
     return TextVocabulary(tokens, ids, kinds, named, frozenset(ends))
 
 
 def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> Any:
-    """The `PreTrainedTokenizerFast` of a file; every id of it is one of the file's tokens."""
+    """The `PreTrainedTokenizerFast` of a file; all its ids are tokens of the file."""
     vocabulary = read_vocabulary(metadata, num_rows, file)
     model, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model not in ("llama", "gpt2", "gemma4"):
@@ -283,17 +283,16 @@ def make_tokenizer(metadata: Mapping[str, Any], num_rows: int, file: Path) -> An
     for end, is_added in adds.items():
         if is_added and end not in vocabulary.named:
             refuse(file, f"{end}_token_id, as {end.upper()} is added to texts", "none")
-    return _wrapped(made, metadata, vocabulary, adds, file)
+    return _to_transformers(made, metadata, vocabulary, adds, file)
 
 
-def _wrapped(
+def _to_transformers(
     made: Any,
     metadata: Mapping[str, Any],
     vocabulary: TextVocabulary,
     adds: Mapping[str, bool],
     file: Path,
 ) -> Any:
-    """A tokenizer as transformers has it, with the tokens that a text may name."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -331,7 +330,6 @@ def _wrapped(
 def _byte_pairs(
     metadata: Mapping[str, Any], vocabulary: TextVocabulary, split: WordSplit, file: Path
 ) -> Any:
-    """Pairs merged in the order of the file's list, within words."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     made = Tokenizer(
@@ -358,7 +356,7 @@ def _byte_pairs(
 def _merges(
     metadata: Mapping[str, Any], ids: Mapping[str, int], file: Path
 ) -> list[tuple[str, str]]:
-    """The pairs of a file; without those of tokens that no text has."""
+    """The pairs of a file, without those of tokens that no text contains."""
     lines = metadata.get("tokenizer.ggml.merges")
     if not lines or not isinstance(lines, list) or not isinstance(lines[0], str):
         refuse(file, "tokenizer.ggml.merges, pairs of tokens", "none")
@@ -375,7 +373,7 @@ def _merges(
 
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file: Path) -> Any:
-    """Any neighbours merged that make a token, the one of the highest score first."""
+    """Merges any neighbours that form a token, the highest score first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, ids = vocabulary.tokens, vocabulary.ids
@@ -396,7 +394,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
     for number in sorted(range(len(tokens)), key=lambda at: (-scores[at], runs.get(tokens[at], 0))):
         text = tokens[number]
         merges += ways[text]
-        if vocabulary.kinds[number] not in _NAMED:  # text is split at the others before
+        if vocabulary.kinds[number] not in _NAMED:  # text is split at named tokens first
             ends |= {(scores[number], right): text for _, right in ways[text]}
     for left, right in merges:
         text = left + right
@@ -429,7 +427,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: TextVocabulary, file
 def _tied_runs(
     vocabulary: TextVocabulary, scores: list[float], ways: Mapping[str, list[tuple[str, str]]]
 ) -> dict[str, int]:
-    """Tokens of 2, 3, ... 2^n equal characters with one score, by the place of their merges."""
+    """Tokens of 2, 3, ... 2^n equal characters with one score, by the order of their merges."""
     ids, runs = vocabulary.ids, dict[str, int]()
     for pair in (text for text in ids if len(text) == 2 and text[0] == text[1]):
         score, run = scores[ids[pair]], [pair]

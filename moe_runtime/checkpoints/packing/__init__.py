@@ -1,4 +1,4 @@
-"""A checkpoint written again with its experts packed, in the lossless code, or quantised."""
+"""Writes a checkpoint with its experts packed, losslessly coded, or quantised."""
 
 from __future__ import annotations
 
@@ -54,14 +54,12 @@ from moe_runtime.memory.source import BLOCK_BYTES, aligned_bytes, host_view
 from moe_runtime.types import ExpertKey
 
 _ROOM_SHARE = 1024
-"""Escapes get room in steps of this part of a matrix, so that few forms of experts occur."""
+"""Escape room grows in steps of this share of a matrix, so that few sizes occur."""
 _LEAST_RATIO = {"planes": 0.65, "none": 1.0}
-"""No trained weights get smaller than this share of their bytes: the entropy of their code."""
+"""Trained weights never get smaller than this share, by the entropy of their code."""
 
 
 class PackedWriter(CheckpointWriter):
-    """Writes experts packed."""
-
     stage = "packing experts"
     index_name = PACKED_INDEX_NAME
     report_name = MANIFEST_NAME
@@ -90,7 +88,7 @@ class PackedWriter(CheckpointWriter):
         return int(size * _LEAST_RATIO[self._code])
 
     def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
-        """Writes one expert after the other, and before them the header, whose room is left."""
+        """Writes the experts, and then the header into the space before them."""
         layouts, names = self.experts.layouts, [*self.tensors_of(keys)]
         most = sum(2 * layouts[key].slot_bytes + BLOCK_BYTES for key in keys)
         _, header = header_of([(name, "U8", (most,), most) for name in names], BLOCK_BYTES)
@@ -102,7 +100,7 @@ class PackedWriter(CheckpointWriter):
             end += len(content)
         sizes = [size for _, size, _ in file.pieces]
         tensors = zip(names, sizes, strict=True)
-        # its numbers are no longer than those that room was left for
+        # its numbers are at most as long as those that the space was computed for
         _, header = header_of([(name, "U8", (size,), size) for name, size in tensors], lead)
         file.put(header, 0)
 
@@ -126,7 +124,7 @@ class PackedWriter(CheckpointWriter):
 def _packed(
     forms: Sequence[Part], views: Mapping[str, Tensor], code: Code, pool: ThreadPoolExecutor
 ) -> tuple[Tensor, list[int]]:
-    """The bytes of an expert, and the rooms of its escapes."""
+    """The bytes of an expert, and the rooms for its escapes."""
     coded = [form for form in forms if form.is_coded(code)]
     matrices = [*pool.map(_coded, coded, (views[form.name] for form in coded))]
     found = {form.name: matrix for form, matrix in zip(coded, matrices, strict=True)}
@@ -156,16 +154,16 @@ def _coded(form: Part, view: Tensor) -> PlanesMatrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSummary:
-    """What was written."""
+    """The result of packing."""
 
     folder: Path
-    code: Code | None  # how matrices are written that lost nothing; None where they are quantised
-    quantize: Scheme | None  # how they are quantised; None where they are not
-    expert_bytes: int  # bytes of all experts as they were
+    code: Code | None  # the lossless code; None if quantised
+    quantize: Scheme | None  # the scheme; None if not quantised
+    expert_bytes: int  # bytes of all experts before
     packed_bytes: int
     num_experts: int
-    kept_files: int  # files of experts that an earlier, interrupted run had written
-    errors: tuple[MatrixError, ...] = ()  # of quantised matrices by layer
+    kept_files: int  # expert files from an earlier, interrupted run
+    errors: tuple[MatrixError, ...] = ()  # errors of quantised matrices by layer
 
     @property
     def ratio(self) -> float:
@@ -211,7 +209,7 @@ def pack_checkpoint(
     checkpoint = open_checkpoint(path_or_id, "auto", progress=progress)
     require_plain(checkpoint, "packing" if quantize is None else "quantising")
     way = f"--code {code or 'planes'}" if quantize is None else f"--quantize {quantize}"
-    _require_ours(Path(folder), checkpoint.folder, way)
+    _require_own_content(Path(folder), checkpoint.folder, way)
     check_output_folder(folder, "packed checkpoint")
     require_replaceable(Path(os.path.realpath(folder)))
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
@@ -233,8 +231,8 @@ def pack_checkpoint(
     )
 
 
-def _require_ours(folder: Path, source: Path, way: str) -> None:
-    """Refuses a folder whose content is none that a packed checkpoint may replace."""
+def _require_own_content(folder: Path, source: Path, way: str) -> None:
+    """Refuses a folder with content that a packed checkpoint must not replace."""
     place, staging = Path(os.path.realpath(folder)), staging_of(folder)
     if Path(os.path.realpath(source)).is_relative_to(place):
         raise ValueError(f"{folder} is the checkpoint to be packed, or holds it; name another one")
@@ -245,7 +243,7 @@ def _require_ours(folder: Path, source: Path, way: str) -> None:
     read_progress(staging)
     if not place.is_dir() or not any(place.iterdir()):
         return
-    was, files = _written_earlier(place)
+    was, files = _earlier_packing(place)
     other = {path.name for path in place.iterdir()} - files
     if other:
         raise ValueError(
@@ -257,15 +255,15 @@ def _require_ours(folder: Path, source: Path, way: str) -> None:
             f"{folder} was written with {was}, and would be replaced by one with {way}; name "
             "another folder, or remove this one"
         )
-    if _model_of(place) != _model_of(source):
+    if _model_settings(place) != _model_settings(source):
         raise ValueError(
             f"{folder} holds a packed checkpoint of another model, as its config.json says; name "
             "another folder, or remove this one"
         )
 
 
-def _written_earlier(folder: Path) -> tuple[str | None, set[str]]:
-    """How a folder was packed, as the option says it, and its files; None where it was not."""
+def _earlier_packing(folder: Path) -> tuple[str | None, set[str]]:
+    """The option that a folder was packed with, and its files; None if it was not packed."""
     if report := read_report(folder):
         return f"--quantize {report.scheme}", set(report.files)
     with contextlib.suppress(CheckpointError):
@@ -274,8 +272,7 @@ def _written_earlier(folder: Path) -> tuple[str | None, set[str]]:
     return None, set()
 
 
-def _model_of(folder: Path) -> dict[str, Any]:
-    """What `config.json` says of a model, but for how its weights are written."""
+def _model_settings(folder: Path) -> dict[str, Any]:
     try:
         config = parse_object((folder / "config.json").read_bytes(), has_infinity=True)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: experts in fewer bits, everything else as it is, and the error made.
+"""Writes checkpoints with quantised experts, and the error of quantising.
 
 Formats are those of compressed-tensors (https://github.com/vllm-project/compressed-tensors), and
 MXFP4 of gpt-oss for gpt-oss.
@@ -34,7 +34,7 @@ Scheme = Literal["mxfp4", "int4", "int8", "fp8"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 REPORT_NAME = "quantized_experts.json"
 
-_GROUPS = (128, 32)  # columns that share the scale of integers: the first that divides all rows
+_GROUPS = (128, 32)  # columns of an integer scale; the first that divides all rows is used
 _MX_GROUP = 32
 _SCALE_NAMES: Mapping[str, ScaleName] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 _DTYPES = {"e8m0": "U8", "bf16": "BF16", "f16": "F16", "f32": "F32"}
@@ -49,24 +49,24 @@ _EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 @dataclass(frozen=True, slots=True)
 class MatrixError:
-    """How far the matrices of a layer are from what they were."""
+    """Relative errors of a layer's quantised matrices."""
 
     module: str
     matrix: str  # `gate`, `up` or `down`
-    relative_rms: float  # root of squared differences over squared weights, of all experts
-    worst_expert: int  # the expert whose own is the largest
+    relative_rms: float  # root of squared errors over squared weights, of all experts
+    worst_expert: int  # the expert with the largest error
     worst_relative_rms: float
 
 
 class Report(NamedTuple):
-    """What a folder that was written quantised says of itself."""
+    """The scheme and files of a quantised folder."""
 
     scheme: str
     files: list[str]
 
 
 def read_report(folder: Path) -> Report | None:
-    """How a folder was written quantised; None where it was not, or does not say it."""
+    """The report in a folder; None if it was not written quantised."""
     try:
         values = parse_object((folder / REPORT_NAME).read_bytes())
     except (OSError, ValueError):
@@ -80,7 +80,7 @@ def read_report(folder: Path) -> Report | None:
 class _Field(NamedTuple):
     """A tensor that holds a part of a weight, or of a stack of weights."""
 
-    part: str  # `codes`, `scales`, or `shape`, the sizes of the weight
+    part: str  # `codes`, `scales`, or `shape` (sizes of the weight)
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -92,17 +92,15 @@ class _Field(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """A weight of the new checkpoint."""
-
-    name: str  # of the weight, or of the stack that it lies in
-    matrices: tuple[str, ...]  # of an expert; the weight has a row of each in turn
+    name: str  # of the weight, or of its stack
+    matrices: tuple[str, ...]  # of an expert; rows of these matrices alternate
     shape: tuple[int, int]  # N, K
     place: int = 0
-    num_stacked: int = 0  # weights in the stack; 0 for a weight of its own
+    num_stacked: int = 0  # weights in the stack; 0 without a stack
 
 
 class QuantizedWriter(CheckpointWriter):
-    """Writes experts quantised; ``errors`` has those of all matrices, once they are written."""
+    """Writes experts quantised; ``errors`` has the errors of all matrices after writing."""
 
     stage = "quantising experts"
     report_name = REPORT_NAME
@@ -114,13 +112,13 @@ class QuantizedWriter(CheckpointWriter):
         self.replaced = set()
         self.expert_bytes = 0
         self._scheme: Scheme = scheme
-        # the experts of a layer of gpt-oss share tensors
+        # experts of a layer of gpt-oss share tensors
         self._is_stacked = scheme == "mxfp4" and checkpoint.config.model_type == "gpt_oss"
         self._targets: dict[ExpertKey, list[_Target]] = {}
         finder = TensorFinder(checkpoint.entries.values())
         for key in sorted(experts.layouts):
             pairs = zip(experts.matrices[key.layer], experts.layouts[key].tensors, strict=True)
-            found = {  # biases stay as they are
+            found = {  # biases stay unchanged
                 name: (tensor, finder.entry_of(tensor))
                 for name, tensor in pairs
                 if len(tensor.shape) == 2
@@ -174,7 +172,7 @@ class QuantizedWriter(CheckpointWriter):
             for name, entry in self.checkpoint.entries.items()
             if name not in self.replaced and name.endswith(".weight") and len(entry.shape) == 2
         ]
-        # one pattern for the modules of all layers that stay as they are
+        # one pattern for the unchanged modules of all layers
         if self._is_stacked:
             dense = {re.sub(r"\.\d+\.", ".*.", name) for name in modules}
             return {"quant_method": "mxfp4", "modules_to_not_convert": sorted(dense)}
@@ -211,7 +209,7 @@ class QuantizedWriter(CheckpointWriter):
         return json.dumps({**self.settings, "errors": errors, "files": files}, indent=2) + "\n"
 
     def _fields(self, keys: Sequence[ExpertKey]) -> list[_Field]:
-        """The tensors of a file in its order: aligned, and if they can, an expert's in one run."""
+        """The tensors of a file in order: aligned, and if possible each expert in one run."""
         experts = [
             [field for target in self._targets[key] for field in self._fields_of(target)]
             for key in keys
@@ -223,7 +221,7 @@ class QuantizedWriter(CheckpointWriter):
         ]
         if any(sum(field.num_bytes for field in run) % run[0].width for run in runs):
             runs = [sorted((f for run in runs for f in run), key=lambda field: -field.width)]
-        # the experts of a layer may share tensors
+        # experts of a layer may share tensors
         return [*shapes.values(), *{field.name: field for run in runs for field in run}.values()]
 
     def _fields_of(self, target: _Target) -> list[_Field]:
@@ -247,7 +245,7 @@ class QuantizedWriter(CheckpointWriter):
     def _quantized(
         self, target: _Target, views: Mapping[str, Tensor]
     ) -> tuple[QuantizedMatrix, list[float]]:
-        """A weight, and for each of its matrices the squares of its errors and of itself."""
+        """A weight, and the squares of the errors and values of each of its matrices."""
         plain = torch.stack([views[name] for name in target.matrices], 1).float()
         try:
             matrix = quantize(plain.flatten(0, 1), self._kind)
@@ -271,7 +269,7 @@ class QuantizedWriter(CheckpointWriter):
     def _stacked(
         self, key: ExpertKey, found: Mapping[str, tuple[TensorRange, TensorEntry]]
     ) -> Iterator[_Target]:
-        """An expert as a part of the tensors that it lay in, those with rows in turn together."""
+        """An expert's parts of stacked tensors; matrices with alternating rows stay together."""
         for name in dict.fromkeys(entry.name for _, entry in found.values()):
             matrices = tuple(matrix for matrix in found if found[matrix][1].name == name)
             rows, cols = found[matrices[0]][0].shape
@@ -279,7 +277,6 @@ class QuantizedWriter(CheckpointWriter):
             yield _Target(name, matrices, (len(matrices) * rows, cols), key.expert, num_experts)
 
     def _make_kind(self) -> WeightFormat:
-        """What codes and scales mean, the same for all experts."""
         if self._scheme == "mxfp4":
             self._group((_MX_GROUP,))
             return WeightFormat("e2m1", "e8m0", group_cols=_MX_GROUP)
@@ -303,7 +300,7 @@ class QuantizedWriter(CheckpointWriter):
         )
 
     def _require_names(self) -> None:
-        """Refuses experts whose new names the model's conversion table does not find."""
+        """Refuses experts whose new names the model's conversion table does not know."""
         targets = [target for found in self._targets.values() for target in found]
         pattern = _EXPERTS.removeprefix("re:")
         unknown = [target.name for target in targets if not re.match(pattern, target.name)]
@@ -318,7 +315,7 @@ class QuantizedWriter(CheckpointWriter):
             )
 
     def _not_found(self, targets: Sequence[_Target]) -> list[str]:
-        """The weights, if a checkpoint that had them as they are would not be read."""
+        """The weights' names if a checkpoint with these names cannot be read, else none."""
         dtype = self.checkpoint.entries[min(self.replaced)].dtype
         width = SCALES[_SCALE_NAMES[dtype]].itemsize
         entries = {n: e for n, e in self.checkpoint.entries.items() if n not in self.replaced}
@@ -336,7 +333,7 @@ class QuantizedWriter(CheckpointWriter):
 def _apart(
     key: ExpertKey, found: Mapping[str, tuple[TensorRange, TensorEntry]]
 ) -> Iterator[_Target]:
-    """Each matrix of an expert, under the name that it had, or that it has in others' files."""
+    """Each matrix of an expert, under its own name or its usual name."""
     for matrix, (tensor, entry) in found.items():
         rows, cols = tensor.shape
         name = entry.name
@@ -355,5 +352,5 @@ def _part(field: _Field, target: _Target, matrix: QuantizedMatrix) -> Tensor:
 
 
 def _root(error: float, weight: float) -> float:
-    """Relative to nothing, there is no error: matrices of zeros are written exactly."""
+    """Matrices of zeros have no error."""
     return math.sqrt(error / weight) if weight else 0.0

@@ -1,4 +1,4 @@
-"""Writing a checkpoint's experts anew: file by file, whole or not at all, going on after a kill.
+"""Writes a checkpoint's experts anew, file by file, and continues after a kill.
 
 The new folder grows as ``NAME.packing``. What is whole in there is listed with its digests; the
 next run with the same checkpoint and settings begins after it. Once all is written, read back and
@@ -46,36 +46,36 @@ from moe_runtime.memory.source import (
 )
 from moe_runtime.types import ExpertKey
 
-SHARD_BYTES = 2 << 30  # bytes of experts, as they were, in a file: what a kill loses at most
+SHARD_BYTES = 2 << 30  # source bytes of experts in a file: the most work that a kill loses
 PROGRESS_NAME = "packing_progress.json"
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
 
 Experts = Iterator[tuple[ExpertKey, Mapping[str, Tensor]]]
-"""Experts as they are read, with their tensors by the names of `ExpertMap.matrices`."""
+"""Experts in reading order, with their tensors by the names in `ExpertMap.matrices`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file of experts that is whole."""
+    """A complete file of experts."""
 
     file: str
-    pieces: list[list[int]]  # begin, bytes and digest of what it holds, the header too
-    notes: list[list[Any]]  # of each expert: the rooms of its escapes, or squares of its errors
+    pieces: list[list[int]]  # begin, bytes and digest of its content, the header included
+    notes: list[list[Any]]  # of each expert: rooms of escapes, or squares of errors
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors, which lie after the header."""
+        """Bytes of its tensors, without the header."""
         return sum(size for begin, size, _ in self.pieces if begin)
 
 
 def staging_of(folder: Path) -> Path:
-    """Where a new checkpoint grows until it takes its place."""
+    """The folder of an unfinished checkpoint."""
     place = Path(os.path.realpath(folder))
     return place.with_name(f"{place.name}.packing")
 
 
 def read_progress(staging: Path) -> dict[str, Any] | None:
-    """What an interrupted run says that it has written; None where it wrote nothing."""
+    """The progress of an interrupted run; None if there is none."""
     if not os.path.lexists(staging):
         return None
     advice = "is in the way of what is packed; move or remove it"
@@ -88,7 +88,7 @@ def read_progress(staging: Path) -> dict[str, Any] | None:
         raise ValueError(f"{staging} {advice}: it holds something else")
     try:
         values = parse_object(path.read_bytes())
-        origin, shards = values["origin"], [_written_file(shard) for shard in values["shards"]]
+        origin, shards = values["origin"], [WrittenFile(**shard) for shard in values["shards"]]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} cannot be read; {staging} {advice}") from None
     if any(left.is_dir() for left in staging.iterdir()):
@@ -96,19 +96,8 @@ def read_progress(staging: Path) -> dict[str, Any] | None:
     return {"origin": origin, "shards": shards}
 
 
-def _written_file(shard: Any) -> WrittenFile:
-    """Raises KeyError, TypeError or ValueError: it is none."""
-    file, pieces, notes = (shard[name] for name in ("file", "pieces", "notes"))
-    if type(file) is not str or type(pieces) is not list or type(notes) is not list:
-        raise ValueError(f"expected a file and its experts, found {shard}")
-    for begin, size, digest in pieces or [(0, 0, 0)]:
-        if {type(begin), type(size), type(digest)} != {int} or begin < 0 or size < 1:
-            raise ValueError(f"expected begin, bytes and digest of pieces, found {pieces}")
-    return WrittenFile(file, pieces, notes)
-
-
 class GrowingFile:
-    """A file of experts that is being written; ``pieces`` have begin, bytes and digest."""
+    """A file of experts being written; ``pieces`` have begin, bytes and digest."""
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
         self._descriptor = descriptor
@@ -130,7 +119,7 @@ class CheckpointWriter(abc.ABC):
     """
 
     stage: ClassVar[str]
-    report_name: ClassVar[str]  # name of the file that lists the files of the new checkpoint
+    report_name: ClassVar[str]  # the file that lists the files of the new checkpoint
     index_name: ClassVar[str] = INDEX_FILE_NAME
     settings: dict[str, Any]
     replaced: set[str]
@@ -144,34 +133,34 @@ class CheckpointWriter(abc.ABC):
 
     @abc.abstractmethod
     def units(self) -> Iterable[list[ExpertKey]]:
-        """All experts in the order of the files, those together that share a file."""
+        """All experts in file order, grouped by the files that they must share."""
 
     @abc.abstractmethod
     def file_name(self, number: int, num_files: int) -> str:
-        """Of a file of experts; of the last one, which holds everything else."""
+        """The name of a file of experts; the last number is the file of everything else."""
 
     @abc.abstractmethod
     def tensors_of(self, keys: Sequence[ExpertKey]) -> Iterable[str]:
-        """The tensors that a file of these experts has."""
+        """The tensors in a file of these experts."""
 
     @abc.abstractmethod
     def least_bytes(self, keys: Sequence[ExpertKey]) -> int:
-        """Bytes that a file of these experts takes at least."""
+        """The least bytes of a file of these experts."""
 
     @abc.abstractmethod
     def write_file(self, file: GrowingFile, keys: Sequence[ExpertKey], experts: Experts) -> None:
-        """Writes a file of some experts."""
+        """Writes a file of experts."""
 
     @abc.abstractmethod
     def quantization(self) -> Mapping[str, Any]:
-        """The quantisation part of the new ``config.json``."""
+        """The quantisation settings for the new ``config.json``."""
 
     @abc.abstractmethod
     def report(self, notes: Mapping[ExpertKey, list[Any]], files: list[str]) -> str:
-        """The content of the file `report_name`, with the notes of all experts."""
+        """The content of `report_name`, from the notes of all experts."""
 
     def write(self, folder: Path, *, io_threads: int = 4, progress: Progress | None = None) -> None:
-        """Writes the new checkpoint, which takes the folder's place once it is whole."""
+        """Writes the new checkpoint, which replaces the folder once it is complete."""
         staging = staging_of(folder)
         make_folders(staging.parent)
         read_progress(staging)
@@ -191,7 +180,7 @@ class CheckpointWriter(abc.ABC):
                             _link_or_move(path, new / path.name)
                 shutil.rmtree(staging)
             finally:
-                if not self.done:  # nothing from which another run could go on
+                if not self.done:  # nothing that another run could continue
                     shutil.rmtree(staging, ignore_errors=True)
 
     def _begin(self, staging: Path) -> None:
@@ -206,7 +195,6 @@ class CheckpointWriter(abc.ABC):
         self._write_done()
 
     def _write_experts(self, source: ExpertSource) -> None:
-        """Writes the files of experts that are missing, each read back and compared."""
         sizes = [sum(map(self._bytes_of, keys)) for keys in self._plan]
         done, total = sum(sizes[: len(self.done)]), sum(sizes)
         self._require_room()
@@ -253,7 +241,6 @@ class CheckpointWriter(abc.ABC):
         write_text(staging / self.report_name, report)
 
     def _require_experts(self) -> None:
-        """Opens what was written as any other checkpoint, and finds its experts."""
         new = open_checkpoint(self._staging, self.checkpoint.dtype)
         found = map_experts(build_on_meta(new), new).layouts.keys()
         if found != self.experts.layouts.keys():
@@ -274,7 +261,7 @@ class CheckpointWriter(abc.ABC):
         return written
 
     def _compare(self, path: Path, written: WrittenFile) -> None:
-        """Reads a file back, past the page cache where that can be."""
+        """Reads a file back, past the page cache if possible, and compares digests."""
         with contextlib.closing(CheckpointFile(path)) as file:
             most = max(size for _, size, _ in written.pieces)
             view = host_view(aligned_bytes(aligned(most, BLOCK_BYTES) + BLOCK_BYTES))
@@ -314,7 +301,7 @@ class CheckpointWriter(abc.ABC):
             )
 
     def _read_done(self) -> list[WrittenFile]:
-        """The files that an earlier run has written, and that are still what it wrote."""
+        """The unchanged files of an earlier run."""
         found: list[WrittenFile] = []
         progress = read_progress(self._staging)
         if progress is not None and progress["origin"] == json.loads(json.dumps(self._origin)):
@@ -345,7 +332,7 @@ class CheckpointWriter(abc.ABC):
 
 
 def _link_or_move(path: Path, target: Path) -> None:
-    """Gives a file a second name, or, where the filesystem has none, another one."""
+    """Links a file, or moves it if the filesystem has no links."""
     try:
         os.link(path, target)
     except OSError:
@@ -353,7 +340,7 @@ def _link_or_move(path: Path, target: Path) -> None:
 
 
 def _read_ahead(source: ExpertSource, experts: ExpertMap, keys: Sequence[ExpertKey]) -> Experts:
-    """Each expert, the next one read meanwhile; views hold until the next one is asked for."""
+    """Reads each expert ahead of its use; views are valid until the next one."""
     slots = [aligned_bytes(experts.slot_bytes) for _ in range(2)]
     with ThreadPoolExecutor(1) as reader:
         reading = reader.submit(source.read, {keys[0]: slots[0]})

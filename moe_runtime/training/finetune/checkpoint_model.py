@@ -1,7 +1,7 @@
-"""A checkpoint of transformers as a model that the loop trains, and what its run leaves.
+"""A checkpoint of transformers as a model for the loop, and the files of its adapters.
 
-Adapters are never merged into weights that are quantised or packed, which would round the weights
-once more. They are written as PEFT reads them, for the checkpoint as it is.
+Adapters are never merged into quantised or packed weights, which would round the weights again.
+They are written in PEFT's format, for the unchanged checkpoint.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _SHARE_ROWS = frozenset(
         *("qwen3_omni_moe_thinker", "qwen3_vl_moe", "solar_open"),
     )
 )
-"""Types of models whose attention ends where positions begin anew."""
+"""Types of models whose attention ends where positions restart."""
 _TAKES_MASKS = frozenset({"afmoe", "gpt_oss"})
-"""Those that would not, and take masks instead."""
+"""Types of models that need masks instead."""
 
 
 def shares_rows(model: PreTrainedModel) -> bool:
-    """Whether several documents may lie in a row without seeing each other.
+    """Whether documents may share a row without seeing each other.
 
-    Recurrent states and compressed attention go on over the ends of documents, and losses of
-    routers count padding as tokens unless they are given a mask.
+    Recurrent states and compressed attention continue over the ends of documents, and losses of
+    routers count padding as tokens without a mask.
     """
     with_router = getattr(model.config.get_text_config(), "output_router_logits", False)
     kind = model.config.model_type
@@ -73,7 +73,7 @@ def shares_rows(model: PreTrainedModel) -> bool:
 
 
 def _masks(model: PreTrainedModel, positions_BC: Tensor) -> dict[str, Any]:
-    """Masks of attention by kind of layer, within documents alone."""
+    """Masks of attention within documents, by kind of layer."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     config = model.config.get_text_config()
@@ -92,8 +92,7 @@ def _masks(model: PreTrainedModel, positions_BC: Tensor) -> dict[str, Any]:
 
 
 class CheckpointModel(nn.Module):
-    """A causal language model of transformers, as the loop wants it; its state is what is
-    trained."""
+    """A causal language model of transformers for the loop; its state is the trained part."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -103,8 +102,8 @@ class CheckpointModel(nn.Module):
         self._router_scale = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
     def losses(self, ids_BC: Tensor, targets_BC: Tensor) -> Losses:
-        """Mean over the targets; with rows of documents, `[B, C, 3]` (`training/examples.py`), and
-        a routing that is replayed behind these."""
+        """Mean over the targets of ids `[B, C]` or rows `[B, C, 3]` (`training/examples.py`), which
+        more columns follow for a routing to replay."""
         given: dict[str, Any] = {"input_ids": ids_BC}
         replays = contextlib.nullcontext()
         if ids_BC.ndim == 3:
@@ -123,7 +122,7 @@ class CheckpointModel(nn.Module):
         return Losses(loss, auxiliary)
 
     def _of_documents(self, rows_BC3: Tensor) -> dict[str, Any]:
-        """What keeps documents of a row apart, or the padding of one that has a row for itself."""
+        """Inputs that separate the documents of a row, or mask the padding."""
         ids, positions, roles = rows_BC3.unbind(-1)
         if not shares_rows(self.model):
             return {"input_ids": ids, "attention_mask": (roles != PADDING).long()}
@@ -149,9 +148,9 @@ def load_around_experts(
     device: torch.device,
     progress: Progress | None = None,
 ) -> None:
-    """As `load_dense`, for a model whose experts modules stay, on the meta device.
+    """As `load_dense`, but the experts modules stay on the meta device.
 
-    What the model's class freezes, as a bias of a router, stays frozen.
+    Parameters that the model's class freezes, such as a router's bias, stay frozen.
     """
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for module in experts.modules:
@@ -166,8 +165,8 @@ def load_around_experts(
 
 
 def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Puts PEFT's adapters on the linear layers of attention that transformers has too; their
-    names."""
+    """Puts PEFT's adapters on the linear layers of attention; layers that only we have are left
+    out. Returns the names."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -197,48 +196,41 @@ def add_attention_adapters(model: PreTrainedModel, lora: LoraConfig) -> list[str
     inject_adapter_in_model(settings, model)
     for path, module in model.named_modules():
         if ".lora_" in path:
-            # beside a base in half precision, adapters are trained in full
+            # adapters of a base in half precision are trained in full precision
             for name, parameter in [*module.named_parameters(recurse=False)]:
                 setattr(module, name, nn.Parameter(parameter.detach().float()))
     return names
 
 
-class MergedAdapters:
-    """A `with` block in which attention's adapters are parts of the weights next to them."""
+@contextlib.contextmanager
+def merged_adapters(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Merges attention's adapters into the weights in the block.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._layers = [m for m in model.modules() if hasattr(m, "get_base_layer")]
-        self._before: list[Tensor] = []
-
-    def __enter__(self) -> dict[str, Tensor]:
-        """Merges; returns the model's state, where it lies, under the names without adapters."""
-        for layer in self._layers:
-            base: Any = layer.get_base_layer()  # type: ignore[operator]
-            self._before.append(base.weight.detach().clone())
-            layer.merge()  # type: ignore[operator]
-        state = self._model.state_dict()
-        return {
+    Yields the model's state by names without adapters.
+    """
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "get_base_layer")]
+    before = [layer.get_base_layer().weight.detach().clone() for layer in layers]
+    for layer in layers:
+        layer.merge()
+    try:
+        yield {
             name.replace(".base_layer.", "."): tensor
-            for name, tensor in state.items()
+            for name, tensor in model.state_dict().items()
             if ".lora_" not in name and ".adapters." not in name
         }
-
-    def __exit__(self, *_: object) -> None:
-        for layer, before in zip(self._layers, self._before, strict=True):
-            layer.unmerge()  # type: ignore[operator]
-            # taking the product away again would leave rounding behind
-            layer.get_base_layer().weight.data.copy_(before)  # type: ignore[operator]
-        self._before.clear()
+    finally:
+        for layer, weight in zip(layers, before, strict=True):
+            layer.unmerge()
+            layer.get_base_layer().weight.data.copy_(weight)  # unmerging rounds
 
 
 def activation_bytes(
     config: PreTrainedConfig, tokens: int, num_parts: int, *, top_k: int, recompute: bool
 ) -> int:
-    """What the forward and backward pass of a step takes, counted from the model's shape.
+    """Bytes of a step's forward and backward pass, from the model's shape.
 
-    All micro-batches of a step are in memory at once, because they meet at the experts; only one of
-    them has logits at a time.
+    All micro-batches of a step are in memory at once, as they meet at the experts; only one of them
+    has logits at a time.
     """
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
@@ -257,7 +249,7 @@ def activation_bytes(
 
 
 def require_exportable(checkpoint: Checkpoint, config: FinetuneConfig) -> None:
-    """Refuses to train, or to merge into, weights that have to stay as they are."""
+    """Refuses to train quantised or packed weights, or to merge adapters into them."""
     is_merged = config.lora is None or config.merge
     if config.export_dtype != "auto" and not is_merged:
         raise ValueError(
@@ -291,10 +283,10 @@ def write_adapters(
     lora: LoraConfig,
     base: str,
 ) -> None:
-    """Writes trained adapters, in fp32, as `PeftModel.from_pretrained` reads them.
+    """Writes trained adapters in fp32, for `PeftModel.from_pretrained`.
 
     Raises:
-        OSError: they cannot be written; an older folder stays as it was.
+        OSError: they cannot be written; an older folder stays unchanged.
     """
     own = _of_layers(model)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in own.items()}
@@ -329,12 +321,12 @@ def write_adapters(
 def take_adapters(
     folder: Path, model: PreTrainedModel, sites: Sequence[ExpertsSite], lora: LoraConfig
 ) -> None:
-    """Fills adapters with those of a folder of PEFT's.
+    """Loads adapters from a folder in PEFT's format.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        UnsupportedModelError: the adapter is more than pairs of matrices.
-        ValueError: they are of other layers, or of another rank, scale or kind.
+        UnsupportedModelError: the adapter has more than pairs of matrices.
+        ValueError: its layers, rank, scale or kind differ.
     """
     found = AdapterFolder(folder)
     if found.settings.has_magnitudes != lora.dora:
@@ -387,7 +379,7 @@ def take_adapters(
 
 
 def _of_layers(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """PEFT's own adapters, by the names that its files have."""
+    """PEFT's own adapters, by their names in its files."""
     found = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     return {
         name.replace("vector.default.weight", "vector").replace(".default.weight", ".weight"): own
@@ -405,11 +397,11 @@ def _adapted(
 
 
 def _of_experts(site: ExpertsSite, adapters: ExpertAdapters) -> dict[str, Tensor]:
-    """Adapters of stacked parameters, under the names that PEFT has for them.
+    """Adapters of stacked parameters, by their names in PEFT's files.
 
     PEFT wraps a module once for each of its adapted parameters, the first one innermost. Its `A` is
-    `[E * rank, in]`; the columns of its `B`, `[out, rank * E]`, alternate between experts. Of
-    Llama 4's experts PEFT takes the inputs for outputs.
+    `[E * rank, in]`; the columns of its `B`, `[out, rank * E]`, alternate between experts. It swaps
+    inputs and outputs of Llama 4's experts.
     """
     found: dict[str, Tensor] = {}
     for place, name in _places(site, adapters):
@@ -422,7 +414,7 @@ def _of_experts(site: ExpertsSite, adapters: ExpertAdapters) -> dict[str, Tensor
 
 
 def _places(site: ExpertsSite, adapters: ExpertAdapters) -> Iterator[tuple[str, str]]:
-    """Adapted parameters in the order in which the module has them, after where files have them."""
+    """Path in files, and name, of each adapted parameter, in the module's order."""
     own = [name for name, _ in site.module.named_parameters(recurse=False)]
     for depth, name in enumerate(name for name in own if name in adapters.names):
         yield site.name + ".base_layer" * (len(adapters.names) - 1 - depth), name

@@ -1,8 +1,8 @@
 """Fine-tuning of a transformers checkpoint whose experts do not fit.
 
-With all parameters trained, the experts are read once and live where `offload_training` puts them.
-With adapters (LoRA), they are read from the checkpoint whenever they are needed, and never written.
-At the end a checkpoint like the first one is written, expert by expert.
+If all parameters are trained, the experts are read once and live where `offload_training` puts
+them. With adapters (LoRA), they are read from the checkpoint when needed, and never written. At the
+end, a checkpoint like the first one is written, expert by expert.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from moe_runtime.training.data import (
 from moe_runtime.training.examples import ids_of
 from moe_runtime.training.finetune.checkpoint_model import (
     CheckpointModel,
-    MergedAdapters,
     activation_bytes,
     add_attention_adapters,
     load_around_experts,
+    merged_adapters,
     require_exportable,
     shares_rows,
     take_adapters,
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WRITTEN_ON_DEVICE = 16
-"""Bytes of a value on its way from codes to fp32 by operations of torch, at most."""
+"""Most bytes of a value while operations of torch convert codes to fp32."""
 
 
 def divide_budget(
@@ -120,7 +120,7 @@ def divide_budget(
     place: torch.device,
     ranks: Processes | None = None,
 ) -> TrainingMemory | FrozenMemory:
-    """Divides what this process may take; a share of what is free is one of its machine's."""
+    """Divides this process's budgets; processes of a machine share its free memory."""
     sharing = 1 if ranks is None else ranks.here
     if ranks is not None and config.lora is None:
         sites = [site.divided(ranks.groups) for site in sites]
@@ -151,8 +151,8 @@ def divide_budget(
     kept = Sections.STATE if place.type == "cpu" else Sections.ALL
     largest = max(layout.bytes_of(kept) for layout in layouts_of(sites).values())
     trained = _adapter_bytes(config, model, sites)
-    # the expert in use: its weights in fp32 and in another type, and on a device their gradients;
-    # and a quantised matrix of it on the way to fp32
+    # the expert in use: its weights in fp32 and another dtype, and on a device their gradients;
+    # and one of its quantised matrices during conversion to fp32
     on_the_way = 4 if place.type == "cpu" else _WRITTEN_ON_DEVICE
     in_use = largest + on_the_way * experts.largest_quantised
     dense = experts.dense_bytes(checkpoint.dtype)
@@ -196,8 +196,8 @@ def _host_plan(
 def _routed_bytes(
     config: FinetuneConfig, checkpoint: Checkpoint, top_k: int, sites: list[ExpertsSite]
 ) -> int:
-    """Of a layer's routed rows where kernels compute all of them together: outputs, hidden values,
-    gradients of pre-activations, and what adapters add to the outputs."""
+    """Bytes of a layer's routed rows if kernels compute all together: outputs, hidden values,
+    gradients of pre-activations, and the adapters' outputs."""
     rows = config.data.tokens_per_step * top_k
     hidden = checkpoint.config.get_text_config().hidden_size
     width = 2 * hidden + 2 * max(site.dim_preactivation for site in sites)
@@ -215,7 +215,7 @@ def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[E
         linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
         widths = sum(layer.in_features + layer.out_features for layer in linear)
         total += 16 * config.lora.rank * widths
-        if config.lora.dora:  # lengths, and whole products of which PEFT takes the lengths
+        if config.lora.dora:  # lengths, and whole products whose lengths PEFT computes
             total += 16 * sum(layer.out_features for layer in linear)
             sizes = ((m.in_features + 3 * m.out_features) * m.in_features for m in linear)
             total += 4 * max(sizes, default=0)
@@ -223,7 +223,7 @@ def _adapter_bytes(config: FinetuneConfig, model: PreTrainedModel, sites: list[E
 
 
 def slots_plan(memory: FrozenMemory, num_experts: int) -> dict[str, Any]:
-    """What the division means for a step that visits every expert; as `train_plan.plan_of`."""
+    """The plan of a step that visits every expert; keys as of `train_plan.plan_of`."""
     host, computing = memory.host, memory.device or memory.host
     away = max(0, num_experts - host.num_slots)
     return {
@@ -242,12 +242,11 @@ def slots_plan(memory: FrozenMemory, num_experts: int) -> dict[str, Any]:
 
 
 _SAMPLES, _SAMPLE_BYTES = 17, 4096
-"""Of each weight file, at equal distances: another training of the same model changes them all."""
+"""Of each weight file, at equal distances: further training of a model changes all of them."""
 
 
 def device_of(config: FinetuneConfig) -> torch.device:
-    """Where a run computes: on the CPU by default; "auto" is a GPU, but for forward passes
-    alone."""
+    """The device of a run: by default the CPU; "auto" is a GPU, except for --zeroth-order."""
     by_forwards_alone = config.lora is None and not config.method.has_backward
     name = config.run.device or "cpu"
     place = find_device("cpu" if name == "auto" and by_forwards_alone else name, "run.device")
@@ -267,10 +266,9 @@ def device_of(config: FinetuneConfig) -> torch.device:
 def open_frozen(
     experts: ExpertMap, signature: ModelSignature, memory: FrozenMemory, place: torch.device
 ) -> tuple[ExpertMap, list[ExpertStore[Tensor]]]:
-    """How experts lie in the slots that they are computed from, and the stores.
+    """The layout of experts in the slots that compute them, and the stores.
 
-    The first store is what experts are computed from; where that is a device, the host's is below
-    it.
+    Experts are computed from the first store; if it is on a device, the host's store follows.
     """
     host, there = memory.host, memory.device
 
@@ -284,7 +282,7 @@ def open_frozen(
         )
 
     def filled(_: ExpertKey, slot: Tensor) -> Tensor:
-        return slot  # values are written out anew whenever an expert is used
+        return slot  # each use of an expert unpacks its values again
 
     with contextlib.ExitStack() as opened:
         source = ExpertSource(experts.layouts)
@@ -316,7 +314,7 @@ class FinetunePreparation(PreparedRun):
     Attributes:
         config: with the number of steps.
         model: on the meta device.
-        exporter: writes checkpoints like it; None where adapters alone are written.
+        exporter: writes checkpoints like it; None if only adapters are written.
         ranks: the processes that train together.
         tokenizer: of the checkpoint.
     """
@@ -335,7 +333,7 @@ class FinetunePreparation(PreparedRun):
     def settings(self) -> dict[str, Any]:
         lora, own = self.config.lora, {BASE_FILES: _fingerprint(self.checkpoint)}
         if lora is not None and lora.start is not None:
-            # where the first adapters lay is of no use later; the checkpoints have them
+            # the folder of the first adapters is not needed later: the checkpoints have them
             own["lora.start"] = "given"
             files = [lora.start / name for name in ADAPTER_FILES]
             if all(file.is_file() for file in files):
@@ -355,11 +353,11 @@ def prepare(
     """Reads headers and text, and divides the budget; reads no weights yet.
 
     Args:
-        epochs: how often all text is trained on; replaces `config.run.steps`.
-        on_stage: called with a word on what is being done.
+        epochs: number of passes over the text; replaces `config.run.steps`.
+        on_stage: called with the name of each stage.
         progress: of a download of the checkpoint, as for ``find_checkpoint``.
-        keeps_text: the encoded text is written to the run's folder.
-        ranks: the processes that train together; this one alone when omitted.
+        keeps_text: write the encoded text to the run's folder.
+        ranks: the processes that train together; one process when omitted.
     """
     output, trace = config.run.output, config.run.trace
     if ranks is not None:
@@ -383,14 +381,14 @@ def prepare(
             f"the rank of adapters must be at most {widest}, the model's width, beyond which it "
             f"adds nothing, got {config.lora.rank}"
         )
-    # copied in the end; faults are found now
+    # it is copied at the end, but faults are found now
     generation = read_generation_config(checkpoint.folder)
     tokenizer = load_tokenizer(checkpoint.folder)
     model = build_on_meta(checkpoint)
     experts = map_experts(model, checkpoint)
-    experts.tie(model)  # what is one parameter is planned for and counted once
+    experts.tie(model)  # tied parameters are planned for and counted once
     if device.type != "cpu":
-        experts.packed_dense.clear()  # every backward pass would write their values anew
+        experts.packed_dense.clear()  # every backward pass would unpack their values again
     sites = find_sites(model)
     memory = divide_budget(config, checkpoint, model, experts, sites, device, ranks)
     on_stage("reading the text")
@@ -452,18 +450,20 @@ def start(
     """Reads the weights; a trainer at the beginning of the run, or at its last checkpoint.
 
     Args:
-        resume: go on from the newest checkpoint; without one, begin.
-        reschedule: the number of steps and the rate's course may be others than before.
-        progress: called with what is being done, the bytes done and the bytes in all.
+        resume: continue from the newest checkpoint; without one, begin.
+        reschedule: the number of steps and the course of the rate may differ from the checkpoint's.
+        progress: called with the stage, the bytes done and all bytes.
     """
     config, model, ranks = preparation.config, preparation.model, preparation.ranks
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     if ranks.size > 1:
         ranks.require_shared(preparation.output)
-    last, state = preparation.find_state(resume=resume, reschedule=reschedule)
-    if state is not None and not isinstance(state, TrainingState):
-        raise CheckpointError(f"{last}: is of a run of several processes, expected one of finetune")
+    found = preparation.find_state(resume=resume, reschedule=reschedule)
+    if found is not None and not isinstance(found[1], TrainingState):
+        raise CheckpointError(
+            f"{found[0]}: is of a run of several processes, expected one of finetune"
+        )
     place = preparation.device
     load_around_experts(model, preparation.checkpoint, preparation.experts, place, progress)
     model.train()
@@ -472,28 +472,27 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
-        if config.lora.start is not None and state is None:
+        if config.lora.start is not None and found is None:
             take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
-        optimizer = _offloaded(preparation, resumes=state is not None)
-    first_step = 0 if state is None else state.step
+        optimizer = _offloaded(preparation, resumes=found is not None)
     trainer = Trainer(
         preparation,
         CheckpointModel(model),
         optimizer,
-        sinks=preparation.open_sinks(state) if ranks.rank == 0 else (),
+        sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
         ranks=ranks,
-        trace=_open_trace(preparation, first_step),
+        trace=_open_trace(preparation, 0 if found is None else found[1].step),
     )
-    if last is not None and state is not None:
-        trainer.resume(last, state)
+    if found is not None:
+        trainer.resume(*found)
     return trainer
 
 
 def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) -> dict[str, Any]:
-    """Writes what was trained, and `summary.json`; returns the summary.
+    """Writes adapters to `adapters/`, the trained checkpoint to `model/`, and `summary.json`.
 
-    Adapters go into `adapters/`, the checkpoint with what was trained into `model/`.
+    Returns the summary.
     """
     output, config = preparation.output, preparation.config
     model = adapters = None
@@ -509,7 +508,7 @@ def finish(preparation: FinetunePreparation, trainer: Trainer, *, export: bool) 
         if preparation.ranks.size > 1 and config.lora is None:
             _with_all_experts(preparation, write)
         else:
-            with MergedAdapters(preparation.model) as state:
+            with merged_adapters(preparation.model) as state:
                 write(state, optimizer.expert)
     return trainer.write_summary(model, adapters=adapters)
 
@@ -518,7 +517,7 @@ def _with_all_experts(
     preparation: FinetunePreparation,
     use: Callable[[Mapping[str, Any], Callable[[ExpertKey], Mapping[str, Tensor]]], object],
 ) -> None:
-    """Gives the last checkpoint's model to a function, where several processes have its experts."""
+    """Calls a function with the last checkpoint's model, collected from several processes."""
     config, checkpoint = preparation.config, preparation.checkpoint
     state = load_checkpoint(checkpoints_in(preparation.checkpoints)[-1])
     model = build_on_meta(checkpoint)
@@ -527,7 +526,7 @@ def _with_all_experts(
     load_around_experts(model, checkpoint, experts, preparation.device, None)
     with all_experts(model, optimizer_settings(config), preparation.storage, state) as training:
         CheckpointModel(model).load_state_dict(dict(state.model))
-        with MergedAdapters(model) as named:
+        with merged_adapters(model) as named:
             use(named, training.expert)
 
 
@@ -547,8 +546,7 @@ def _refuse_together(config: FinetuneConfig, ranks: Processes) -> None:
 
 
 def plan(preparation: FinetunePreparation) -> dict[str, Any]:
-    """Where experts would live, and the bytes of a step; to be asked for before weights are
-    there."""
+    """Places of experts, and bytes of a step; call it before weights are read."""
     memory = preparation.memory
     if isinstance(memory, FrozenMemory):
         return slots_plan(memory, len(preparation.experts.layouts))
@@ -567,7 +565,7 @@ def _offloaded(preparation: FinetunePreparation, *, resumes: bool) -> ExpertTrai
     if config.run.storage_dir is None:
         make_folders(preparation.storage)
     places: dict[str, Any] = {}
-    if preparation.device.type != "cpu":  # methods that compute on the CPU alone do not ask
+    if preparation.device.type != "cpu":  # methods for the CPU only do not have this option
         places["device_memory"] = config.run.device_memory
     names = [site.parameter_names for site in preparation.sites]
     with closing(CheckpointExperts(preparation.experts, names, torch.float32)) as source:
@@ -623,7 +621,7 @@ def _frozen(preparation: FinetunePreparation) -> AdapterTraining:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    """A digest of the configuration, and of the size of each weight file and samples of it."""
+    """A digest of the configuration, and of each weight file's size and samples."""
     config = checkpoint.folder / "config.json"
     found = digest(config.read_bytes()) if config.is_file() else ""
     for path in sorted(checkpoint.stamps):

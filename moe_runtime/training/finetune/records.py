@@ -21,7 +21,7 @@ def is_of_records(path: Path) -> bool:
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every record of some files, and where it is; its own fields that are null are left out.
+    """The place and content of every record in files, without fields that are null.
 
     Raises:
         ValueError: a file is not what its name says; names the file and the line or row.
@@ -101,14 +101,14 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every message the fields of all others."""
+    """Parquet gives every message the fields of all messages."""
     if isinstance(value, dict):
         return {name: _without_nulls(own) for name, own in value.items() if own is not None}
     return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def as_json(value: Any, place: str, what: str) -> Any:
-    """What a field holds: its value, or the JSON in its text, as data sets have it for tools."""
+    """A field's value; text is parsed as JSON, as data sets store tools."""
     if not isinstance(value, str):
         return value
     try:

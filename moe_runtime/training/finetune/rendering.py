@@ -1,8 +1,8 @@
-"""From a record to token ids and which of them are trained on.
+"""From a record to token ids and targets.
 
-Of conversations, the answers of the assistant are trained on. Which tokens they are, the chat
-template says by its marks (`{% generation %}`), or else the difference of rendered prefixes: what a
-template writes for a conversation must begin with what it writes for its first messages.
+The targets of conversations are the answers of the assistant. The chat template's marks
+(`{% generation %}`) show their tokens, or otherwise the difference of rendered prefixes. For that,
+a conversation must be rendered with its first messages as a prefix.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from moe_runtime.training.finetune.records import as_json, read_records
 from moe_runtime.training.run_config import DataConfig
 
 Document = tuple[list[int], list[bool]]
-"""Token ids, and which of them are targets."""
+"""Token ids, and whether each is a target."""
 
 
 class Encoded(NamedTuple):
-    """A `Document` in 5 bytes a token, and the experts of its first tokens where it has them."""
+    """A `Document` in 5 bytes a token, and the experts of its first tokens, if given."""
 
     ids: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
@@ -58,10 +58,10 @@ _KINDS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 @dataclass
 class _Prefixes:
-    """What a template writes for the first messages of one conversation.
+    """The rendered prefixes of one conversation.
 
     Args:
-        render: writes messages as text; `True` adds the beginning of an answer.
+        render: renders messages as text; `True` adds the beginning of an answer.
     """
 
     render: Any
@@ -72,14 +72,14 @@ class _Prefixes:
         self.whole: str = self.render(self.messages, False)
 
     def answer(self, number: int) -> tuple[int, int]:
-        """Where the text of a message begins and ends."""
+        """Begin and end of a message in the text."""
         before = self.messages[:number]
         begin = self.render(before, True)
         end = self._end(number)
         if not (self.whole.startswith(begin) and end is not None and len(begin) <= end):
             raise ValueError(
                 f"{self.place}: the chat template writes message {number + 1} otherwise when more "
-                "follow, so its tokens cannot be told apart; end the conversation with that "
+                "follow, so its tokens cannot be separated; end the conversation with that "
                 "answer, or mark answers in the template with {% generation %}"
             )
         return len(begin), end
@@ -88,7 +88,7 @@ class _Prefixes:
         upto = self.render(self.messages[: number + 1], False)
         if self.whole.startswith(upto):
             return len(upto)
-        # some templates end the last answer otherwise: take the next message away again
+        # some templates end the last answer differently: render the next message and cut it off
         following = self.messages[number + 1]
         if following.get("role") != "user" or not number:
             return None
@@ -102,11 +102,11 @@ class _Prefixes:
 
 
 class Renderer:
-    """Makes documents of records, as a family's tokenizer and chat template have them.
+    """Makes documents of records with a family's tokenizer and chat template.
 
     Args:
         stops: tokens that end an answer.
-        vocabulary: how many tokens the model has.
+        vocabulary: number of the model's tokens.
         routed_shape: layers with experts, choices of a token and experts of a layer.
     """
 
@@ -126,10 +126,10 @@ class Renderer:
         self._before, self._after = added[:middle], [*added[middle + 1 :], *end]
 
     def document(self, place: str, record: Mapping[str, Any]) -> Document:
-        """The ids of a record, BOS and EOS included, and which of them are trained on.
+        """The ids of a record with BOS and EOS, and whether each is a target.
 
         Args:
-            place: of the record, for messages.
+            place: of the record, for error messages.
 
         Raises:
             ValueError: the record is not of one known kind, its template fails or has no clear
@@ -154,7 +154,7 @@ class Renderer:
         return ids, [True] * len(ids)
 
     def identity(self) -> str:
-        """What the documents of a record depend on."""
+        """Everything in this object that documents depend on."""
         own = tokenizer_identity(self._tokenizer).decode(errors="replace")
         templates = self._tokenizer.chat_template
         return json.dumps([own, templates, sorted(self._stops, key=str), self._vocabulary])
@@ -166,7 +166,7 @@ class Renderer:
     def _conversation(
         self, place: str, record: Mapping[str, Any], messages: list[dict[str, Any]], first: int
     ) -> Document:
-        """Args: first: number of the first message that may be trained on."""
+        """A conversation; `first` is the number of the first message that may be a target."""
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"{place}: has messages, and the model's tokenizer has no chat template; write "
@@ -208,10 +208,10 @@ class Renderer:
         for begin, end in answers:
             low, high = (bisect.bisect_left(begins, place) for place in (begin, end))
             stops = [number for number in range(low, high) if ids[number] in self._stops]
-            if stops:  # what the template writes behind it, the model never does
+            if stops:  # the model never writes the template's text after a stop token
                 high = stops[-1] + 1
             elif high < len(ids) and ids[high] in self._stops:
-                high += 1  # some families end an answer by the beginning of the next message
+                high += 1  # in some families the next message's first token ends an answer
             elif high == len(ids):
                 ids.append(self._tokenizer.eos_token_id)
                 trained.append(True)
@@ -220,7 +220,7 @@ class Renderer:
 
 
 def parts_of(tokenizer: Any, examples: Examples, number: int) -> list[tuple[str, bool]]:
-    """The text of a document in parts, each with whether it is trained on."""
+    """The text of a document in parts, and whether each part is a target."""
     place = examples.document(number)
     ids, trained = examples.ids[place].tolist(), examples.trained[place].tolist()
     trained[0] = False
@@ -272,7 +272,7 @@ def _given(place: str, record: Mapping[str, Any], vocabulary: int) -> Document:
 def _routing(
     place: str, record: Mapping[str, Any], num_ids: int, expected: tuple[int, int, int]
 ) -> npt.NDArray[np.int16] | None:
-    """`[N, layers * choices]` of the first tokens, which `replay_routing` takes."""
+    """Experts of the first tokens for `replay_routing`: `[N, layers * choices]`."""
     if (given := record.get("routed_experts")) is None:
         return None
     if "input_ids" not in record:
@@ -299,7 +299,7 @@ def _text(place: str, value: Any, what: str) -> str:
 
 
 def _messages(place: str, given: Any) -> list[dict[str, Any]]:
-    """Messages as templates take them: contents as text, arguments of tools as objects."""
+    """Messages for templates: contents as text, arguments of tools as objects."""
     given = as_json(given, place, "messages")
     if not isinstance(given, list) or not given:
         came = "an empty list" if given == [] else type(given).__name__
@@ -319,7 +319,7 @@ def _messages(place: str, given: Any) -> list[dict[str, Any]]:
 
 
 def _joined(place: str, content: Any) -> str:
-    """One text of a message's parts, as the server gives it to the template."""
+    """The text of a message's parts, joined as in the server."""
     texts = []
     for part in content if isinstance(content, list) else [content]:
         is_text = isinstance(part, dict) and part.get("type", "text") == "text"
@@ -347,20 +347,20 @@ def encode_records(
     cache: Path | None = None,
     keeps: bool = True,
 ) -> TokenStreams:
-    """The documents of a source's files, those held out apart.
+    """The documents of a source's files, for training and held out.
 
-    They are taken from the cache where the same files were rendered in the same way: a template may
-    write today's date.
+    The cache has files that were rendered before with the same settings, so that a date in a
+    template does not change a resumed run.
 
-    Held out are the records of `held_out_files`, where given. Otherwise the share of the documents
-    that their digests choose, so that more records never move an old one to the other side. One
-    document stays in training at least.
+    The records of `held_out_files`, if given, are held out. Otherwise digests of the documents
+    choose a share, so that more records never move an old one to the other side. At least one
+    document stays in training.
 
     Warns of documents that are longer than a row and cut.
 
     Args:
-        cache: folder of what was rendered before.
-        keeps: what is rendered is written there.
+        cache: folder of rendered documents.
+        keeps: write new ones there.
     """
     source = data.sources[name]
     path = None
@@ -378,31 +378,30 @@ def encode_records(
         key = hashlib.sha256(json.dumps([*asked, *parts]).encode()).hexdigest()[:16]
         path = cache / f"{name}-records-{key}.npy"
         if (kept := kept_ids(path)) is not None:
-            sides, told = _unpacked(kept)
-            _warn_of(told)
+            sides, notes = _unpacked(kept)
+            _warn_of(notes)
             return _streams(sides, shares_rows)
-    told = []
-    training = _fitting(find_files(name, source.files, Path()), renderer, data.context, told)
+    notes = []
+    training = _fitting(find_files(name, source.files, Path()), renderer, data.context, notes)
     held_out: list[Encoded] = []
     if source.held_out_files:
         paths = find_files(name, source.held_out_files, Path())
-        held_out = _fitting(paths, renderer, data.context, told)
+        held_out = _fitting(paths, renderer, data.context, notes)
     elif data.held_out_share:
         places = [place_of(own.ids.astype(np.int64).tobytes()) for own in training]
         both = list(zip(places, training, strict=True))
         share = min(data.held_out_share, max(places))
         held_out = [own for place, own in both if place < share]
         training = [own for place, own in both if place >= share]
-    _warn_of(told)
+    _warn_of(notes)
     has_routing = any(own.routing is not None for own in (*training, *held_out))
     if path is not None and keeps and not has_routing:
         make_folders(path.parent)
-        keep_ids(path, _packed([training, held_out], told))
+        keep_ids(path, _packed([training, held_out], notes))
     return _streams([training, held_out], shares_rows)
 
 
 def _streams(documents: Sequence[Sequence[Encoded]], shares_rows: bool) -> TokenStreams:
-    """Args: documents: for training, and those held out."""
     sides = [
         Examples.of(
             [own[:2] for own in side], shares_rows=shares_rows, routings=[own[2] for own in side]
@@ -414,7 +413,7 @@ def _streams(documents: Sequence[Sequence[Encoded]], shares_rows: bool) -> Token
 
 
 _FORMAT = 2
-"""Of rows that are kept, and of how records become rows: another one makes them anew."""
+"""Of cached rows, and of the way from records to rows: another format renders again."""
 _TARGET = 1 << 31
 """Marks an id that is a target."""
 
@@ -424,12 +423,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-def _packed(sides: Sequence[Sequence[Encoded]], told: Sequence[str] = ()) -> npt.NDArray[np.uint32]:
-    """Numbers of documents of both sides, their lengths, their ids, and warnings as text."""
+def _packed(
+    sides: Sequence[Sequence[Encoded]], notes: Sequence[str] = ()
+) -> npt.NDArray[np.uint32]:
+    """Both sides' numbers of documents, lengths, ids, and warnings as text."""
     every = [own for side in sides for own in side]
     head = [*map(len, sides), *(len(own.ids) for own in every)]
     marked = [np.where(own.trained, own.ids | np.uint32(_TARGET), own.ids) for own in every]
-    text = np.frombuffer("\n".join(told).encode(), np.uint8)
+    text = np.frombuffer("\n".join(notes).encode(), np.uint8)
     return np.concatenate([np.array(head, np.uint32), *marked, text.astype(np.uint32)])
 
 
@@ -438,19 +439,19 @@ def _unpacked(stream: npt.NDArray[Any]) -> tuple[list[list[Encoded]], list[str]]
     ends = 2 + first + second + np.cumsum(stream[2 : 2 + first + second], dtype=np.int64)
     _, *found, text = np.split(stream, [2 + first + second, *ends])
     pairs = [Encoded(own & np.uint32(_TARGET - 1), own >= _TARGET) for own in found]
-    told = text.astype(np.uint8).tobytes().decode().splitlines()
-    return [pairs[:first], pairs[first:]], told
+    notes = text.astype(np.uint8).tobytes().decode().splitlines()
+    return [pairs[:first], pairs[first:]], notes
 
 
-def _warn_of(told: Iterable[str]) -> None:
-    for line in told:
+def _warn_of(notes: Iterable[str]) -> None:
+    for line in notes:
         warnings.warn(line, MoERuntimeWarning, stacklevel=3)
 
 
 def _fitting(
-    paths: Sequence[Path], renderer: Renderer, context: int, told: list[str]
+    paths: Sequence[Path], renderer: Renderer, context: int, notes: list[str]
 ) -> list[Encoded]:
-    """Documents that have targets, cut to the length of a row; adds to what is to be told."""
+    """Documents with targets, cut to the length of a row; appends warnings to `notes`."""
     found: list[Encoded] = []
     num_cut = num_empty = 0
     chat = ""
@@ -466,7 +467,7 @@ def _fitting(
         else:
             num_empty += 1
     if chat:
-        told.append(chat_warning(chat))
+        notes.append(chat_warning(chat))
     files = f"{paths[0]}" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more files"
     if not found and not num_empty:
         raise ValueError(f"{files}: no record there, expected at least one")
@@ -476,5 +477,5 @@ def _fitting(
     cut = f"{num_cut:,} {number} are longer than the context of {context:,} tokens and were cut"
     empty = f"{num_empty:,} {number} have nothing to train on and were left out"
     if lines := [line for line, count in ((cut, num_cut), (empty, num_empty)) if count]:
-        told.append("; ".join(lines))
+        notes.append("; ".join(lines))
     return found

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is made of, and the method that trains it."""
+"""The configuration of a fine-tuning run, and its training method."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moe_runtime.training.train_plan import optimizer_settings
 
 
 class TrainingMethod(Protocol):
-    """A way to train every parameter of a model whose experts live elsewhere.
+    """A method that trains every parameter of a model with its experts off memory.
 
     Attributes:
-        state_format: what an expert's record holds.
-        num_sides: forward passes of each micro-batch that go through the model at once.
-        has_backward: whether blocks keep activations for a backward pass.
+        state_format: contents of an expert's record.
+        num_sides: simultaneous forward passes of each micro-batch.
+        has_backward: blocks keep activations for a backward pass.
     """
 
     @property
@@ -58,15 +58,15 @@ ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Adapters of low rank; everything else of the model stays as it is.
+    """Adapters of low rank; the rest of the model is not trained.
 
     Attributes:
         scale: factor of an adapter's product; PEFT calls it alpha over rank.
-        places: what has adapters: `attention`, `experts`, or both.
-        rslora: alpha is divided by the root of the rank instead (Kalajdzievski, 2023).
-        dropout: share of an adapter's inputs that a step leaves out; on attention alone.
-        dora: trains the lengths of the weights' rows too (Liu et al., 2024); on attention alone.
-        start: folder of an adapter of the same form, whose weights are the first ones.
+        places: layers with adapters: `attention`, `experts`, or both.
+        rslora: divide alpha by the root of the rank instead (Kalajdzievski, 2023).
+        dropout: share of an adapter's inputs that a step drops; only on attention.
+        dora: train the lengths of the weights' rows too (Liu et al., 2024); only on attention.
+        start: folder of an adapter of the same form with the first weights.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class LoraConfig:
 
     @property
     def factor(self) -> float:
-        """Of an adapter's product."""
+        """Factor of an adapter's product."""
         return self.alpha / math.sqrt(self.rank) if self.rslora else self.scale
 
 
@@ -112,7 +112,7 @@ class FinetuneConfig:
     Attributes:
         model: folder of a checkpoint, or the name of a repository on the hub.
         lora: train adapters only; None trains every parameter.
-        merge: also write the checkpoint with the adapters as parts of its weights.
+        merge: also write the checkpoint with the adapters merged into its weights.
         export_dtype: of the exported checkpoint; `auto` keeps each tensor's.
     """
 
@@ -126,5 +126,5 @@ class FinetuneConfig:
 
     @property
     def method(self) -> TrainingMethod:
-        """How every parameter is trained; a run with adapters does not use it."""
+        """The training method for every parameter; unused with adapters."""
         return Backpropagation(optimizer_settings(self))

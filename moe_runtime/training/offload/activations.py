@@ -1,6 +1,6 @@
 """Activations of each layer between forward and backward: kept, recomputed or swapped to the disk.
 
-The bits are the same in any case. The predicted time of a step is
+The results have the same bits. The predicted time of a step is
 
     T = max(forward, disk + swapped / write speed)
       + max(backward + recomputed, disk + swapped / read speed)
@@ -15,12 +15,15 @@ GPU" (Fuyou, 2024); its model, solved exactly instead of by a sweep.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -28,9 +31,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.config import nearest
-from moe_runtime.errors import MoERuntimeError
 from moe_runtime.lab.programme import Programme
-from moe_runtime.memory.reads import Monitor, Priority, ReadQueue, Transfer
 from moe_runtime.memory.source import aligned_bytes, host_view
 from moe_runtime.training.offload.disk import RecordFile
 
@@ -41,7 +42,7 @@ _SOLVER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerActivations:
-    """Measured of one layer: bytes that could be computed again, and the seconds that takes."""
+    """One layer: bytes that can be recomputed, and the seconds that recomputing takes."""
 
     num_bytes: int
     recompute_s: float
@@ -49,12 +50,12 @@ class LayerActivations:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpeeds:
-    """Measured of a step and of the disk.
+    """A step and the disk, as measured.
 
     Attributes:
-        forward_s, backward_s: seconds of computation, nothing computed again.
+        forward_s, backward_s: seconds of computation without recomputing.
         forward_disk_s, backward_disk_s: seconds that experts keep the disk busy.
-        swaps: whether there is a disk to swap to.
+        swaps: there is a disk to swap to.
     """
 
     forward_s: float
@@ -80,8 +81,7 @@ def plan_activations(
     budget_bytes: int,
     staging_bytes: int = 0,
 ) -> list[ActivationChoice]:
-    """The choice for each layer with the least predicted time within a budget of kept activations
-    and buffers."""
+    """The choice for each layer that minimises the predicted time within a budget of bytes."""
     everything: list[ActivationChoice] = ["recompute"] * len(layers)
     if not layers:
         return everything
@@ -97,7 +97,7 @@ def plan_activations(
     plan.at_most([*written, (-1.0, forward)], -speeds.forward_disk_s)
     read = [(x.num_bytes / speeds.read_bytes_per_s, swap) for x, _, swap in rows]
     plan.at_most([*read, (-1.0, backward)], -speeds.backward_disk_s)
-    # what is neither kept nor swapped is computed again
+    # a layer that is neither kept nor swapped is recomputed
     saved = [(-x.recompute_s, choice) for x, *choices in rows for choice in choices]
     again_s = sum(x.recompute_s for x in layers)
     plan.at_most([*saved, (-1.0, backward)], -speeds.backward_s - again_s)
@@ -116,25 +116,30 @@ def plan_activations(
         "keep" if found[keep] > 0.5 else "swap" if found[swap] > 0.5 else "recompute"
         for _, keep, swap in rows
     ]
-    # the solver's tolerance is a share of the budget: a byte too much is too much
+    # the solver's tolerance may exceed the budget by a few bytes
     fits = memory_bytes(layers, choices, staging_bytes) <= budget_bytes
     return choices if fits else everything
 
 
 SLOT_BYTES = 2**20
-"""Tensors are cut into slots of this size; smaller ones are not worth a transfer."""
+"""Tensors are cut into slots of this size; smaller tensors stay in memory."""
 
 
 class Swapped:
-    """A tensor that was packed; its slots are free again when nothing refers to it."""
+    """A tensor in the file; its slots are free again when nothing refers to it.
+
+    Attributes:
+        buffer: its content until it is written; None afterwards.
+        written, read: results of the transfers; None before they begin.
+    """
 
     def __init__(self, tensor: Tensor, slots: list[int], release: Callable[[list[int]], None]):
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.slots = slots
         self.buffer: Tensor | None = None
-        self.is_written = False
-        self.is_read = False
+        self.written: Future[None] | None = None
+        self.read: Future[Tensor] | None = None
         weakref.finalize(self, release, slots).atexit = False
 
 
@@ -143,9 +148,9 @@ class ActivationSwap:
 
     Args:
         folder: for the file, which is removed at the end.
-        direct: go past the page cache where possible.
-        buffer_bytes: of tensors on their way, in either direction.
-        smallest_bytes: smaller tensors stay as they are.
+        direct: bypass the page cache where possible.
+        buffer_bytes: of tensors that are being moved, in either direction.
+        smallest_bytes: smaller tensors stay in memory.
     """
 
     def __init__(
@@ -157,54 +162,49 @@ class ActivationSwap:
         buffer_bytes: int = 64 * 2**20,
         smallest_bytes: int = SLOT_BYTES,
     ) -> None:
+        self._threads = ThreadPoolExecutor(io_threads, "activations")
         self._file = RecordFile(folder / "activations.scratch", SLOT_BYTES, 0, direct=direct)
-        with contextlib.ExitStack() as opened:
-            opened.callback(self._remove)
-            self._queue = ReadQueue(io_threads)
-            opened.pop_all()
-        self._changed = Monitor()
+        # a tensor may be freed, and return its slots, in any thread
+        self._lock = threading.RLock()
         self.buffer_bytes = buffer_bytes
         self._smallest_bytes = smallest_bytes
-        self._writing_bytes = self._reading_bytes = 0
+        self._writes: deque[tuple[Future[None], int]] = deque()
         self._stack: list[weakref.ref[Swapped]] = []
-        self._failure: MoERuntimeError | None = None
-        self.written_bytes = self.read_bytes = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Swapped:
-        """Begins to write a tensor; small ones are given back."""
-        size = tensor.numel() * tensor.element_size()
-        if size < self._smallest_bytes:
+        """Begins to write a tensor; returns small ones as they are."""
+        if tensor.numel() * tensor.element_size() < self._smallest_bytes:
             return tensor
-        num_slots = -(-size // SLOT_BYTES)
-        with self._changed:
-            self._wait_for(lambda: self._writing_bytes + size <= self.buffer_bytes, size)
+        with self._lock:
+            num_slots = -(-tensor.numel() * tensor.element_size() // SLOT_BYTES)
             held = Swapped(tensor, [self._file.take() for _ in range(num_slots)], self._release)
-            self._writing_bytes += num_slots * SLOT_BYTES
-            self._stack = [ref for ref in self._stack if ref() is not None]
-            self._stack.append(weakref.ref(held))
-        held.buffer = aligned_bytes(num_slots * SLOT_BYTES)
-        held.buffer[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self._move(held, self._file.write, Priority.READAHEAD, partial(self._write_done, held))
+        size = num_slots * SLOT_BYTES
+        # a tensor larger than the buffers is written alone
+        while self._writes and sum(s for _, s in self._writes) + size > self.buffer_bytes:
+            self._await_write()
+        held.buffer = aligned_bytes(size)
+        held.buffer[: held.num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        held.written = self._threads.submit(self._write, held, held.buffer)
+        self._writes.append((held.written, size))
+        self._stack = [ref for ref in self._stack if ref() is not None]
+        self._stack.append(weakref.ref(held))
         return held
 
     def unpack(self, held: Tensor | Swapped) -> Tensor:
         if isinstance(held, Tensor):
             return held
-        with self._changed:
-            self._begin_read(held, Priority.DEMAND)
-            self._read_ahead(held)
-            self._wait_for(lambda: held.buffer is not None and held.is_read, 0)
-            buffer = held.buffer
-            assert buffer is not None
-        flat = buffer[: held.num_bytes].view(held.dtype).view(held.shape)
+        read = self._begin_read(held)
+        self._read_ahead(held)
+        flat = read.result()[: held.num_bytes].view(held.dtype).view(held.shape)
         return flat if held.device.type == "cpu" else flat.to(held.device)
 
     def measure(self) -> tuple[float, float]:
+        """Bytes a second of writes and of reads."""
         tensor = torch.zeros(16 * SLOT_BYTES, dtype=torch.uint8)
         started = time.perf_counter()
         held = self.pack(tensor)
-        with self._changed:
-            self._wait_for(lambda: self._writing_bytes == 0, 0)
+        while self._writes:
+            self._await_write()
         written = time.perf_counter()
         self.unpack(held)
         ended = time.perf_counter()
@@ -212,93 +212,69 @@ class ActivationSwap:
         return size / max(written - started, 1e-9), size / max(ended - written, 1e-9)
 
     def close(self) -> None:
-        self._queue.close()
-        self._remove()
-
-    def _remove(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
         self._file.close()
         self._file.path.unlink(missing_ok=True)
 
-    def _move(
-        self,
-        held: Swapped,
-        move: Callable[[int, memoryview], int],
-        priority: Priority,
-        done: Callable[[Transfer], None],
-    ) -> None:
-        assert held.buffer is not None
-        view = host_view(held.buffer)
-        blocks = [
-            partial(move, slot * SLOT_BYTES, view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES])
-            for i, slot in enumerate(held.slots)
-        ]
-        self._queue.submit(blocks, Transfer(priority, done))
+    def _await_write(self) -> None:
+        write, _ = self._writes.popleft()
+        write.result()
 
-    def _write_done(self, held: Swapped, write: Transfer) -> None:
-        with self._changed:
-            self._failure = self._failure or write.error
-            size = len(held.slots) * SLOT_BYTES
-            self._writing_bytes -= size
-            self.written_bytes += size
-            held.is_written = True
-            # what is wanted already is taken from memory
-            if not held.is_read:
-                held.buffer = None
-            self._changed.notify_all()
+    def _write(self, held: Swapped, buffer: Tensor) -> None:
+        try:
+            for offset, content in self._blocks(held, buffer):
+                self._file.write(offset, content)
+        finally:
+            held.buffer = None
 
-    def _read_done(self, held: Swapped, read: Transfer) -> None:
-        with self._changed:
-            self._failure = self._failure or read.error
-            size = len(held.slots) * SLOT_BYTES
-            self._reading_bytes -= size
-            self.read_bytes += size
-            held.is_read = True
-            self._changed.notify_all()
+    def _read(self, held: Swapped) -> Tensor:
+        assert held.written is not None, "pack began to write it"
+        held.written.result()
+        buffer = aligned_bytes(len(held.slots) * SLOT_BYTES)
+        for offset, content in self._blocks(held, buffer):
+            self._file.fetch(offset, content)
+        return buffer
 
-    # What follows is called with the lock held.
+    def _blocks(self, held: Swapped, buffer: Tensor) -> Iterator[tuple[int, memoryview]]:
+        view = host_view(buffer)
+        for number, slot in enumerate(held.slots):
+            yield slot * SLOT_BYTES, view[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
 
-    def _begin_read(self, held: Swapped, priority: Priority) -> None:
-        if held.buffer is not None:
-            held.is_read = held.is_read or not held.is_written
-            return
-        size = len(held.slots) * SLOT_BYTES
-        held.buffer = aligned_bytes(size)
-        self._reading_bytes += size
-        self._move(held, self._file.fetch, priority, partial(self._read_done, held))
+    def _begin_read(self, held: Swapped) -> Future[Tensor]:
+        if held.read is None:
+            if (buffer := held.buffer) is None:
+                held.read = self._threads.submit(self._read, held)
+            else:  # it is still being written
+                held.read = Future()
+                held.read.set_result(buffer)
+        return held.read
 
     def _read_ahead(self, held: Swapped) -> None:
-        """Begins to read what was packed before a tensor, as far as the buffers go."""
+        """Begins to read the tensors packed before this one, as far as the buffers go."""
         alive = [x for ref in self._stack if (x := ref()) is not None]
         before = alive[: alive.index(held)] if held in alive else []
         for earlier in reversed(before):
-            size = len(earlier.slots) * SLOT_BYTES
-            ready = sum(len(x.slots) * SLOT_BYTES for x in before if x.buffer is not None)
-            if ready + size > self.buffer_bytes:
+            ready = [x for x in before if x.read is not None or x.buffer is not None]
+            size = sum(len(x.slots) for x in (*ready, earlier)) * SLOT_BYTES
+            if size > self.buffer_bytes:
                 return
-            self._begin_read(earlier, Priority.READAHEAD)
+            self._begin_read(earlier)
 
     def _release(self, slots: list[int]) -> None:
-        with self._changed:
+        with self._lock:
             for slot in slots:
                 self._file.drop(slot)
-
-    def _wait_for(self, is_done: Callable[[], bool], size: int) -> None:
-        # a tensor larger than the buffers goes alone
-        while self._failure is None and not is_done() and not (size and not self._writing_bytes):
-            self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
 
 
 Activations = Literal["model", "keep", "recompute", "swap", "auto"]
 
 
 class Pass(NamedTuple):
-    """What one pass through a layer took.
+    """One pass through a layer, as measured.
 
     Attributes:
-        saved_bytes: what the backward pass needs and could compute again.
-        recompute_share: share of the forward pass' computation that this would be.
+        saved_bytes: activations that the backward pass needs and could recompute.
+        recompute_share: share of the forward computation that recomputing repeats.
     """
 
     seconds: float
@@ -312,11 +288,11 @@ class ActivationPolicy:
     """Keeps, recomputes or swaps, layer by layer.
 
     Args:
-        kind: `model` does as each layer says, `auto` recomputes in the first step, measures it, and
-            then follows the plan with the least predicted time; the others hold for all layers.
-        recomputes: what each layer says.
-        swap: where swapped tensors go; None if there is no disk.
-        budget_bytes: for what `auto` keeps, the swap's buffers included.
+        kind: `model` follows each layer's setting. `auto` recomputes in the first step, measures
+            it, and then follows the fastest plan. The others hold for all layers.
+        recomputes: each layer's setting.
+        swap: None if there is no disk.
+        budget_bytes: of activations that `auto` keeps, and of the swap's buffers.
     """
 
     def __init__(
@@ -342,11 +318,8 @@ class ActivationPolicy:
             for own in recomputes
         ]  # fmt: skip
 
-    def recomputes(self, layer: int) -> bool:
-        return self.choices[layer] == "recompute"
-
     def saving(self, layer: int) -> AbstractContextManager[object]:
-        """Surrounds the forward pass of a layer, whose tensors autograd saves."""
+        """A context for the forward pass of a layer, in which autograd saves its tensors."""
         if self.choices[layer] != "swap" or self._swap is None:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._swap.pack, self._swap.unpack)
@@ -359,24 +332,26 @@ class ActivationPolicy:
         if self._measured is None or not self._measured["backward"]:
             return
         measured, self._measured = self._measured, None
-        by_layer = (measured["forward"].get(n, ()) for n in range(len(self.choices)))
         layers = [
             LayerActivations(
                 num_bytes=sum(x.saved_bytes for x in passes),
                 recompute_s=sum(x.seconds * x.recompute_share for x in passes),
             )
-            for passes in by_layer
+            for passes in (measured["forward"].get(n, ()) for n in range(len(self.choices)))
         ]
         write_speed, read_speed = (1.0, 1.0) if self._swap is None else self._swap.measure()
-        forward, backward = (
-            [x for passes in side.values() for x in passes] for side in measured.values()
-        )
+        seconds, disk_s = [], []
+        for side in measured.values():
+            passes = list(itertools.chain(*side.values()))
+            seconds.append(sum(x.seconds for x in passes))
+            read_s = sum(x.read_bytes for x in passes) / read_speed
+            disk_s.append(read_s + sum(x.written_bytes for x in passes) / write_speed)
         again_s = sum(layer.recompute_s for layer in layers)
         speeds = StepSpeeds(
-            forward_s=sum(x.seconds for x in forward),
-            backward_s=max(0.0, sum(x.seconds for x in backward) - again_s),
-            forward_disk_s=_disk_seconds(forward, read_speed, write_speed),
-            backward_disk_s=_disk_seconds(backward, read_speed, write_speed),
+            forward_s=seconds[0],
+            backward_s=max(0.0, seconds[1] - again_s),
+            forward_disk_s=disk_s[0],
+            backward_disk_s=disk_s[1],
             write_bytes_per_s=write_speed,
             read_bytes_per_s=read_speed,
             swaps=self._swap is not None,
@@ -389,7 +364,3 @@ class ActivationPolicy:
     def close(self) -> None:
         if self._swap is not None:
             self._swap.close()
-
-
-def _disk_seconds(passes: Sequence[Pass], read_speed: float, write_speed: float) -> float:
-    return sum(x.read_bytes / read_speed + x.written_bytes / write_speed for x in passes)

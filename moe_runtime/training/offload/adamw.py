@@ -1,13 +1,13 @@
 """AdamW of offloaded training: its settings, and steps on one expert's record.
 
-An expert without tokens has the gradient zero, and AdamW still moves it. Those steps depend on the
-record and the learning rates alone, so `dense_exact` takes them when the expert is next needed, in
+An expert without tokens has a gradient of zero, and AdamW still moves it. Those steps depend only
+on the record and the learning rates, so `dense_exact` takes them when the expert is next needed, in
 the same arithmetic and to the same bits.
 
 With a rank, moments belong to the gradient's part in a subspace (GaLore): `R = P^T G` for a wide
 matrix, `R = G P` for a tall one. A step of Adam on `R`, projected back, times a factor, is the step
-of the matrix. `P` holds the singular vectors of the gradient with the largest singular values,
-chosen anew after a number of the expert's own updates.
+of the matrix. `P` holds the singular vectors of the gradient with the largest singular values. It
+is refreshed after a number of the expert's own updates.
 
 Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019); the arithmetic is
 that of `torch.optim.AdamW(fused=True)`. Zhao et al., "GaLore: Memory-Efficient LLM Training by
@@ -51,32 +51,31 @@ _TYPES: dict[str, tuple[type, ...]] = {
 class AdamW:
     """Settings of AdamW for ``offload_training``; no ``torch.optim`` optimizer.
 
-    Values out of range raise a `ValueError`, those of another type a `TypeError`.
+    Values out of range raise a `ValueError`, values of a wrong type a `TypeError`.
 
     Attributes:
-        lr: learning rate of steps that name no other.
+        lr: default learning rate of steps.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of matrices; norms and biases do not decay.
         clip_norm: largest global norm of the gradients; 0 does not clip.
-        clip: `two_phase` knows the norm of this step's gradients before any expert is updated, so
-            gradients wait in the expert's tier until the backward pass is over. `delayed` scales by
-            the norm of the step before (not at all in the first), and updates at once.
+        clip: `two_phase` computes the norm of this step's gradients before it updates any expert,
+            so gradients wait in the expert's tier until the backward pass is over. `delayed` scales
+            by the norm of the last step (not at all in the first), and updates at once.
         untouched: experts that got no tokens: `dense_exact` treats their gradient as zero, as an
             optimizer of stacked parameters does; `sparse_skip` leaves them as they are, moments and
             step count included.
-        loss_scale: factor of the losses, which gradients are divided by; `"dynamic"` begins with
+        loss_scale: factor of the losses; gradients are divided by it. `"dynamic"` begins with
             65,536, halves after every skipped step and doubles after 2,000 good ones.
-        delayed_update_after: steps after which experts are updated with the gradients of the step
-            before, inside the backward pass (ZeRO-Offload; the paper waits for 40 steps). Other
-            parameters are updated at once; the last gradients of a run are not used. None never
-            delays.
-        moments: how experts' moments are stored: `full` in the parameters' dtype; `bf16` rounded
-            without bias; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes an element. Only
+        delayed_update_after: steps after which experts are updated with the last step's gradients,
+            inside the backward pass (ZeRO-Offload; the paper waits for 40 steps). Other parameters
+            are updated at once; the last gradients of a run are not used. None never delays.
+        moments: format of experts' moments: `full` in the parameters' dtype; `bf16` with stochastic
+            rounding; `fp8` with COAT's dynamic range expansion, 1 1/16 bytes an element. Only
             `full` gives the bits of AdamW in memory.
-        galore_rank: experts' matrices have moments in a subspace of this rank (GaLore); 0 for none.
-        galore_scale: factor of the steps that come out of a subspace.
-        galore_refresh: an expert's updates after which its subspaces are chosen anew.
+        galore_rank: rank of the subspace of the moments of experts' matrices (GaLore); 0 for none.
+        galore_scale: factor of the steps from a subspace.
+        galore_refresh: an expert's updates after which its subspaces are chosen again.
     """
 
     lr: float = 1e-3
@@ -121,7 +120,7 @@ class AdamW:
 
     @property
     def waits_for_norm(self) -> bool:
-        """Whether no expert may be updated before all gradients are known."""
+        """Whether updates of experts wait for all gradients."""
         return self.clip_norm > 0 and self.clip == "two_phase"
 
     @property
@@ -138,20 +137,20 @@ class AdamW:
         )
 
     def is_delayed(self, step: int) -> bool:
-        """Whether a step (the first is 0) keeps its gradients for the step after."""
+        """Whether a step (the first is 0) keeps its gradients for the next step."""
         return self.delayed_update_after is not None and step >= self.delayed_update_after
 
     def update_number(self, step: int) -> int | None:
-        """Which update of AdamW a step takes, counted from 1; None for the one that has none."""
+        """The number of a step's update of AdamW, counted from 1; None for the one without."""
         if not self.is_delayed(step):
             return step + 1
         return None if step == self.delayed_update_after else step
 
 
 def bytes_of_step(layout: RecordLayout, settings: AdamW) -> tuple[int, int]:
-    """Bytes that an expert on the disk that got tokens has read and written in a step, at most.
+    """Most bytes read and written in a step for an expert on the disk that got tokens.
 
-    An update in the backward pass reads and writes the state there. Where the norm of all gradients
+    An update in the backward pass reads and writes the state there. If the norm of all gradients
     comes first, the backward pass reads the parameters and writes the gradient; the update reads
     everything and writes the state. Frozen parameters are read for either pass.
     """
@@ -212,8 +211,8 @@ def take_steps(
     """Takes steps in one pass over a record.
 
     Args:
-        gradient: of the first step, scaled: ``[used]``; None for zero, as it is in the others.
-        refreshes: the gradient's subspace is chosen anew first, where there is one.
+        gradient: of the first step, scaled: ``[used]``; None for zero, as in the others.
+        refreshes: choose the gradient's subspace again first, if there is one.
     """
     if layout.state.rank:
         _take_in_subspaces(layout, record, settings, steps, gradient, refreshes)
@@ -282,9 +281,9 @@ def project(gradient: Tensor, basis: Tensor) -> Tensor:
 def leading_vectors(gradient: Tensor, rank: int) -> Tensor:
     """Singular vectors of the smaller side with the largest singular values: ``[min(m, n), rank]``.
 
-    They are eigenvectors of the matrix' square, many times cheaper than a singular value
-    decomposition; in fp64, where squaring loses nothing that fp32 had. Of each, the largest
-    component is positive.
+    As eigenvectors of the matrix' square they are many times cheaper than a singular value
+    decomposition; fp64 keeps the precision of fp32 when squaring. The largest component of each is
+    positive.
     """
     matrix = gradient.double()
     square = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
@@ -331,9 +330,9 @@ def _adamw(
     decay: float,
     step: UpdateStep,
 ) -> None:
-    # the fused kernel of a device reads the step's number there
+    # the fused kernel of a device reads the step's number on the device
     number = parameters.new_full((), float(step.number), dtype=torch.float32)
-    # what torch.optim.AdamW(fused=True) itself calls
+    # torch.optim.AdamW(fused=True) calls it too
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [parameters],
         [gradient],

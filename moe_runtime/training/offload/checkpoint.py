@@ -1,13 +1,12 @@
 """Checkpoints of offloaded training: a small file that names the versions of the experts.
 
 A version that a checkpoint names is not overwritten before the next checkpoint is durable. So a
-checkpoint costs the experts that live in memory and changed since the last one, the dense
-parameters, and one flush; training goes on meanwhile. The file is written next to its place,
-flushed and renamed.
+checkpoint writes the experts in memory that changed since the last one, the dense parameters, and
+one flush; training goes on meanwhile. The file is written next to its place, flushed and renamed.
 
-A checkpoint knows experts by logical names, and each row says in which folder the expert lies. So
-any number of processes resumes from it, under any budget. The first process writes the file once
-all processes have named durable versions; until then all keep the checkpoint before.
+A checkpoint knows experts by logical names, and each row names the expert's folder. So any number
+of processes resumes from it, under any budget. The first process writes the file once all processes
+have durable versions; until then all keep the last checkpoint.
 
 Sources: DataStates-LLM (2024) for writing while the next step computes; Universal Checkpointing
 (2024) for logical names.
@@ -72,13 +71,13 @@ class SavedExperts:
     """The rows of a checkpoint, and the files that they name.
 
     Args:
-        last_step: no row may go beyond it.
+        last_step: no row may be of a later one.
 
     Attributes:
         rows: folder below `storage` (empty for itself) and version, by logical name.
 
     Raises:
-        CheckpointError: it is damaged, or of a format that is not read any more.
+        CheckpointError: it is damaged, or of a format that this version does not read.
     """
 
     def __init__(self, storage: Path, saved: Mapping[str, Any], last_step: int) -> None:
@@ -136,7 +135,7 @@ class SavedExperts:
         self._files.clear()
 
 
-def row_of(version: Version, folder: str) -> list[Any]:
+def _row_of(version: Version, folder: str) -> list[Any]:
     return [version.slot, version.step, version.count, version.digest, version.pending, folder]
 
 
@@ -162,12 +161,12 @@ S = TypeVar("S")
 
 
 class HeldExperts(dict[str, Any]):
-    """Experts of a state that `write` has not completed: saved otherwise, they would be missing."""
+    """Experts of a state that only `write` completes; other ways to save would lose them."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedUseError(
             "the state of offloaded experts is in their files and in memory, and would be missing "
-            "from what is saved so: `write` of the optimizer saves a checkpoint with it"
+            "from this file: `write` of the optimizer saves a checkpoint with it"
         )
 
 
@@ -186,17 +185,17 @@ class ExpertCheckpoints:
         self._layouts = [site.layout(state_format) for site in sites]
         self._state_format = str(state_format)
         self._processes = processes or OneProcess()
-        self._saves = BackgroundSave()
+        self.saves = BackgroundSave()
         self._begun: dict[ExpertKey, Version] = {}
         self._kept: dict[ExpertKey, Version] = {}
-        self._lent: list[tuple[RecordFile, int]] = []
+        self._kept_for_others: list[tuple[RecordFile, int]] = []
         self._is_first = True
         self._mark = object()
 
     def begin(self) -> dict[str, Any]:
-        """Holds every expert as it is now, where there is a disk. The result is what the checkpoint
-        says; `write` completes it."""
-        self.wait()
+        """Holds every expert as it is now, if there is a disk. The result is the experts' part of
+        the checkpoint; `write` completes it."""
+        self.saves.wait()
         if self._begun:
             self._records.drop_versions(self._begun)
         if self._records.disk is not None:
@@ -219,10 +218,10 @@ class ExpertCheckpoints:
         """Writes a checkpoint in the background, once the experts of all processes are durable.
 
         Args:
-            state: everything that belongs to it; copied to the host first.
-            experts_of: finds in a state what `begin` gave.
-            job: writes the state in the first process; must be atomic. Its errors come out of the
-                next `begin` or `wait`, in all processes.
+            state: of the whole run; copied to the host first.
+            experts_of: finds the result of `begin` in a state.
+            job: writes the state in the first process; must be atomic. The next `begin`, or `wait`
+                of `saves`, raises its errors in all processes.
         """
         if self._records.disk is None:
             raise CheckpointError(_NEEDS_FOLDER)
@@ -243,14 +242,10 @@ class ExpertCheckpoints:
             self._together(lambda: write_whole(whole))
             self._release(versions)
 
-        self._saves.start(save)
+        self.saves.start(save)
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """Writes the trained experts as they are now into a folder, one after another.
-
-        Returns:
-            What `restore` takes with that folder as `storage`.
-        """
+        """Writes the trained experts into a folder; `restore` reads the result from there."""
         make_folders(folder)
         rows: dict[str, Any] = {}
         with ExitStack() as opened:
@@ -266,16 +261,16 @@ class ExpertCheckpoints:
                 version.digest, _ = expert.layout.checksums(record)
                 files[path].write(host_view(record[:size]))
                 self._records.release(key)
-                rows[self._name(key)] = row_of(version, "")
+                rows[self._name(key)] = _row_of(version, "")
         return self._head() | {"experts": rows}
 
     def restore(
         self, saved: Mapping[str, Any], last_step: int, storage: Path | None = None
     ) -> None:
-        """Takes up the experts that a checkpoint names, whichever processes wrote them.
+        """Loads the experts that a checkpoint names, whichever processes wrote them.
 
         Args:
-            storage: where they were exported to; the storage folder of this run when omitted.
+            storage: folder of an export; the storage folder of this run when omitted.
 
         Raises:
             CheckpointError: it is of another model, lacks experts, or a record is damaged.
@@ -284,8 +279,11 @@ class ExpertCheckpoints:
             raise CheckpointError(
                 "the state names experts that were not written: load what `write` saved"
             )
-        own, everyone = None, self._everyone()
-        if storage is not None:  # exports leave out what is frozen
+        own = None
+        everyone = (
+            ExpertKey(n, e) for n, s in enumerate(self._sites) for e in range(s.num_experts)
+        )
+        if storage is not None:  # exports leave out frozen experts
             everyone = (key for key in everyone if self._layouts[key.layer].trained)
         else:
             if self._records.disk is None:
@@ -301,7 +299,7 @@ class ExpertCheckpoints:
             where, version = experts.rows[name]
             if key not in self._records.experts:
                 if where == own:
-                    self._lend(key, version)
+                    self._keep_for_others(key, version)
             elif where == own:
                 here[key] = version
             else:
@@ -318,24 +316,13 @@ class ExpertCheckpoints:
         self._records.commit()
         experts.close()
 
-    def wait(self) -> None:
-        """Returns when no checkpoint is under way; raises the error of the last one."""
-        self._saves.wait()
-
-    @property
-    def has_failed_save(self) -> bool:
-        return self._saves.has_failed
-
-    def close(self) -> None:
-        self._saves.close()
-
     def _durable_rows(self, versions: Mapping[ExpertKey, Version]) -> dict[str, Any]:
         self._records.wait_until_durable(versions)
         folder = self._processes.folder_name
-        return {self._name(key): row_of(version, folder) for key, version in versions.items()}
+        return {self._name(key): _row_of(version, folder) for key, version in versions.items()}
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What a part of the checkpoint gave in every process; a failure in one fails all."""
+        """Results of every process's part of a checkpoint; a failure in one fails all."""
         failure, result = None, None
         try:
             result = work()
@@ -350,25 +337,25 @@ class ExpertCheckpoints:
         return [found for _, found in answers]
 
     def _release(self, versions: dict[ExpertKey, Version]) -> None:
-        """The checkpoint is durable: slots that only the one before named are free."""
+        """Frees slots that only the last checkpoint named, as the new one is durable."""
         assert self._records.disk is not None
         self._records.drop_versions(self._kept)
-        self._records.drop_lent(self._lent)
-        self._kept, self._lent = versions, []
+        self._records.drop_slots(self._kept_for_others)
+        self._kept, self._kept_for_others = versions, []
         if self._is_first and self._processes.rank == 0:
             folder = self._records.disk.folder
             storage = folder.parent if self._processes.folder_name else folder
             remove_left_behind(storage, self._processes.size)
         self._is_first = False
 
-    def _lend(self, key: ExpertKey, version: Version) -> None:
-        """Keeps a record here that another process takes over, until the next checkpoint."""
+    def _keep_for_others(self, key: ExpertKey, version: Version) -> None:
+        """Keeps a record that another process takes over, until the next checkpoint."""
         assert self._records.disk is not None
         layout = self._layouts[key.layer]
-        # What has no file open here is not written to either.
+        # a file that is not open here is not written to either
         if (file := self._records.disk.files.get(layout.state_bytes)) is not None:
             file.hold(version.slot)
-            self._lent.append((file, version.slot))
+            self._kept_for_others.append((file, version.slot))
 
     def _require_same_model(self, saved: Mapping[str, Any]) -> None:
         shapes, state = self._shapes(), self._state_format
@@ -382,11 +369,6 @@ class ExpertCheckpoints:
                 f"the checkpoint's experts have {saved['state']}, this run's {state}; go on with "
                 "the optimizer's options of the checkpoint"
             )
-
-    def _everyone(self) -> Iterable[ExpertKey]:
-        for layer, site in enumerate(self._sites):
-            for expert in range(site.num_experts):
-                yield ExpertKey(layer, expert)
 
     def _name(self, key: ExpertKey) -> str:
         return f"{self._sites[key.layer].name}.{key.expert}"

@@ -1,17 +1,17 @@
 """Updates of some experts on the device that computes, while the CPU updates others.
 
-Of every `k` updates the device makes one. One record at a time is there: its state and gradient go
-to the device, are updated, and come back when the next one is ready to go. Transfers run in both
-directions at once; of the four resources the busiest decides how long a period of `k` updates
-takes. A period also cannot be shorter than one record's way there and back, divided by the records
-that fit.
+The device makes one of every `k` updates. It holds one record at a time: state and gradient go to
+the device, are updated, and return when the next record is ready. Transfers run in both directions
+at once. The busiest of the four resources decides the time of a period of `k` updates. A period is
+also at least one record's round trip divided by the records that fit.
 
 Source: Maurya et al., "Deep Optimizer States" (2024). The equations of its performance model are
-not public in text form; these are our own, for its schedule.
+not public as text; these are our own, for its schedule.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +29,9 @@ class UpdateSpeeds:
     """Measured rates, and bytes of a parameter.
 
     Attributes:
-        downcast_params_per_s: conversion of updated parameters on the CPU; infinite without any.
-        bytes_in: of a parameter that is updated on the GPU: its state.
-        host_bytes_in: of a parameter that was updated on the CPU: what the GPU computes with.
+        downcast_params_per_s: conversion of updated parameters on the CPU; infinite without one.
+        bytes_in: of the state of a parameter that is updated on the GPU.
+        host_bytes_in: of a parameter updated on the CPU, in the dtype of the GPU's products.
         buffers: subgroups that fit on the GPU at once.
     """
 
@@ -47,7 +47,7 @@ class UpdateSpeeds:
 
 
 def params_per_s(stride: int | None, speeds: UpdateSpeeds) -> float:
-    """Updates a second when every `stride`-th subgroup is the GPU's; None leaves it none."""
+    """Updates a second if the GPU updates every `stride`-th subgroup; none for None."""
     on_cpu_s = 1 / speeds.cpu_params_per_s + 1 / speeds.downcast_params_per_s
     back_s = speeds.host_bytes_in / speeds.to_device_bytes_per_s
     if stride is None:
@@ -67,17 +67,14 @@ def params_per_s(stride: int | None, speeds: UpdateSpeeds) -> float:
 
 
 def best_stride(speeds: UpdateSpeeds, *, largest: int = 64) -> int | None:
-    """The stride with most updates a second; None when the CPU alone is as fast."""
+    """The stride with the most updates a second; None if the CPU alone is as fast."""
     best = max(range(1, largest + 1), key=lambda stride: params_per_s(stride, speeds))
     return best if params_per_s(best, speeds) > params_per_s(None, speeds) else None
 
 
 def takes_turns(stride: int | None) -> Iterator[bool]:
-    """For one subgroup after another: whether the GPU updates it."""
-    number = 0
-    while True:
-        number += 1
-        yield stride is not None and number % stride == 0
+    """Whether the GPU updates each of the subgroups in turn."""
+    return (stride is not None and number % stride == 0 for number in itertools.count(1))
 
 
 _STATE_BYTES = 12
@@ -97,7 +94,7 @@ class DeviceUpdates:
     """Takes every `stride`-th update to a device; None takes none.
 
     Attributes:
-        moved_bytes: to the device and back so far.
+        moved_bytes: in both directions so far.
     """
 
     def __init__(self, device: torch.device, stride: int | None) -> None:
@@ -121,7 +118,7 @@ class DeviceUpdates:
         """Begins the update of a record with its own scaled gradient, if it is the device's turn.
 
         Args:
-            record: not to be touched until `finish` is called.
+            record: not to be used until `finish` is called.
             finish: called once the record is updated, by a later call of this or of `wait`.
         """
         if not next(self._turns):
@@ -137,7 +134,7 @@ class DeviceUpdates:
         return True
 
     def wait(self) -> None:
-        """Brings the record that is on the device back to its tier."""
+        """Copies the record on the device back to its tier."""
         away, self._away = self._away, None
         if away is None:
             return
@@ -174,7 +171,7 @@ def measure_speeds(device: torch.device) -> UpdateSpeeds:
         to_host_bytes_per_s=size / seconds(lambda: record.copy_(away, non_blocking=True)),
         bytes_in=_STATE_BYTES + _GRADIENT_BYTES,
         bytes_out=_STATE_BYTES,
-        # what the device computes with is brought by the next forward pass, wherever it was updated
+        # the next forward pass copies the weights, wherever they were updated
         host_bytes_in=0,
         buffers=1,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_runtime.config import format_bytes
-from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeError
+from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.memory.reads import Block, ReadQueue, Transfer
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile, host_view
 from moe_runtime.training.offload.records import (
@@ -31,10 +31,10 @@ from moe_runtime.types import ExpertKey
 
 
 class RecordFile(CheckpointFile):
-    """Slots of one size in one file; each is free or held, once or several times.
+    """Slots of one size in one file; each is free, or held once or several times.
 
-    A slot that something durable refers to is never written: a new version of an expert goes to a
-    free slot. So a kill at any instant is harmless.
+    A slot that a checkpoint names is never written: a new version of an expert goes to a free slot.
+    So a kill at any instant is harmless.
 
     Raises:
         CapacityError: the disk has not enough room.
@@ -61,7 +61,7 @@ class RecordFile(CheckpointFile):
         return slot
 
     def hold(self, slot: int) -> None:
-        """Holds a slot once more, or takes a certain free one."""
+        """Holds a slot once more; a free one is taken."""
         if slot >= self.num_slots:
             raise CheckpointError(
                 f"{self.path} is too short: it has {self.num_slots} records, the checkpoint names "
@@ -72,7 +72,7 @@ class RecordFile(CheckpointFile):
         self._holds[slot] += 1
 
     def drop(self, slot: int) -> None:
-        """Drops one hold of a slot; free when none is left."""
+        """Drops one hold of a slot; the slot is free when none is left."""
         self._holds[slot] -= 1
         if self._holds[slot] == 0:
             del self._holds[slot]
@@ -80,32 +80,24 @@ class RecordFile(CheckpointFile):
 
     def write(self, offset: int, content: memoryview) -> int:
         done = 0
-        try:
+        with self._named_errors("write"):
             while done < len(content):
                 moved = os.pwritev(self._fd, [content[done:]], offset + done)
                 if moved == 0:
                     raise OSError(errno.EIO, "nothing was written")
                 done += moved
-        except OSError as error:
-            raise self._failure("write", error) from None
         return done
 
     def fetch(self, offset: int, into: memoryview) -> int:
-        try:
+        with self._named_errors("read"):
             return self.read(offset, into, len(into))
-        except EOFError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error}") from None
-        except OSError as error:
-            raise self._failure("read", error) from None
 
     def sync(self) -> None:
-        try:
+        with self._named_errors("write"):
             os.fdatasync(self._fd)
-        except OSError as error:
-            raise self._failure("write", error) from None
 
     def require_unchanged(self) -> None:
-        """It changes all the time; digests are compared instead."""
+        """Does nothing: the file changes all the time, and digests are compared instead."""
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -121,21 +113,26 @@ class RecordFile(CheckpointFile):
 
     def _grow(self, num_slots: int) -> None:
         size = num_slots * self.slot_bytes
-        try:
+        with self._named_errors("write", f" of {format_bytes(size)}"):
             if size > os.fstat(self._fd).st_size:
                 os.posix_fallocate(self._fd, 0, size)
-        except OSError as error:
-            raise self._failure("write", error, f" of {format_bytes(size)}") from None
         self._free.extend(range(num_slots - 1, self.num_slots - 1, -1))
         self.num_slots = max(self.num_slots, num_slots)
 
-    def _failure(self, what: str, error: OSError, size: str = "") -> MoERuntimeError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return CapacityError(
-                f"no room on the disk for {self.path}{size}: {error.strerror}; "
-                "make some, or name another folder for the experts' states"
-            )
-        return CheckpointError(f"cannot {what} {self.path}: {error.strerror}")
+    @contextlib.contextmanager
+    def _named_errors(self, action: str, size: str = "") -> Iterator[None]:
+        """Raises errors of the file system with the name of the file."""
+        try:
+            yield
+        except EOFError as error:
+            raise CheckpointError(f"cannot {action} {self.path}: {error}") from None
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise CapacityError(
+                    f"no room on the disk for {self.path}{size}: {error.strerror}; "
+                    "make some, or name another folder for the experts' states"
+                ) from None
+            raise CheckpointError(f"cannot {action} {self.path}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -156,9 +153,9 @@ class Disk:
     """Versions of records in `experts-*.records`, waiting gradients in `gradients-*.scratch`.
 
     Args:
-        folder: where the files are; it must exist.
+        folder: of the files; it must exist.
         layouts: of every expert's record; each size of record has a file.
-        open_file: opens the files; for tests that take a disk's place.
+        open_file: opens the files, in tests.
 
     Attributes:
         files: of versions, by the bytes of a record.
@@ -193,7 +190,7 @@ class Disk:
             opened.pop_all()
 
     def read(self, part: RecordPart, read: Transfer) -> None:
-        """Starts to read; the thread that reads the last block checks the digests."""
+        """Starts a read; the thread that reads the last block checks the digests."""
         blocks = self._blocks(part, attrgetter("fetch"))
         left = itertools.count(1 - len(blocks))
 
@@ -206,7 +203,7 @@ class Disk:
         self._queue.submit([partial(move, block) for block in blocks], read)
 
     def write(self, part: RecordPart, write: Transfer) -> None:
-        """Starts to write a new version, or a gradient that waits."""
+        """Starts to write a new version, or a waiting gradient."""
         blocks = self._blocks(part, attrgetter("write"))
         self._queue.submit([partial(self._seal, part), *blocks], write)
 
@@ -260,7 +257,7 @@ class Disk:
                 yield file, part.version.slot * file.slot_bytes + first, view[first:last]
 
     def _seal(self, part: RecordPart) -> int:
-        """Notes the digests of what is written."""
+        """Notes the digests of the sections to be written."""
         if part.version is not None:
             part.version.digest, part.version.sections = part.layout.checksums(part.record)
         if Sections.GRADIENT in part.sections:
@@ -277,16 +274,13 @@ class Disk:
             if section not in part.sections or known is None:
                 continue
             if checksum(part.layout.section(part.record, section)) != known:
-                is_parked = section == Sections.GRADIENT
-                file = (
-                    self._parking_place(part)[0]
-                    if is_parked
-                    else self.files[part.layout.state_bytes]
-                )
+                file = self.files[part.layout.state_bytes]
+                if section == Sections.GRADIENT:
+                    file, _ = self._parking_place(part)
                 raise CheckpointError(
                     f"{file.path}: expert {part.key.expert} of MoE layer {part.key.layer} is "
-                    f"damaged: its {section.name.lower() if section.name else section} is not what "
-                    "this run wrote there; check the disk, and go on from the last checkpoint"
+                    f"damaged: its {str(section.name).lower()} is not what this run wrote there; "
+                    "check the disk, and go on from the last checkpoint"
                 )
 
     def _parking_place(self, part: RecordPart) -> tuple[RecordFile, int]:

@@ -1,4 +1,4 @@
-"""`offload_training`: the experts of a model go where there is room, and are trained there."""
+"""`offload_training` moves the experts of a model to where there is room, to train them there."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("direct", "resumes"), (bool,)),
     "initial": (cast("type", Callable), type(None)),
 }
-"""Sizes and groups are checked where they are read."""
+"""Sizes and groups are checked when they are parsed."""
 
 
 def offload_training(
@@ -129,46 +129,45 @@ def offload_training(
 ) -> OffloadedTraining:
     """Trains a model whose routed experts and their states do not fit where it computes.
 
-    The experts' parameters leave the model: weights, moments and gradients live in records in host
-    memory as far as the budget goes, the others in files. The numbers depend neither on the budget
-    nor on the experts' places nor on the number of threads. What does not require gradients when
-    this is called is not trained, experts included.
+    The experts' parameters leave the model. Weights, moments and gradients live in records in host
+    memory as far as the budget goes, and in files beyond it. The results do not depend on the
+    budget, the experts' places or the number of threads. Parameters that do not require gradients
+    when this is called are not trained, experts included.
 
     Args:
         model: with `MoELayer`s, or of a family of transformers with its experts interface, or with
             such a model as a part.
         host_memory: budget for records, dense parameters with their states, and activations: bytes,
-            a size, a share of what is free, or "auto".
-        device_memory: for a model on a GPU, what it may take there: what dense parameters with
-            their states and activations leave of it, experts' weights keep from step to step.
-            "auto" keeps none, and is for a model on the CPU.
-        copy_memory: for a model on the CPU, the part of the budget in which experts' weights are
-            kept in the type of products (bf16 under autocast) instead of being made for each pass.
+            a size, a share of free memory, or "auto".
+        device_memory: budget on the GPU of a model there. Dense parameters with their states and
+            activations come first; the rest keeps experts' weights from step to step. "auto" keeps
+            none; a model on the CPU needs "auto".
+        copy_memory: for a model on the CPU, the part of the budget that keeps experts' weights in
+            the dtype of products (bf16 under autocast) instead of converting them for each pass.
         storage_dir: an existing folder on a fast disk, for experts beyond the budget and for
             checkpoints.
         optimizer: settings of AdamW.
-        activation_memory: the part of the budget set aside for activations: bytes, a size, or a
-            share of the budget.
-        activations: what becomes of the experts' activations between forward and backward pass:
-            `keep`, `recompute` or `swap` to `storage_dir` in all layers, `model` as each layer
-            says, or `auto`: the fastest by what the first step took, with half of
-            `activation_memory` for what is kept. Not for blocks that are computed again as a whole.
-        update_stride: of how many updates the device that computes makes one, while the CPU makes
-            the others (Deep Optimizer States); "auto" measures both and the link where there is a
-            GPU, and None leaves all to the CPU. A GPU may round otherwise than a CPU does.
+        activation_memory: the part of the budget for activations: bytes, a size, or a share of the
+            budget.
+        activations: `keep`, `recompute` or `swap` (to `storage_dir`) the experts' activations of
+            all layers between forward and backward pass; `model` follows each layer's setting;
+            `auto` takes the fastest plan after measuring the first step, and keeps at most half of
+            `activation_memory`. Not for blocks that are recomputed as a whole.
+        update_stride: the GPU makes one of so many updates, the CPU the others (Deep Optimizer
+            States). "auto" measures both and the link; None leaves all to the CPU. A GPU may round
+            differently.
         io_threads: reads and writes in flight at once.
-        direct: go past the page cache where the file system can.
-        initial: for a model whose expert parameters are on the meta device: gives an expert's
-            tensors, in the order of its module's parameters. Called for one expert after another.
-        resumes: `storage_dir` holds the experts of a checkpoint, which `load_state_dict` follows
-            with: nothing is written there first.
-        groups: the processes that the model's experts are spread over, whole and without copies
+        direct: bypass the page cache where the file system can.
+        initial: for experts on the meta device: returns an expert's tensors, in the order of its
+            module's parameters. Called for one expert after another.
+        resumes: `storage_dir` holds the experts of a checkpoint for `load_state_dict`; nothing is
+            written there first.
+        groups: the processes that share the experts, each whole and without copies
             (`MoELayer(..., group=ExpertSpread(groups=groups))`, or a model of transformers, which
-            is divided here). Each has a budget and its own
-            experts' states, in files of its own below `storage_dir`; a share of what is free, or
-            "auto", is divided among those of a machine. All call this together, then `backward`
-            with as many parts as the others, and `step`. Other parameters are equal on all, and
-            their gradients averaged.
+            this divides). Each process has a budget, and files below `storage_dir` for its experts.
+            A share of free memory, or "auto", is divided among the processes of a machine. All
+            call this together, then `backward` with equally many parts, and `step`. Other
+            parameters are equal on all, and their gradients averaged.
 
     Returns:
         The optimizer of the whole model; close it at the end.
@@ -179,9 +178,9 @@ def offload_training(
             or of another model.
         UnsupportedModelError: the model has no routed experts that can leave it, or the layout
             divides or copies them.
-        ValueError: a size cannot be read, an option has no such value, or no parameter requires
+        ValueError: a size cannot be parsed, an option has no such value, or no parameter requires
             gradients.
-        TypeError: an option has another type than it may have.
+        TypeError: an option has a wrong type.
         RankFailureError: another process died or stalled.
     """
     require_types(_TYPES, locals())
@@ -191,7 +190,7 @@ def offload_training(
     sites = find_sites(model)
     place = computing_device(model, expert_parameters(sites))
     if groups is not None and groups.layout.world_size > 1:
-        # of a model that every process has whole
+        # every process has the whole model
         sites = [
             site
             if site.own is not None or isinstance(site.module, Experts)
@@ -245,13 +244,13 @@ def plan_memory(
     sharing: int = 1,
     place: torch.device = CPU,
 ) -> TrainingMemory:
-    """How `offload_training` would divide a budget; allocates nothing.
+    """The division of a budget by `offload_training`; allocates nothing.
 
     Args:
-        has_disk: whether experts may live on the disk.
-        state: what records hold; full moments when omitted.
-        sharing: processes that share what this machine has free.
-        place: where the model computes; its dense parameters and activations are there.
+        has_disk: experts may live on the disk.
+        state: contents of records; full moments when omitted.
+        sharing: processes that share the free memory of this machine.
+        place: the device of the model, its dense parameters and activations.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
@@ -303,7 +302,7 @@ def expert_parameters(sites: Sequence[ExpertsSite]) -> list[nn.Parameter]:
 def layouts_of(
     sites: Sequence[ExpertsSite], state: StateFormat | None = None
 ) -> dict[ExpertKey, RecordLayout]:
-    """The record of every expert, in order; with full moments when no state is named."""
+    """The record layout of every expert, in order; with full moments when `state` is omitted."""
     layouts = [site.layout(state) for site in sites]
     return {
         ExpertKey(layer, expert): layouts[layer]
@@ -313,7 +312,7 @@ def layouts_of(
 
 
 def own_folder(storage_dir: Path, processes: OneProcess) -> Path:
-    """Where a process has its files; made if it is a folder in the one that was given."""
+    """The folder of a process's files, in or equal to the given one; is made if missing."""
     folder = storage_dir / processes.folder_name
     if not storage_dir.is_dir():
         raise CheckpointError(f"storage_dir {storage_dir} is not a directory; make it first")
@@ -331,16 +330,17 @@ def open_records(
     io_threads: int,
     direct: bool,
 ) -> RecordStore:
-    with contextlib.ExitStack() as opened:
-        disk = None
-        if storage_dir is not None:
-            disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
-            opened.callback(disk.close)
-        records = RecordStore(
+    disk = None
+    if storage_dir is not None:
+        disk = Disk(storage_dir, layouts, io_threads=io_threads, direct=direct)
+    try:
+        return RecordStore(
             layouts, resident=memory.resident, ring_slots=memory.ring_slots, disk=disk
         )
-        opened.pop_all()
-    return records
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
 
 
 def _transformers_sites(model: Any) -> list[ExpertsSite]:
@@ -355,7 +355,7 @@ def _transformers_sites(model: Any) -> list[ExpertsSite]:
         others = {name for name, _ in module.named_parameters()} - set(experts.parameters)
         if others or getattr(module, "has_post_expert_norm", False):
             raise UnsupportedModelError(
-                f"{experts.name} has parameters beside its experts "
+                f"{experts.name} has parameters besides its experts "
                 f"({', '.join(sorted(others)) or 'a norm after them'}); training it offloaded is "
                 "not supported yet"
             )
@@ -384,15 +384,15 @@ def _activation_policy(
 ) -> ActivationPolicy:
     swap = None
     if kind in ("swap", "auto") and folder is not None:
-        # in both directions, and what a layer computes with comes on top
+        # of transfers in both directions; a layer's own tensors come on top
         buffers = max(4 * SLOT_BYTES, room // 16)
         swap = ActivationSwap(folder, direct=direct, buffer_bytes=buffers)
-    with contextlib.ExitStack() as opened:
+    try:
+        return ActivationPolicy(kind, [site.recompute for site in sites], swap, room // 2)
+    except BaseException:
         if swap is not None:
-            opened.callback(swap.close)
-        policy = ActivationPolicy(kind, [site.recompute for site in sites], swap, room // 2)
-        opened.pop_all()
-    return policy
+            swap.close()
+        raise
 
 
 def _device_updates(

@@ -1,9 +1,8 @@
 """Training around experts that are read from a checkpoint and never change.
 
-Trained are other parameters and, if wanted, adapters of low rank (LoRA) for each expert matrix.
-Where a device computes, experts cross to its slots as they lie in the files, quantised ones packed;
-their values are written out there, and adapters are added. Plain experts are computed from the
-slots.
+Other parameters are trained and, optionally, adapters of low rank (LoRA) for each expert matrix. If
+a device computes, experts cross to its slots as they are in the files, quantised ones packed. Their
+values are unpacked there, and adapters are added. Plain experts are computed from the slots.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -44,6 +43,7 @@ from moe_runtime.training.offload.passes import (
     LayerExecutor,
     LayerInput,
     OffloadedTrainingExperts,
+    Visits,
     run_window,
     streamed,
     visited,
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 class ExpertAdapters(nn.Module):
     """Adapters of low rank for the matrices of a layer's experts: `W + scale * B @ A`.
 
-    `A` is drawn as `nn.Linear` draws, `B` begins with zeros.
+    `A` is initialised like `nn.Linear`, `B` with zeros.
 
     Args:
-        shapes: of one expert's part of each matrix, by its parameter's name, as they lie.
+        shapes: of one expert's part of each stack, by the name of its parameter.
         is_transposed: the summed dimension of the matrices comes first.
     """
 
@@ -91,48 +91,43 @@ class ExpertAdapters(nn.Module):
             )
 
     def add_to(self, expert: int, named: Mapping[str, Tensor]) -> None:
+        """Adds an expert's adapters to its matrices."""
         for name in self.names:
-            first, second = self._pair(name, expert)
-            self._by_rows(named[name]).addmm_(second, first, alpha=self.scale)
+            matrix = named[name].T if self._is_transposed else named[name]
+            first, second = (p.detach()[expert] for p in self._pair(name))
+            matrix.addmm_(second, first, alpha=self.scale)
 
     def of_expert(self, expert: int, *, learns: bool = False) -> list[Adapter]:
-        """Of the first and the second matrix of one expert, on a CPU."""
+        """The adapters of one expert's first and second matrix, on a CPU."""
         found = []
         for name in self.names:
-            gradients = None
+            pair, gradients = self._pair(name), None
             if learns:
-                both = [self.get_parameter(f"{name}_{part}") for part in "AB"]
-                for parameter in both:
+                for parameter in pair:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                first, second = (cast(Tensor, parameter.grad)[expert] for parameter in both)
+                first, second = (cast(Tensor, parameter.grad)[expert] for parameter in pair)
                 gradients = first, second
-            found.append(Adapter(*self._pair(name, expert), self.scale, gradients))
+            first, second = (parameter.detach()[expert] for parameter in pair)
+            found.append(Adapter(first, second, self.scale, gradients))
         return found
 
     def low_rank(self, x: Tensor) -> tuple[LowRank, LowRank]:
-        """The adapters of the first product and of the second, for products in the dtype of `x`."""
+        """The adapters of the first and the second product, in the dtype of `x`."""
         from moe_runtime.kernels.expert_mlp.slotted import LowRank
 
-        first, down = (
-            LowRank(*(self.get_parameter(f"{name}_{part}") for part in "AB"), scale=self.scale, x=x)
-            for name in self.names
-        )
+        first, down = (LowRank(*self._pair(n), scale=self.scale, x=x) for n in self.names)
         return first, down
 
-    def _pair(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
-        first, second = self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
-        return first.detach()[expert], second.detach()[expert]
-
-    def _by_rows(self, matrix: Tensor) -> Tensor:
-        return matrix.T if self._is_transposed else matrix
+    def _pair(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
 
 
 class SlottedExecutor:
     """Layers that kernels compute from the slots of a store.
 
-    Residents are launched before the host knows which experts have rows; missing ones as they
-    arrive.
+    Resident experts are launched before the host knows which experts have rows; missing ones as
+    they arrive.
     """
 
     def __init__(
@@ -147,7 +142,7 @@ class SlottedExecutor:
         self._fits: dict[tuple[int, torch.dtype], bool] = {}
 
     def takes(self, layer: int, inputs: Sequence[LayerInput]) -> bool:
-        """Whether a layer is computed so: by Triton kernels, experts as plain as their rows."""
+        """Whether this computes a layer: by Triton kernels, plain experts in the dtype of x."""
         x_TD = inputs[0].x_TD
         has_weights = all(entry.weights_TK is not None for entry in inputs)
         if not has_weights or resolve_path(self._sites[layer].impl, x_TD) != "triton":
@@ -165,7 +160,7 @@ class SlottedExecutor:
         return (
             isinstance(stack, StackedExperts)
             and isinstance(site.activation, ActivationSpec)
-            # rows of adapters lie as those of the module's parameters
+            # rows of adapters are in the order of the module's parameters
             and (stack.has_gate, stack.is_concatenated) == (site.has_gate, site.is_concatenated)
         )
 
@@ -177,11 +172,7 @@ class SlottedExecutor:
         *,
         keeps: bool,
     ) -> tuple[list[Any], list[Tensor]]:
-        """As `LayerExecutor.forward`.
-
-        Args:
-            then: experts that come next; None for those of this pass again.
-        """
+        """As `LayerExecutor.forward`; `then` are the next experts, None for the same again."""
         from moe_runtime.kernels.expert_mlp.slotted import SlottedTraining
 
         site = self._sites[layer]
@@ -238,8 +229,7 @@ class SlottedExecutor:
         then: Sequence[ExpertKey] | None,
         add: Callable[[StackedExperts], None],
     ) -> None:
-        """Gives every expert that has rows once, and reads ahead what comes next, as slots become
-        free."""
+        """Gives every expert that has rows once, and reads ahead as slots become free."""
         store = self._store
         residents = store.launch_residents(layer, add).experts
         keys = keys_of()
@@ -264,9 +254,9 @@ class FrozenExpertsExecutor(LayerExecutor):
     """Computes layers whose experts come out of a store, in ascending order in either direction.
 
     Args:
-        experts: how they lie in the slots of the store.
-        store: fetches them to where they are computed; what it binds is the filled slot.
-        adapters: of each layer, where experts are computed; empty if the experts have none.
+        experts: layout of the experts in the slots of the store.
+        store: fetches experts to the device that computes; it binds each to its filled slot.
+        adapters: of each layer, on the device that computes; empty if the experts have none.
     """
 
     def __init__(
@@ -308,7 +298,7 @@ class FrozenExpertsExecutor(LayerExecutor):
         *,
         keeps: bool,
     ) -> tuple[list[Any], list[Tensor]]:
-        """Expert by expert; `then` as of `SlottedExecutor.forward`."""
+        """Expert by expert; `then` as in `SlottedExecutor.forward`."""
         site = self._sites[layer]
         calls = streamed(site, inputs)
         for call in calls:
@@ -324,9 +314,9 @@ class FrozenExpertsExecutor(LayerExecutor):
     def backward(
         self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """As of all executors; the adapters take their own gradients."""
+        """As `LayerExecutor.backward`; the adapters accumulate their gradients."""
         self._go_back(layer)
-        # the next window begins with the layer that this one ends with
+        # the next window begins with the last layer of this backward pass
         before = self.visits.layers[-1][1] if self.visits.layers else None
         if self._slotted is not None and not isinstance(calls[0], StreamedExperts):
             return self._slotted.backward(layer, calls, grads_TD, before)
@@ -346,14 +336,12 @@ class FrozenExpertsExecutor(LayerExecutor):
         )
 
     def finish(self) -> None:
-        """Returns when no product is queued after a copy that may still fail; raises if one has
-        failed."""
+        """Waits for copies whose products are queued; raises if a copy failed."""
         if isinstance(self._store, DeviceStore):
             self._store.fetcher.finish_used()
 
     def abandon(self) -> None:
-        """After an exception: all that was computed is void, and failed copies are not reported
-        later."""
+        """After an exception: later calls do not report copies that failed."""
         with contextlib.suppress(MoERuntimeError):
             self.finish()
 
@@ -384,8 +372,7 @@ class FrozenExpertsExecutor(LayerExecutor):
                         yield key, self._weights(key, slot, calls[0].x_TD)
 
     def _weights(self, key: ExpertKey, slot: Tensor, x_TD: Tensor) -> StackedExperts:
-        """An expert in the dtype of its rows: where it lies, if it lies there as its module has
-        it."""
+        """An expert in the dtype of its rows; in its slot, if it has the module's layout there."""
         site, layout = self._sites[key.layer], self._experts.layouts[key]
         if slot.is_cpu and x_TD.is_cpu:
             own = stack_slots(slot, slot.numel(), layout, self._experts.matrices[key.layer])
@@ -397,7 +384,7 @@ class FrozenExpertsExecutor(LayerExecutor):
         return site.stacked(list(named), tensors)
 
     def _filled(self, key: ExpertKey, slot: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """An expert's tensors as its module has them, in memory that one leaves to the next."""
+        """An expert's tensors in the module's layout, in memory that the next expert reuses."""
         site = self._sites[key.layer]
         shapes = {n: site.module.get_parameter(n).shape[1:] for n in site.parameter_names}
         place = (dtype, str(slot.device), tuple(shapes.items()))
@@ -428,17 +415,16 @@ def adapters_for(sites: Sequence[ExpertsSite], rank: int, scale: float) -> list[
 
 
 class AdapterTraining(StepOptimizer):
-    """Trains what is around frozen experts, which stay in the checkpoint's files.
+    """Trains the parameters around frozen experts, which stay in the checkpoint's files.
 
-    Used as `OffloadedTraining`; experts are read once for all micro-batches of a step in either
+    Used like `OffloadedTraining`; experts are read once for all micro-batches of a step in either
     direction.
 
     Args:
-        model: what requires gradients is trained; its experts are replaced.
-        adapters: of the experts, layer by layer; empty if they have none.
-        stores: the one that experts are computed from, and below it, where a device computes, the
-            host's.
-        groups: processes that train the same on micro-batches of their own; None for this alone.
+        model: its parameters that require gradients are trained; its experts are replaced.
+        adapters: of the experts, by layer; empty if they have none.
+        stores: the store that experts are computed from, and the host's, if a device computes.
+        groups: processes that train the same on micro-batches of their own; None for one process.
 
     Raises:
         ValueError: there is nothing to train.
@@ -455,6 +441,7 @@ class AdapterTraining(StepOptimizer):
         memory: FrozenMemory,
         groups: LayoutGroups | None = None,
     ) -> None:
+        super().__init__()
         return_freed_blocks()
         self._groups = groups
         self.model, self.memory = model, memory
@@ -477,7 +464,7 @@ class AdapterTraining(StepOptimizer):
         self, parts: Sequence[Callable[[], Tensor]], *, rate: float | None = None
     ) -> list[Tensor]:
         del rate  # for optimizers that update inside the backward pass
-        self._executor.begin()
+        self._executor.visits = Visits()
         with contextlib.ExitStack() as failed:
             failed.callback(self._executor.abandon)
             failed.callback(self.dense.forget)
@@ -498,10 +485,10 @@ class AdapterTraining(StepOptimizer):
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
     ) -> None:
-        """As of `StepOptimizer`; of several processes the first one writes, as all have the same
-        adapters."""
+        """Writes at once, in the first process: all have the same adapters."""
+        del own
         if self._groups is None or self._groups.rank == 0:
-            super().write(state, own, job)
+            job(state)
 
     def stats(self) -> OffloadStats:
         fast, last = self._stores[0].stats(), self._stores[-1].stats()
@@ -524,12 +511,6 @@ class AdapterTraining(StepOptimizer):
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
         return self._executor.expert(key)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.dense.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.dense.load_state_dict(state)
-
     def report(self) -> dict[str, Any]:
         return self.stats().report()
 
@@ -547,6 +528,7 @@ class AdapterTraining(StepOptimizer):
             store.check()
 
     def close(self) -> None:
+        super().close()
         self._stores[0].close()
 
 

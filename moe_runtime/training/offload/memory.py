@@ -1,4 +1,4 @@
-"""How the budgets of the host and of the device that computes are divided."""
+"""Division of the budgets of the host and of the device that computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import MemoryPlan, available_device_bytes, resolve_budget
 from moe_runtime.lab.record_tiers import spread
 from moe_runtime.memory.device.cuda_device import open_device
-from moe_runtime.training.offload.device_link import (
+from moe_runtime.training.offload.compute_copies import (
     DEVICE_BUFFERS,
     HOST_BUFFERS,
     DeviceLink,
@@ -25,11 +25,10 @@ from moe_runtime.training.offload.records import BLOCK_BYTES, RecordLayout
 from moe_runtime.types import ExpertKey
 
 RING_BYTES = 256 * 2**20
-"""Slots between disk and computation that keep a disk busy."""
+"""Of slots between disk and computation, enough to keep a disk busy."""
 
 DEFAULT_ACTIVATION_SHARE = 0.25
-"""Of a budget, set aside for activations."""
-
+"""Share of a budget for activations."""
 
 SPARE_BYTES = 32 * 2**20
 
@@ -43,10 +42,10 @@ class TrainingMemory:
     Attributes:
         dense_bytes: weights, gradients and moments of everything but the routed experts.
         activation_bytes: for the forward and backward pass.
-        link_bytes: buffers of the way to a device that computes; then the device holds dense
-            parameters and activations. 0 where the CPU computes.
-        saved_bytes: for a checkpoint's copy of what is dense on a device.
-        copy_bytes: for weights that are kept in the type of products.
+        link_bytes: buffers of the link to a device that computes, which then holds dense parameters
+            and activations; 0 for the CPU.
+        saved_bytes: for a checkpoint's copy of a device's dense parameters.
+        copy_bytes: for weights that are kept in the dtype of products.
         record_bytes: one slot: an expert's weights, moments and gradient.
         ring_slots: slots that experts pass through; 0 when all live in memory.
     """
@@ -69,11 +68,11 @@ class TrainingMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenMemory:
-    """A division of memory where experts are frozen and stay in the checkpoint's files.
+    """A division of memory for frozen experts, which stay in the checkpoint's files.
 
     Attributes:
-        host: slots alone, and a checkpoint's copy, where a device computes.
-        device: of the device that computes; None where that is the CPU.
+        host: if a device computes, only for slots and a checkpoint's copy.
+        device: of the device that computes; None for the CPU.
     """
 
     host: MemoryPlan
@@ -81,20 +80,19 @@ class FrozenMemory:
 
 
 def dense_bytes(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of a model's parameters and buffers but the experts, with gradients and moments."""
+    """Bytes of all but the experts: parameters, buffers, gradients and moments."""
     around = _around(model, expert_parameters)
     trained = _bytes_of(p for p in around if p.requires_grad)
     return _bytes_of(model.buffers()) + _bytes_of(around) + 3 * trained
 
 
 def saved_bytes(model: nn.Module, expert_parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of what a checkpoint has of a model without its experts: steps too, no gradients."""
+    """Bytes of a checkpoint without experts: as `dense_bytes`, with steps, without gradients."""
     dense = [p for p in _around(model, expert_parameters) if p.requires_grad]
     return dense_bytes(model, expert_parameters) - _bytes_of(dense) + _STEP_BYTES * len(dense)
 
 
 def _around(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """A model's parameters but the experts'."""
     experts = {id(parameter) for parameter in expert_parameters}
     return [parameter for parameter in model.parameters() if id(parameter) not in experts]
 
@@ -104,7 +102,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def expert_buffer_bytes(tokens: int, hidden: int, intermediate: int) -> int:
-    """What the expert in use takes on top of its record, when all tokens are routed to it.
+    """Bytes of the expert in use besides its record, when all tokens are routed to it.
 
     Its rows, their gradients and outputs; pre-activations, hidden activations and their gradients.
     """
@@ -122,18 +120,12 @@ def divide(
     link: int = 0,
     saved: int = 0,
 ) -> TrainingMemory:
-    """Gives what dense parameters and activations leave of a budget to experts.
-
-    Args:
-        dense: bytes of everything but the routed experts, with gradients and moments.
-        copies: bytes for weights that are kept in the type of products.
-        link: bytes of buffers where a device computes, and holds what is dense.
-        saved: bytes of a checkpoint's copy of what is dense there.
+    """Divides a budget; experts get the rest. Arguments are bytes, as of `TrainingMemory`.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.
     """
-    # a process whose experts are all elsewhere has an empty slot
+    # a process without experts has an empty slot
     record = max((layout.record_bytes for layout in layouts.values()), default=BLOCK_BYTES)
     # one more record for the gradient of a second micro-batch or of another dtype
     here = link + saved if link else dense + activations
@@ -148,9 +140,14 @@ def divide(
             parts = {"the dense parameters and their states": dense, "activations": activations}
             if link:
                 parts = {"the link to the device": link, "a checkpoint's copy": saved}
+            listed = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts.items())
+            hint = "" if has_disk else "; with a storage_dir, experts may live on the disk"
+            smallest = fixed + fewest * record
             raise CapacityError(
-                _too_small(budget_bytes, fixed, fewest, record, parts, has_disk),
-                smallest_bytes=fixed + fewest * record,
+                f"a budget of {format_bytes(budget_bytes)} is too small: the smallest that works "
+                f"is {format_bytes(smallest, up=True)} ({smallest} bytes): {listed}, and "
+                f"{fewest + 1} records of {format_bytes(record)}{hint}",
+                smallest_bytes=smallest,
             )
         ring = min(slots, max(MIN_RING_SLOTS + 1, min(slots // 4, RING_BYTES // record)))
         resident = spread(list(layouts), slots - ring)
@@ -174,24 +171,11 @@ def smallest_budget(layouts: Mapping[ExpertKey, RecordLayout], dense: int) -> in
     return dense + (MIN_RING_SLOTS + 1) * record
 
 
-def _too_small(
-    budget: int, fixed: int, fewest: int, record: int, parts: Mapping[str, int], has_disk: bool
-) -> str:
-    hint = "" if has_disk else "; with a storage_dir, experts may live on the disk"
-    smallest = fixed + fewest * record
-    listed = ", ".join(f"{format_bytes(size)} for {name}" for name, size in parts.items())
-    return (
-        f"a budget of {format_bytes(budget)} is too small: the smallest that works is "
-        f"{format_bytes(smallest, up=True)} ({smallest} bytes): {listed}, and {fewest + 1} records "
-        f"of {format_bytes(record)}{hint}"
-    )
-
-
 CPU = torch.device("cpu")
 
 
 def computing_device(model: nn.Module, expert_parameters: Iterable[nn.Parameter]) -> torch.device:
-    """Where a model computes: where everything of it lies but its experts."""
+    """The one device of all tensors of a model but its experts."""
     tensors = _around(model, expert_parameters) or list(model.parameters())
     places = {tensor.device for tensor in tensors if not tensor.is_meta}
     if len(places) > 1:
@@ -203,12 +187,12 @@ def computing_device(model: nn.Module, expert_parameters: Iterable[nn.Parameter]
 
 
 def link_bytes(layouts: Iterable[RecordLayout], place: torch.device) -> int:
-    """Pinned host memory of a link, without the records; 0 where the CPU computes."""
+    """Pinned host memory of a link's buffers; 0 for the CPU."""
     return 0 if place.type == "cpu" else HOST_BUFFERS * buffer_bytes(_largest(layouts))
 
 
 def open_link(records: RecordStore, place: torch.device) -> DeviceLink | None:
-    """The way between records and the device; None where the CPU computes."""
+    """The link between records and the device; None for the CPU."""
     if place.type == "cpu":
         return None
     section = _largest(record.layout for record in records.experts.values())
@@ -218,12 +202,12 @@ def open_link(records: RecordStore, place: torch.device) -> DeviceLink | None:
 def held_bytes(
     model: nn.Module, expert_parameters: Iterable[nn.Parameter], place: torch.device
 ) -> int:
-    """Bytes of a model's parameters that are on a device already, the experts' left out."""
+    """Bytes of a model's parameters on a device, without the experts."""
     return _bytes_of(p for p in _around(model, expert_parameters) if p.device == place)
 
 
 def device_budget(device_memory: MemorySize, place: torch.device, held: int) -> int:
-    """Bytes that a device's budget stands for; `held` bytes are taken there and count as free."""
+    """Bytes of a device's budget; `held` bytes are allocated there already, and count as free."""
     budget = parse_budget(device_memory, name="device_memory")
     return resolve_budget(budget, available_device_bytes(place) + held, "the device")
 
@@ -238,13 +222,13 @@ def device_shares(
     held: int,
     updates: DeviceUpdates | None,
 ) -> tuple[int, int]:
-    """What a budget on the device is divided into: activations, and weights of experts that stay.
+    """Bytes of a device's budget for activations, and for experts' weights that stay there.
 
     Args:
-        device_memory: the budget; "auto" keeps no weights there.
+        device_memory: the budget; "auto" keeps no weights.
         dense: bytes of everything else with its states.
-        held: bytes of it that are on the device already, and not free.
-        updates: that are made there, of one record at a time.
+        held: bytes of it that are on the device already.
+        updates: made on the device, one record at a time.
 
     Raises:
         CapacityError: the budget is too small; names the smallest that works.

@@ -1,4 +1,9 @@
-"""Training of a model whose routed experts live in host memory and on the disk."""
+"""Training of a model whose routed experts live in host memory and on the disk.
+
+`attach` makes loops of others train offloaded experts: GradScaler of torch, accelerate, Trainers.
+They see only the parameters around the experts where they scale gradients, clip, save and resume.
+Those methods are replaced by functions that see all parameters.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,21 @@ import abc
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_runtime.checkpoints.absent import TrainedElsewhere
-from moe_runtime.errors import CheckpointError, UnsupportedUseError
-from moe_runtime.inference.budget import peak_resident_bytes
+from moe_runtime.checkpoints.transformers_private import has_adapters
+from moe_runtime.config import format_bytes
+from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedUseError
+from moe_runtime.inference.budget import available_host_bytes, peak_resident_bytes
 from moe_runtime.training.checkpoint import (
     AMOUNT,
     MAPPING,
@@ -29,15 +37,14 @@ from moe_runtime.training.checkpoint import (
 from moe_runtime.training.offload.activations import ActivationPolicy
 from moe_runtime.training.offload.adamw import AdamW
 from moe_runtime.training.offload.checkpoint import ExpertCheckpoints
-from moe_runtime.training.offload.compute_copies import LinkTraffic
-from moe_runtime.training.offload.device_link import DeviceLink
+from moe_runtime.training.offload.compute_copies import DeviceLink, LinkTraffic
 from moe_runtime.training.offload.device_updates import DeviceUpdates
-from moe_runtime.training.offload.loops import attach
 from moe_runtime.training.offload.memory import TrainingMemory
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.passes import (
     OffloadedTrainingExperts,
     TrainedExpertsExecutor,
+    Visits,
     run_window,
 )
 from moe_runtime.training.offload.record_store import RecordStore
@@ -49,13 +56,13 @@ from moe_runtime.types import ExpertKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadStats:
-    """What a training run did so far.
+    """Counters of a training run.
 
     Attributes:
         skipped_steps: steps left out because gradients were not finite.
         traffic: bytes by route, and seconds of waiting.
         link: bytes between tiers in memory and where products are computed.
-        resident_experts: those whose tier is host memory.
+        resident_experts: experts whose tier is host memory.
         budget_bytes: of host memory.
         peak_rss_bytes: highest resident memory of the process, by the kernel's counter.
     """
@@ -87,7 +94,7 @@ class OffloadStats:
 
 
 class ExpertTraining(StepOptimizer, abc.ABC):
-    """Training of experts that have records of their own, of which a checkpoint names versions."""
+    """Training of experts that have records; a checkpoint names versions of the records."""
 
     keeps_newest_alone = True
     _executor: Any  # an `ExpertsExecutor`, made with the modules
@@ -100,19 +107,18 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         memory: TrainingMemory,
         checkpoints: ExpertCheckpoints,
     ) -> None:
-        self.model = model
-        self.memory = memory
-        self.records = records
+        self.model, self.memory, self.records = model, memory, records
         self.skipped_steps = 0
         self.sites = list(sites)
         self._checkpoints = checkpoints
+        self.saves = checkpoints.saves
 
     @property
     @abc.abstractmethod
     def num_steps(self) -> int: ...
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters as they are after the steps so far, by name."""
+        """A copy of one expert's parameters after the steps so far, by name."""
         return self._executor.expert(key)
 
     def stacked(self, layer: int) -> dict[str, Tensor]:
@@ -120,14 +126,14 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         return self._executor.stacked(layer)
 
     def stats(self) -> OffloadStats:
-        experts, disk = self.records.experts.values(), self.records.disk
+        experts, disk = self.records.experts, self.records.disk
         return OffloadStats(
             steps=self.num_steps,
             skipped_steps=self.skipped_steps,
             traffic=dataclasses.replace(self.records.traffic),
             link=LinkTraffic(),
             num_experts=len(experts),
-            resident_experts=sum(expert.resident_slot is not None for expert in experts),
+            resident_experts=sum(map(self.records.is_resident, experts)),
             budget_bytes=self.memory.budget_bytes,
             disk_bytes=0 if disk is None else disk.num_bytes,
             peak_rss_bytes=peak_resident_bytes(),
@@ -139,18 +145,17 @@ class ExpertTraining(StepOptimizer, abc.ABC):
     def write(
         self, state: S, own: Callable[[S], Mapping[str, Any]], job: Callable[[S], object]
     ) -> None:
-        """As of `StepOptimizer`: copies the state; the job runs once every expert is durable."""
+        """As `StepOptimizer.write`: copies the state; the job runs once every expert is durable."""
         self._checkpoints.write(state, lambda found: own(found)["experts"], job)
 
-    def wait(self) -> None:
-        self._checkpoints.wait()
-
-    @property
-    def has_failed_save(self) -> bool:
-        return self._checkpoints.has_failed_save
-
     def transfers(self) -> dict[str, Any]:
-        return self.records.traffic.by_route()
+        traffic = self.records.traffic
+        return {
+            "stall_s": traffic.stall_s,
+            "memory_bytes": traffic.resident_bytes + traffic.reused_bytes,
+            "read_bytes": traffic.read_bytes,
+            "written_bytes": traffic.written_bytes,
+        }
 
     def check(self) -> None:
         self.records.check()
@@ -160,14 +165,14 @@ class ExpertTraining(StepOptimizer, abc.ABC):
         TrainedElsewhere.refuse()
 
     def close(self) -> None:
-        """Waits for the checkpoint under way and ends the transfers; the model is of no use then.
+        """Waits for a checkpoint being written and ends the transfers; the model is unusable then.
 
         Raises:
-            MoERuntimeError, OSError: the checkpoint could not be written; the one before is intact.
+            MoERuntimeError, OSError: the checkpoint could not be written; the last one is intact.
         """
-        self._checkpoints.close()
+        self.saves.close()
         self.records.close()
-        self._checkpoints.wait()
+        self.saves.wait()
 
 
 def trained_around_experts(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -193,7 +198,7 @@ def require_trained(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "there is nothing to train: no parameter requires gradients; set requires_grad on "
-            "those that shall be trained"
+            "the parameters to train"
         )
 
 
@@ -202,7 +207,7 @@ def fill(
     sites: Sequence[ExpertsSite],
     initial: Callable[[ExpertKey], Sequence[Tensor]] | None,
 ) -> None:
-    """Writes every expert's first record: what `initial` gives, or its module's parameters."""
+    """Writes every expert's first record from `initial`, or from its module's parameters."""
     for key, expert in records.experts.items():
         layout = expert.layout
         tensors = sites[key.layer].parameters_of(key.expert) if initial is None else initial(key)
@@ -222,6 +227,9 @@ def fill(
 
 
 T = TypeVar("T")
+EXPERTS = "experts"
+"""Folder of a Trainer's checkpoint with the records of the experts."""
+_STATES = "optimizer.pt"
 _KINDS = {"experts": MAPPING, "steps": MAPPING, "dense": MAPPING}
 _FIXED = ("betas", "eps", "weight_decay")
 _RATES = ("lr", "initial_lr")
@@ -235,8 +243,8 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         losses = training.backward([lambda part=part: loss_of(part) for part in micro_batches])
         outcome = training.step(rate)
 
-    `loss.backward()` followed by `step` works as well, as loops of others have it; then the
-    experts' gradients wait on their tiers, and experts are fetched once for every micro-batch.
+    `loss.backward()` followed by `step` works too. Then the experts' gradients wait on their tiers,
+    and experts are fetched once for every micro-batch.
 
     Attributes:
         param_groups: matrices around the experts, other parameters around them, and the experts;
@@ -286,7 +294,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         ]
         fixed = {name: getattr(settings, name) for name in _FIXED}
         self._experts = [{"params": away, "lr": settings.lr, **fixed}] if away else []
-        # the same dictionaries: what a schedule writes into them, each part reads
+        # the same dictionaries, so that each part reads the rates that a schedule writes
         torch.optim.Optimizer.__init__(
             self, [*self.dense.groups, *self._experts], {"lr": settings.lr, **fixed}
         )
@@ -295,10 +303,6 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
     def num_steps(self) -> int:
         return self.optimizer.step
 
-    @property
-    def num_processes(self) -> int:
-        return self._processes.size
-
     def backward(
         self,
         parts: Sequence[Callable[[], Tensor]],
@@ -306,14 +310,13 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         rate: float | None = None,
         is_last: bool = True,
     ) -> list[Tensor]:
-        """Runs the forward and the backward passes of micro-batches, experts fetched once for all.
+        """Runs forward and backward passes of micro-batches; fetches each expert once for all.
 
         Args:
-            parts: each computes the loss of one micro-batch, divided by their number where a mean
-                is wanted.
-            rate: learning rate of the step; None means those of `param_groups`.
-            is_last: whether these are all gradients of the step. If so, and unless the norm is
-                needed first, experts on the disk are updated within the backward pass.
+            parts: each computes the loss of one micro-batch, divided by their number for a mean.
+            rate: learning rate of the step; None for the rates of `param_groups`.
+            is_last: no more gradients of the step follow. Then experts on the disk are updated
+                within the backward pass, unless the norm is needed first.
 
         Returns:
             The losses, detached.
@@ -328,34 +331,33 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             raise RuntimeError("backward was called twice before step; give is_last=False at first")
         self._executor.visits.require_own_gradients()
         rate = self._rate if rate is None else rate
-        self._executor.begin(rate if is_last else None)
         self._final_rate = rate if is_last else None
+        self._executor.visits = Visits(rate=self._final_rate)
         self._is_scaled = True
         work = [partial(self._part, part) for part in parts]
-        losses: list[Tensor] = []
         try:
-            losses = run_window(self.model, work, self._modules)
-        finally:
-            if not losses:
-                self.discard()
-        return losses
+            return run_window(self.model, work, self._modules)
+        except BaseException:
+            self.discard()
+            raise
 
     def step(  # type: ignore[override]
         self, rate: float | Callable[[], Any] | None = None
     ) -> StepOutcome | Any:
-        """Clips, updates what has not been updated yet, and forgets the gradients.
+        """Clips, updates all that is not updated yet, and forgets the gradients.
 
         Args:
-            rate: learning rate of all groups, that of `backward`; None means those of
+            rate: learning rate of all groups, that of `backward`; None for the rates of
                 `param_groups`. A function is called first, as torch's optimizers do.
 
         Returns:
-            The norm of the gradients, and those that were not finite: then the step is not taken,
-            and what the backward pass had updated is taken back. With a function, its result.
+            The norm of the gradients, and the names of those that are not finite: then the step is
+            not taken, and updates of the backward pass are rolled back. With a function, its
+            result.
 
         Raises:
             RuntimeError: no backward pass came before, or the training is closed.
-            ValueError: the rate is another than the backward pass had.
+            ValueError: the rate differs from that of the backward pass.
             UnsupportedUseError: the model got parameters to train after `offload_training`, or a
                 setting of the experts was changed.
             MoERuntimeError: an expert could not be read or written.
@@ -399,14 +401,17 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             self._executor.copies.after_step()
         self.dense.forget()
         self.activations.finish_step()
-        self._final_rate, self._is_scaled = None, False
-        self._executor.begin()
+        self._begin_step()
         self._executor.expect_first_layer()
         return StepOutcome(norm, bad)
 
+    def _begin_step(self) -> None:
+        self._final_rate, self._is_scaled = None, False
+        self._executor.visits = Visits()
+
     @property
     def _rate(self) -> float:
-        """Of the experts, or where none is trained, of the other parameters."""
+        """Of the experts; if they are frozen, of the other parameters."""
         return float(self.param_groups[-1]["lr"])
 
     def _require_fixed(self) -> None:
@@ -422,24 +427,23 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if len(self.param_groups) == len(self.dense.groups) + len(self._experts):
             raise UnsupportedUseError(
-                "what is trained is read once, by offload_training: add parameters before it"
+                "offload_training reads the parameters to train once: add parameters before it"
             )
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `discard`, where there are gradients."""
+        """As `discard`, if there are gradients."""
         if self._final_rate is not None or self.optimizer.has_gradient or self.dense.gradients():
             self.discard()
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Has the step to come clip by the true norm of all gradients, which it returns.
+        """Makes the next step clip by the norm of all gradients, and returns that norm.
+
+        A collective call.
 
         Args:
-            max_norm: largest norm; a smaller `clip_norm` of the settings, or one that was asked
-                for before, stays. 0 and infinity ask for the norm alone.
-
-        Returns:
-            The norm over all processes; a collective call.
+            max_norm: largest norm; a smaller `clip_norm` of the settings or of an earlier call
+                stays. 0 and infinity only return the norm.
 
         Raises:
             UnsupportedUseError: `backward` may have updated experts already.
@@ -451,10 +455,10 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         return self.optimizer.norm(self.dense.norm())[0]
 
     def unscale(self, factor: float) -> bool:
-        """Has the step to come multiply the experts' gradients; a collective call.
+        """Makes the next step multiply the experts' gradients by a factor; a collective call.
 
         Returns:
-            Whether some of them, in any process, are not finite.
+            Whether gradients of experts in any process are not finite.
 
         Raises:
             UnsupportedUseError: `backward` may have updated experts already.
@@ -472,38 +476,62 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             )
 
     def _reduce(self) -> None:
-        """Gives the parameters around the experts the gradients of all processes, once a step."""
+        """Sums the gradients around the experts over all processes, once a step."""
         if self._processes.size > 1 and not self._executor.visits.is_reduced:
             self._processes.reduce_gradients(self.dense.parameters())
             self._executor.visits.is_reduced = True
 
     def attach(self, loop: T) -> T:
-        """Has a loop take its steps by this optimizer, and see the gradients of all parameters.
+        """Makes a loop of others take its steps by this optimizer; returns the loop.
 
         Args:
-            loop: a Trainer of transformers or TRL, before `train`: its models and checkpoints have
-                the experts too; an Accelerator, which prepares this optimizer with the others; or
-                a GradScaler of torch, which drops the gradients of a step that it skips.
-
-        Returns:
-            The loop.
+            loop: a Trainer of transformers or TRL, before `train`: its models and checkpoints
+                include the experts; an Accelerator, which prepares this optimizer with the others;
+                or a GradScaler of torch, which drops the gradients of a step that it skips.
 
         Raises:
             UnsupportedUseError: the Trainer would do something that cannot include the experts.
             CapacityError: it saves, and there is no memory for the experts' weights.
         """
-        return attach(self, loop)
+        found: Any = loop
+        places = ("_save", "clip_grad_norm_", "_unscale_grads_")
+        if not vars(found).keys().isdisjoint(places):
+            raise UnsupportedUseError(
+                f"this {type(found).__name__} is attached already: attach it once, to one training"
+            )
+        if isinstance(found, torch.amp.GradScaler):
+            _attach_scaler(self, found)
+            return loop
+        if hasattr(found, "accelerator"):
+            _attach_trainer(self, found)
+            found = found.accelerator
+        if not hasattr(found, "unscale_gradients"):
+            raise UnsupportedUseError(
+                "attach takes a Trainer, an Accelerator or a GradScaler of torch, got "
+                f"{type(loop).__name__}"
+            )
+
+        def clip_grad_norm(parameters: object, max_norm: float, norm_type: float = 2) -> Tensor:
+            del parameters  # without the experts
+            if norm_type != 2:
+                raise UnsupportedUseError(f"gradients are clipped by their 2-norm, not {norm_type}")
+            found.unscale_gradients()
+            return torch.tensor(self.clip_grad_norm(float(max_norm)))
+
+        found.clip_grad_norm_ = clip_grad_norm
+        if found.scaler is not None:
+            _attach_scaler(self, found.scaler)
+        return loop
 
     def discard(self) -> None:
-        """Forgets the gradients since the last step, and takes back what they changed."""
-        self._executor.copies.forget()  # first: no copy may reach into a record that is given back
+        """Drops the gradients since the last step, and rolls back what they changed."""
+        self._executor.copies.forget()  # first: no copy may use a record that is released
         self.optimizer.discard()
         self.dense.forget()
-        self._final_rate, self._is_scaled = None, False
-        self._executor.begin()
+        self._begin_step()
 
     def _names_everywhere(self, own: Sequence[ExpertKey]) -> tuple[str, ...]:
-        """Names of the experts that some process has; a collective call."""
+        """Names of the given experts of all processes; a collective call."""
         keys = [
             ExpertKey(layer, e) for layer, s in enumerate(self.sites) for e in range(s.num_experts)
         ]
@@ -529,13 +557,13 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
             super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts, and which version of every expert belongs to them.
+        """Moments, step counts and the version of every expert that belongs to them.
 
-        Part of a checkpoint that `write` saves; the experts themselves stay in `storage_dir`. It
-        cannot be pickled before that.
+        Part of a checkpoint that `write` saves, and cannot be pickled before; the experts
+        themselves stay in `storage_dir`.
 
         Raises:
-            MoERuntimeError, OSError: the checkpoint before could not be written.
+            MoERuntimeError, OSError: the last checkpoint could not be written.
         """
         return {"experts": self._checkpoints.begin(), **self._around()}
 
@@ -549,33 +577,31 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         }  # fmt: skip
 
     def export(self, folder: Path) -> dict[str, Any]:
-        """Writes the experts with their moments into a folder; all else, which pickles, is
-        returned.
+        """Writes the experts with their moments into a folder; returns the rest, which pickles.
 
-        Unlike `write`, it copies what lies on the disk too, and each export stays whole.
+        Unlike `write`, it copies experts on the disk too, so each export stays whole.
         """
         return {
             "experts": self._checkpoints.export(folder),
             **self._around(),
             "model": {name: tensor.detach() for name, tensor in self._changing().items()},
-            "param_groups": [],  # so that torch's optimizers refuse it in words
+            "param_groups": [],  # so that torch's optimizers refuse it with a message
         }
 
     def _changing(self) -> Mapping[str, Tensor]:
         """Trained parameters around the experts, and buffers."""
         kept = self.model.state_dict(keep_vars=True)
-        buffers = {n: t for n, t in kept.items() if not isinstance(t, nn.Parameter)}
-        away = (TrainedElsewhere,)
-        buffers = {name: t for name, t in buffers.items() if not isinstance(t, away)}
+        others = (nn.Parameter, TrainedElsewhere)
+        buffers = {name: t for name, t in kept.items() if not isinstance(t, others)}
         return {**trained_around_experts(self.model), **buffers}
 
     def load_state_dict(  # type: ignore[override]
         self, state: Mapping[str, Any], folder: Path | None = None
     ) -> None:
-        """Takes up what a checkpoint has of `state_dict`, under any budget.
+        """Loads a checkpoint's `state_dict`, under any budget.
 
         Args:
-            folder: where `export` wrote the experts, of whose state this is.
+            folder: of the experts, if `export` made the state.
 
         Raises:
             CheckpointError: it is of another model, or damaged; says where.
@@ -595,7 +621,7 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         if folder is not None:
             require_kind(state.get("model"), MAPPING, "the checkpoint's model")
             require_like(state["model"], self._changing(), "the checkpoint's model")
-        # what was just asked for comes back, as accelerate does
+        # accelerate loads the state that it has just taken
         is_own = self._checkpoints.holds(state["experts"])
         if not (is_own and state["steps"]["step"] == self.optimizer.step):
             self.optimizer.load_state_dict(state["steps"])
@@ -620,3 +646,140 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         scale = self.optimizer.loss_scale.value
         (loss if scale == 1 else loss * scale).backward()
         return loss.detach()
+
+
+def _attach_scaler(training: OffloadedTraining, scaler: Any) -> None:
+    """Makes a scaler divide the experts' gradients too, and skip a step if they overflow."""
+    unscale_plainly, step_plainly = scaler._unscale_grads_, scaler.step
+
+    def unscale(
+        optimizer: object, inverse: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if optimizer is not training:
+            return unscale_plainly(optimizer, inverse, found_inf, allow_fp16)
+        has_overflow = training.unscale(float(inverse))
+        around = SimpleNamespace(param_groups=training.dense.groups)
+        found = unscale_plainly(around, inverse, found_inf, allow_fp16)
+        found.setdefault(found_inf.device, found_inf)
+        if has_overflow:
+            found[found_inf.device] = torch.ones_like(found_inf)
+        return found
+
+    def step(optimizer: object, *args: Any, **options: Any) -> Any:
+        result = step_plainly(optimizer, *args, **options)
+        if optimizer is training:
+            training.zero_grad()  # of a skipped step
+        return result
+
+    scaler._unscale_grads_, scaler.step = unscale, step
+
+
+def _attach_trainer(training: OffloadedTraining, trainer: Any) -> None:
+    _require_sound(training, trainer)
+    trainer.optimizer = training
+    trainer._mixed_mesh_grads = False  # it would read gradients to find out
+    save, save_states = trainer._save, trainer._save_optimizer_and_scheduler
+    load, load_states = training.load_state_dict, trainer._load_optimizer_and_scheduler
+
+    def save_whole(output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict is None and not _saves_adapters(trainer.model):
+            _require_room(training)
+            state_dict = training.model.state_dict() | {
+                f"{site.name}.{name}": tensor
+                for layer, site in enumerate(training.sites)
+                for name, tensor in training.stacked(layer).items()
+            }
+        save(output_dir, state_dict)
+
+    def save_states_whole(output_dir: str) -> None:
+        state = training.export(Path(output_dir) / EXPERTS)
+        with _instead(training, "state_dict", lambda: state):
+            save_states(output_dir)
+
+    def load_states_whole(checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if not (folder / _STATES).is_file():
+            raise CheckpointError(
+                f"{folder} has no {_STATES}, with which training goes on: save_only_model left it "
+                "out, or the save has failed; begin from a whole model, or resume from a "
+                "checkpoint with states"
+            )
+
+        with _instead(training, "load_state_dict", partial(load, folder=folder / EXPERTS)):
+            load_states(checkpoint)
+
+    def load_best() -> None:
+        folder = Path(trainer.state.best_model_checkpoint)
+        state = torch.load(folder / _STATES, map_location="cpu", weights_only=True)
+        load(state, folder=folder / EXPERTS)
+
+    trainer._save, trainer._save_optimizer_and_scheduler = save_whole, save_states_whole
+    trainer._load_optimizer_and_scheduler, trainer._load_best_model = load_states_whole, load_best
+    # the parameters are in the states
+    trainer._load_from_checkpoint = lambda checkpoint, model=None: None
+
+
+def _require_sound(training: OffloadedTraining, trainer: Any) -> None:
+    """Refuses settings that would fail, or lose experts, after training has begun."""
+    arguments = trainer.args
+    if trainer.accelerator.num_processes > 1 or training._processes.size > 1:
+        raise UnsupportedUseError(
+            "a Trainer trains offloaded experts in one process; for several write the loop with "
+            "`backward` and `step`, or use `moe-runtime train`"
+        )
+    if trainer.model_init is not None:
+        raise UnsupportedUseError(
+            "model_init would build another model than the one that was offloaded: give the model"
+        )
+    if getattr(arguments, "sync_ref_model", False):
+        raise UnsupportedUseError(
+            "sync_ref_model would copy the experts out of the model, where they are not: set it to "
+            "False"
+        )
+    if arguments.load_best_model_at_end and arguments.save_only_model:
+        raise UnsupportedUseError(
+            "load_best_model_at_end takes the experts from the states of a checkpoint, which "
+            "save_only_model leaves out: set one of them to False"
+        )
+    saves = str(getattr(arguments.save_strategy, "value", arguments.save_strategy)) != "no"
+    if not saves:
+        return
+    if not _saves_adapters(trainer.model):
+        _require_room(training)
+    elif any(parameter.requires_grad for _, parameter in _absent(training)):
+        raise UnsupportedUseError(
+            "PEFT saves adapters alone, and the experts are trained too: freeze them before "
+            "offload_training, or give save_strategy='no'"
+        )
+
+
+def _saves_adapters(model: Any) -> bool:
+    return has_adapters(model) or hasattr(model, "get_base_model")
+
+
+def _absent(training: OffloadedTraining) -> Iterator[tuple[str, TrainedElsewhere]]:
+    for name, parameter in training.model.named_parameters():
+        if isinstance(parameter, TrainedElsewhere):
+            yield name, parameter
+
+
+def _require_room(training: OffloadedTraining) -> None:
+    needed = sum(p.numel() * p.element_size() for _, p in _absent(training))
+    if needed > (free := available_host_bytes()):
+        raise CapacityError(
+            f"save_pretrained takes the experts' weights into memory, {format_bytes(needed)} of "
+            f"{format_bytes(free)} that are free: give save_strategy='no', or train with "
+            "`moe-runtime finetune`, which writes them expert by expert"
+        )
+
+
+@contextlib.contextmanager
+def _instead(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of an object in the block."""
+    vars(owner)[name] = function
+    try:
+        yield
+    finally:
+        del vars(owner)[name]

@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class ExpertOptimizer:
-    """The offloaded experts' part of `OffloadedTraining`: updates them in their tier or on the way.
+    """Updates the offloaded experts for `OffloadedTraining`, in memory or while they are read.
 
     With `clip_norm > 0` and `clip="two_phase"`, as `finetune` and `train` have by default, every
     gradient waits for `step`. Otherwise an expert on the disk is updated inside the backward pass,
@@ -41,9 +41,9 @@ class ExpertOptimizer:
 
     Attributes:
         step: steps taken, skipped ones not counted.
-        clip_norm: largest global norm of the gradients of the step to come; 0 does not clip.
-        unscale: factor of its experts' gradients, by a scaler of others.
-        bad_experts: those with gradients that are not finite, since the last step.
+        clip_norm: largest global norm of the next step's gradients; 0 does not clip.
+        unscale: factor of the experts' gradients, from a loop's own gradient scaler.
+        bad_experts: experts whose gradients since the last step are not finite.
     """
 
     def __init__(
@@ -54,31 +54,31 @@ class ExpertOptimizer:
         processes: OneProcess,
     ) -> None:
         self.records = records
-        self.processes = processes
         self.device_updates = device_updates
-        self.settings = settings
         self.step = 0
         self.loss_scale = LossScale(settings.loss_scale)
         self.clip_norm = settings.clip_norm
         self.unscale = 1.0
+        self.bad_experts: list[ExpertKey] = []
+        self._processes, self._settings = processes, settings
+        self._mean = 1 / processes.loss_parts
         self._rates: list[float] = []
         self._scales: list[float] = []
         self._norms: dict[ExpertKey, float] = {}
-        self.bad_experts: list[ExpertKey] = []
         self._last_norm: float | None = None
         self._uses = UseCounts(records.experts)
 
     def sections_needed(self, key: ExpertKey) -> Sections:
-        """What has to be read before an expert can compute: all of it if it missed steps."""
+        """Sections to read before an expert can compute: all of it if it missed steps."""
         return Sections.STATE if self._is_behind(key) else Sections.PARAMETERS
 
-    def needs(self, keys: Iterable[ExpertKey], more: Sections = Sections.NONE) -> Iterator[Need]:
-        return ((key, self.sections_needed(key) | more) for key in keys)
+    def needs(self, keys: Iterable[ExpertKey]) -> Iterator[Need]:
+        return ((key, self.sections_needed(key)) for key in keys)
 
     def fetch(
         self, key: ExpertKey, more: Sections = Sections.NONE, *, writes: bool = False
     ) -> Tensor:
-        """The record of an expert as it is after `step` steps; `records.release` gives it back."""
+        """The record of an expert after `step` steps; `records.release` gives it back."""
         is_behind = self._is_behind(key)
         record = self.records.acquire(
             key, self.sections_needed(key) | more, writes=writes or is_behind
@@ -89,14 +89,11 @@ class ExpertOptimizer:
         return record
 
     def updates_in_backward(self, key: ExpertKey) -> bool:
-        waits = self.settings.waits_for_norm and not self.settings.is_delayed(self.step)
-        return not (self._is_resident(key) or waits or self.bad_experts)
-
-    def _is_resident(self, key: ExpertKey) -> bool:
-        return self.records.experts[key].resident_slot is not None
+        waits = self._settings.waits_for_norm and not self._settings.is_delayed(self.step)
+        return not (self.records.is_resident(key) or waits or self.bad_experts)
 
     def accept(self, key: ExpertKey, record: Tensor, rate: float | None) -> None:
-        """Takes an acquired record with its summed gradient, and gives the record back.
+        """Takes an acquired record with its summed gradient, and releases the record.
 
         Args:
             rate: learning rate if the gradient is final; None if more may be added.
@@ -116,19 +113,18 @@ class ExpertOptimizer:
     def take_step(
         self, rate: float, dense_norm: float, dense_is_bad: bool
     ) -> tuple[float, float, bool]:
-        """Takes the step for the experts whose gradients wait, or takes all of it back; a
-        collective call.
+        """Takes the step of experts whose gradients wait, or rolls all of it back; collective.
 
         Args:
-            dense_norm: norm of the other parameters' gradients, not scaled back yet.
+            dense_norm: norm of the other parameters' gradients, with the loss scale.
 
         Returns:
             Global norm of the gradients, the factor for the other parameters' gradients, and
-            whether the step was skipped because some gradient is not finite.
+            whether the step was skipped because a gradient is not finite.
         """
         norm, num_bad = self.norm(dense_norm)
         is_skipped = dense_is_bad or num_bad > 0
-        scale = self._scale(self._last_norm if self.settings.clip == "delayed" else norm)
+        scale = self._scale(self._last_norm if self._settings.clip == "delayed" else norm)
         own_scale = self._mean * self.unscale * scale
         waiting = [key for key in sorted(self._norms) if self.records.experts[key].has_gradient]
         self._await_device()
@@ -148,23 +144,23 @@ class ExpertOptimizer:
             self._scales.append(own_scale)
             self.step += 1
             self._last_norm = norm
-            for arriving, leaving in self._uses.after_step(self._norms, self._is_resident):
+            for arriving, leaving in self._uses.after_step(self._norms, self.records.is_resident):
                 self.records.exchange_tiers(arriving, leaving)
         self.loss_scale.after_step(was_skipped=is_skipped)
         self._forget_norms()
         return norm, scale, is_skipped
 
     def norm(self, dense_norm: float) -> tuple[float, float]:
-        """Global norm of the gradients, and experts whose gradients are not finite; as of
-        `take_step`."""
-        square, num_bad = self.processes.sums(
+        """Global norm of the gradients, and the number of experts with gradients that are not
+        finite; arguments as of `take_step`."""
+        square, num_bad = self._processes.sums(
             [sum(value * value for value in self._norms.values()), float(len(self.bad_experts))]
         )
         square *= self.unscale**2
         return math.sqrt(square + (dense_norm / self.loss_scale.value) ** 2), num_bad
 
     def discard(self) -> None:
-        """Forgets the gradients since the last step, and takes back what they changed."""
+        """Drops the gradients since the last step, and rolls back what they changed."""
         self._await_device()
         for key, expert in self.records.experts.items():
             if expert.has_gradient:
@@ -174,7 +170,7 @@ class ExpertOptimizer:
         self._forget_norms()
 
     def _forget_norms(self) -> None:
-        self.clip_norm, self.unscale = self.settings.clip_norm, 1.0
+        self.clip_norm, self.unscale = self._settings.clip_norm, 1.0
         self._norms.clear()
         self.bad_experts.clear()
 
@@ -200,14 +196,10 @@ class ExpertOptimizer:
             )
         if (state["last_norm"] is None) != (state["step"] == 0):
             raise CheckpointError(f"the checkpoint's last_norm is {state['last_norm']}")
-        self.step, self._rates = state["step"], [float(rate) for rate in state["rates"]]
+        self.step, self._last_norm = state["step"], state["last_norm"]
+        self._rates = [float(rate) for rate in state["rates"]]
         self._scales = [float(scale) for scale in state["scales"]]
-        self._last_norm = state["last_norm"]
         self.loss_scale.load_state_dict(state["loss_scale"])
-
-    @property
-    def _mean(self) -> float:
-        return 1 / self.processes.loss_parts
 
     def _await_device(self) -> None:
         if self.device_updates is not None:
@@ -216,12 +208,12 @@ class ExpertOptimizer:
     def _is_behind(self, key: ExpertKey) -> bool:
         if not self.records.experts[key].layout.trained:
             return False
-        is_exact = self.settings.untouched == "dense_exact"
+        is_exact = self._settings.untouched == "dense_exact"
         is_old = self.records.content_step(key) < self.step
         return is_old and (is_exact or self._pending(key) is not None)
 
     def _pending(self, key: ExpertKey) -> int | None:
-        """The step whose gradient the nearest copy of a record keeps, and has not used yet."""
+        """The step whose gradient is kept in the nearest copy of a record and not used yet."""
         step = self.records.experts[key].pending
         return step if step is not None and step + 1 == self.records.content_step(key) else None
 
@@ -232,24 +224,24 @@ class ExpertOptimizer:
         steps = [
             UpdateStep(number, rates[step])
             for step in range(behind, len(rates))
-            if (number := self.settings.update_number(step)) is not None
+            if (number := self._settings.update_number(step)) is not None
         ]
-        if self.settings.untouched == "sparse_skip":
+        if self._settings.untouched == "sparse_skip":
             steps = [] if pending is None else [UpdateStep(count + 1, rates[pending + 1])]
         gradient = None
         if pending is not None:
             gradient = layout.kept_gradient(record).mul_(self._scales[pending])
         if steps:
-            refreshes = count % self.settings.galore_refresh == 0
-            take_steps(layout, record, self.settings, steps, gradient, refreshes=refreshes)
+            refreshes = count % self._settings.galore_refresh == 0
+            take_steps(layout, record, self._settings, steps, gradient, refreshes=refreshes)
 
     def _scale(self, norm: float | None) -> float:
-        """Factor of gradients as they come out of the backward pass."""
+        """Factor of gradients as the backward pass makes them."""
         clip = 1.0 if norm is None else clip_scale(norm, self.clip_norm)
         return clip / self.loss_scale.value
 
     def _update(self, key: ExpertKey, record: Tensor, rate: float, scale: float) -> None:
-        """Takes the step of an acquired record with its gradient, and gives the record back."""
+        """Takes the step of an acquired record with its gradient, and releases the record."""
         number = self.step + 1
 
         def write_back() -> None:
@@ -259,22 +251,22 @@ class ExpertOptimizer:
 
         expert = self.records.experts[key]
         gradient = expert.layout.flat(record, Sections.GRADIENT)
-        if self.settings.is_delayed(self.step):  # as ZeRO-Offload does
+        if self._settings.is_delayed(self.step):  # as ZeRO-Offload does
             self._catch_up(key, record, [*self._rates, rate])
             expert.count += expert.pending is not None
             expert.layout.kept_gradient(record).copy_(gradient)
             expert.pending = self.step
             write_back()
             return
-        is_exact = self.settings.untouched == "dense_exact"
+        is_exact = self._settings.untouched == "dense_exact"
         step = UpdateStep(number if is_exact else expert.count + 1, rate)
         if scale != 1:
             gradient.mul_(scale)
-        refreshes = expert.count % self.settings.galore_refresh == 0
+        refreshes = expert.count % self._settings.galore_refresh == 0
         expert.count += 1
         if self.device_updates is not None and self.device_updates.takes(
-            expert.layout, record, self.settings, step, refreshes=refreshes, finish=write_back
+            expert.layout, record, self._settings, step, refreshes=refreshes, finish=write_back
         ):
             return
-        take_steps(expert.layout, record, self.settings, [step], gradient, refreshes=refreshes)
+        take_steps(expert.layout, record, self._settings, [step], gradient, refreshes=refreshes)
         write_back()

@@ -5,7 +5,7 @@ either direction (Li et al., "Harmony", 2022). The backward pass needs the exper
 pass in the reverse order of layers, so its prefetch is exact.
 
 Each micro-batch of a window has a thread; one runs at a time, in turn. At a layer's experts a
-thread waits until all have come; then the experts are computed for all of them. Turns are fixed, so
+thread waits for the others; then the experts are computed for all of them. Turns are fixed, so
 gradients of shared parameters are summed in the order of the micro-batches.
 """
 
@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
@@ -36,8 +36,7 @@ from moe_runtime.kernels.operands.second_derivative import first_derivatives_onl
 from moe_runtime.layer import MoELayer
 from moe_runtime.layer.experts import compute_dtype
 from moe_runtime.training.offload.activations import ActivationPolicy, Pass
-from moe_runtime.training.offload.compute_copies import ComputeCopies, crosses
-from moe_runtime.training.offload.device_link import DeviceLink, add_up
+from moe_runtime.training.offload.compute_copies import ComputeCopies, DeviceLink, add_up, crosses
 from moe_runtime.training.offload.optimizer import ExpertOptimizer
 from moe_runtime.training.offload.record_store import Need
 from moe_runtime.training.offload.records import Sections
@@ -46,9 +45,9 @@ from moe_runtime.types import ExpertKey
 
 
 class LayerInput(NamedTuple):
-    """What one micro-batch brings to a layer: `[T, D]`, `[T, K]` ids, `[T, K]` gate weights.
+    """One micro-batch at a layer: `[T, D]`, `[T, K]` ids, `[T, K]` gate weights.
 
-    Without weights, rows are sorted by expert and one each, and outputs are wanted row by row.
+    Without weights, rows are sorted by expert with one choice each, and outputs are row by row.
     """
 
     x_TD: Tensor
@@ -58,14 +57,14 @@ class LayerInput(NamedTuple):
 
 @dataclass
 class Visits:
-    """Which experts the forward passes since the last step visited, in order.
+    """The experts that the forward passes since the last step visited, in order.
 
     Attributes:
-        layers: layer and its experts for every forward pass that a backward pass will follow.
-        num_forwards: how many forward passes a layer had.
-        rate: learning rate, where the gradients of this backward pass are final; else None.
-        went_back: whether a backward pass went through a layer.
-        is_reduced: gradients around the experts are sums over several processes already.
+        layers: layer and its experts for every forward pass whose backward pass will follow.
+        num_forwards: forward passes of each layer.
+        rate: learning rate if the gradients of this backward pass are final; else None.
+        went_back: a backward pass went through a layer.
+        is_reduced: gradients around the experts are sums over all processes already.
     """
 
     layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
@@ -75,7 +74,7 @@ class Visits:
     is_reduced: bool = False
 
     def require_own_gradients(self) -> None:
-        """Refuses gradients that would be added to the sums of all processes, and stay apart."""
+        """Refuses to add gradients of one process to the sums of all processes."""
         if self.is_reduced:
             raise UnsupportedUseError(
                 "the gradients were summed over the processes already, for their norm: ask for it "
@@ -92,13 +91,13 @@ class ExpertsExecutor(abc.ABC):
 
     @abc.abstractmethod
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        """A copy of one expert's parameters as they are after the steps so far, by name."""
+        """A copy of one expert's parameters after the steps so far, by name."""
 
     def stacked(self, layer: int, only: str | None = None) -> dict[str, Tensor]:
         """Copies of a layer's parameters as its module had them, this process's experts first.
 
         Args:
-            only: name of the one parameter that is wanted.
+            only: name of the one parameter to copy.
         """
         found: dict[str, Tensor] = {}
         experts = self._sites[layer].experts_here
@@ -114,7 +113,7 @@ class ExpertsExecutor(abc.ABC):
 class LayerExecutor(ExpertsExecutor):
     """Forward and backward passes of layers with experts that are trained, or frozen in a store.
 
-    A `call` is one micro-batch in one layer, which its backward pass needs: it has the
+    A `call` is one micro-batch in one layer, kept for its backward pass; it has the
     `give_up_tensors` and `take_tensors` of `StreamedExperts`.
     """
 
@@ -126,13 +125,10 @@ class LayerExecutor(ExpertsExecutor):
     def forward(
         self, layer: int, inputs: Sequence[LayerInput], *, keeps: bool, is_visit: bool
     ) -> tuple[list[Any], list[Tensor]]:
-        """One layer for all micro-batches that are there.
+        """Calls and outputs `[T, D]` of one layer for all micro-batches.
 
         Args:
-            is_visit: a backward pass will follow; False where activations are only computed again.
-
-        Returns:
-            The calls, and the outputs `[T, D]`.
+            is_visit: a backward pass will follow; False where activations are only recomputed.
         """
 
     @abc.abstractmethod
@@ -140,15 +136,6 @@ class LayerExecutor(ExpertsExecutor):
         self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
         """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch."""
-
-    def begin(self, rate: float | None = None) -> None:
-        """Forgets the visits; what follows is a new window.
-
-        Args:
-            rate: learning rate if gradients are final after this window; None if more windows add
-                to them.
-        """
-        self.visits = Visits(rate=rate)
 
     def _note_visit(self, layer: int, keys: list[ExpertKey]) -> None:
         self.visits.layers.append((layer, keys))
@@ -160,7 +147,7 @@ class LayerExecutor(ExpertsExecutor):
         return keeps and (not is_visit or layer + 1 == len(self._sites))
 
     def _go_back(self, layer: int) -> None:
-        """Drops the visits from a layer on, whose backward pass begins."""
+        """Drops the visits of this and later layers; the layer's backward pass begins."""
         self.visits.require_own_gradients()
         self.visits.went_back = True
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
@@ -172,7 +159,7 @@ class TrainedExpertsExecutor(LayerExecutor):
 
     Args:
         copy_bytes: for experts' weights that stay where products are computed.
-        link: to the device that computes; None where that is the CPU.
+        link: to the device that computes; None for the CPU.
     """
 
     def __init__(
@@ -184,14 +171,14 @@ class TrainedExpertsExecutor(LayerExecutor):
         link: DeviceLink | None,
     ) -> None:
         super().__init__(sites)
-        self.activations = activations
+        self._activations = activations
         self._optimizer = optimizer
         self._records = optimizer.records
         self.copies = ComputeCopies(optimizer.records.experts, copy_bytes, link)
         self._widths = [site.dim_preactivation for site in sites]
 
     def expect_first_layer(self) -> None:
-        """Begins to read what the next forward pass will probably want first."""
+        """Reads ahead what the next forward pass will probably need first."""
         self._records.expect(self._optimizer.needs(self._last_visited.get(0, [])))
 
     def forward(
@@ -203,9 +190,9 @@ class TrainedExpertsExecutor(LayerExecutor):
         self._records.expect(self._ahead_of_forward(layer, keys, turns_back=turns_back))
         if is_visit:
             self._note_visit(layer, keys)
-        width = self._widths[layer]
+        keeps = keeps and self._activations.choices[layer] != "recompute"
         for call in calls:
-            call.begin_forward(width, keeps=keeps and not self.activations.recomputes(layer))
+            call.begin_forward(self._widths[layer], keeps=keeps)
         with self._observed("forward" if is_visit else None, layer, inputs):
             for key in keys:
                 record = self._optimizer.fetch(key)
@@ -213,126 +200,106 @@ class TrainedExpertsExecutor(LayerExecutor):
                 weights = self._weights(key, record, here[0].x_TD)
                 for call in here:
                     call.forward(key.expert, weights)
-                self.copies.release(partial(self._records.release, key))
-            self.copies.finish()
+                self.copies.link.release(partial(self._records.release, key))
+            self.copies.link.finish()
         return calls, [call.output() for call in calls]
 
     def backward(
         self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """As of all executors; gradients of the experts go to the optimizer."""
+        """As `LayerExecutor.backward`; gradients of the experts go to the optimizer."""
         keys = visited(layer, calls)
-        is_only_forward = self.visits.num_forwards[layer] == 1
+        rate = self.visits.rate if self.visits.num_forwards[layer] == 1 else None
         self._go_back(layer)
         self._records.expect(self._ahead_of_backward(keys))
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
         with self._observed("backward", layer, ()):
             for key in keys:
-                self._backward_expert(key, calls, self.visits.rate if is_only_forward else None)
-            self.copies.finish()
+                here = [call for call in calls if call.num_rows(key.expert)]
+                self.copies.link.release(self._backward_expert(key, here, rate))
+            self.copies.link.finish()
         return [call.input_gradients() for call in calls]
 
     def expert(self, key: ExpertKey) -> dict[str, Tensor]:
-        named = self._records.experts[key].layout.views(
-            self._optimizer.fetch(key), Sections.PARAMETERS
-        )
+        record = self._optimizer.fetch(key)
+        named = self._records.experts[key].layout.views(record, Sections.PARAMETERS)
         try:
             return {name: tensor.clone() for name, tensor in named.items()}
         finally:
             self._records.release(key)
 
     def _backward_expert(
-        self, key: ExpertKey, calls: Sequence[StreamedExperts], rate: float | None
-    ) -> None:
+        self, key: ExpertKey, here: Sequence[StreamedExperts], rate: float | None
+    ) -> Callable[[], object]:
+        """Queues an expert's backward pass; the result releases the record afterwards."""
         layout = self._records.experts[key].layout
-        trains = bool(layout.trained)
-        record = self._optimizer.fetch(key, self._backward_sections(key), writes=trains)
-        here = [call for call in calls if call.num_rows(key.expert)]
+        record = self._optimizer.fetch(
+            key, self._backward_sections(key), writes=bool(layout.trained)
+        )
         weights = self._weights(key, record, here[0].x_TD)
-        if not trains:
+        if not layout.trained:
             for call in here:
                 call.backward(key.expert, weights, None)
-            self.copies.release(partial(self._records.release, key))
-            return
-        has_gradient = self._records.experts[key].has_gradient
+            return partial(self._records.release, key)
+        adds = self._records.experts[key].has_gradient
         gradients = [*layout.views(record, Sections.GRADIENT).values()]
-        if not has_gradient:
+        if not adds:
             layout.clear_padding(record)
-        accept = partial(self._optimizer.accept, key, record, rate)
-        if crosses(gradients[0], here[0].x_TD):
-            self._send_gradients(key, here, weights, gradients, adds=has_gradient)
-        else:
-            for number, call in enumerate(here):
-                adds = has_gradient or number > 0
-                found = self.copies.memory(gradients, weights) if adds else gradients
-                call.backward(key.expert, weights, self._in_slot(key, found))
-                if adds:
-                    add_up(gradients, found, adds=True)
-        self.copies.release(accept)
-
-    def _send_gradients(
-        self,
-        key: ExpertKey,
-        here: Sequence[StreamedExperts],
-        weights: StackedExperts,
-        gradients: Sequence[Tensor],
-        *,
-        adds: bool,
-    ) -> None:
-        """Queues the products of an expert's gradient elsewhere, and its way back."""
-        copies = self.copies
-        # several micro-batches' gradients are summed before they cross
-        sums = len(here) > 1 and not adds
-        totals = copies.memory(gradients, weights, dtype=gradients[0].dtype) if sums else None
+        names = [tensor.name for tensor in layout.trained]
+        link, site = self.copies.link, self._sites[key.layer]
+        is_crossing = crosses(gradients[0], here[0].x_TD)
+        # gradients of several micro-batches are summed before they cross
+        sums = is_crossing and len(here) > 1 and not adds
+        totals = link.gradients(gradients, gradients[0].dtype) if sums else gradients
         for number, call in enumerate(here):
-            found = copies.memory(gradients, weights, is_part=sums)
-            call.backward(key.expert, weights, self._in_slot(key, found))
-            if totals is None:
-                copies.send_back(found, gradients, adds=adds)
-            else:
-                add_up(totals, found, adds=number > 0)
-        if totals is not None:
-            copies.send_back(totals, gradients, adds=False)
+            is_first = number == 0 and not (adds or is_crossing)
+            found = gradients
+            if not is_first:
+                found = link.gradients(gradients, weights.dtype, is_part=sums)
+            call.backward(key.expert, weights, site.gradients(names, found))
+            if is_crossing and not sums:
+                self.copies.send_back(found, gradients, adds=adds)
+            elif not is_first:
+                add_up(totals, found, adds=not sums or number > 0)
+        if sums:
+            self.copies.send_back(totals, gradients, adds=False)
+        return partial(self._optimizer.accept, key, record, rate)
 
     @contextlib.contextmanager
     def _observed(
         self, direction: Literal["forward", "backward"] | None, layer: int,
         inputs: Sequence[LayerInput],
     ) -> Iterator[None]:  # fmt: skip
-        """Reports what a pass took to the plan of activations."""
+        """Reports the cost of a pass to the plan of activations."""
         before, started = dataclasses.replace(self._records.traffic), time.perf_counter()
         yield
         if direction is None:
             return
         after, width = self._records.traffic, self._widths[layer]
         hidden = width // (2 if self._sites[layer].has_gate else 1)
-        self.activations.observe(
-            direction,
-            layer,
-            Pass(
-                seconds=time.perf_counter() - started - (after.stall_s - before.stall_s),
-                saved_bytes=sum(x.ids_TK.numel() * width * x.x_TD.element_size() for x in inputs),
-                recompute_share=width / (width + hidden),
-                read_bytes=after.read_bytes - before.read_bytes,
-                written_bytes=after.written_bytes - before.written_bytes,
-            ),
+        found = Pass(
+            seconds=time.perf_counter() - started - (after.stall_s - before.stall_s),
+            saved_bytes=sum(x.ids_TK.numel() * width * x.x_TD.element_size() for x in inputs),
+            recompute_share=width / (width + hidden),
+            read_bytes=after.read_bytes - before.read_bytes,
+            written_bytes=after.written_bytes - before.written_bytes,
         )
+        self._activations.observe(direction, layer, found)
 
     def _backward_sections(self, key: ExpertKey) -> Sections:
-        if not self._records.experts[key].layout.trained:
-            return Sections.NONE
         sections = Sections.NONE
-        if self._records.experts[key].has_gradient:
-            sections |= Sections.GRADIENT
-        if self.visits.rate is not None and self._optimizer.updates_in_backward(key):
-            sections |= Sections.STATE
+        if self._records.experts[key].layout.trained:
+            if self._records.experts[key].has_gradient:
+                sections |= Sections.GRADIENT
+            if self.visits.rate is not None and self._optimizer.updates_in_backward(key):
+                sections |= Sections.STATE
         return sections
 
     def _ahead_of_forward(
         self, layer: int, keys: Sequence[ExpertKey], *, turns_back: bool
     ) -> Iterator[Need]:
-        """This layer's experts; then those of the layer after it, as the last pass had them."""
+        """This layer's experts, then those of the next layer as the last pass had them."""
         yield from self._optimizer.needs(keys)
         if turns_back:
             yield from self._ahead_of_backward(keys)
@@ -340,25 +307,19 @@ class TrainedExpertsExecutor(LayerExecutor):
             yield from self._optimizer.needs(self._last_visited.get(layer + 1, []))
 
     def _ahead_of_backward(self, keys: Sequence[ExpertKey]) -> Iterator[Need]:
-        remaining = [keys, *(keys for _, keys in reversed(self.visits.layers))]
-        for layer_keys in remaining:
+        for layer_keys in [keys, *(keys for _, keys in reversed(self.visits.layers))]:
             for key in layer_keys:
                 yield key, self._optimizer.sections_needed(key) | self._backward_sections(key)
 
     def _weights(self, key: ExpertKey, record: Tensor, x_TD: Tensor) -> StackedExperts:
         named = self._records.experts[key].layout.views(record, Sections.PARAMETERS)
-        step, views = self._records.content_step(key), [*named.values()]
-        views = self.copies.weights(key, step, views, x_TD)
+        step = self._records.content_step(key)
+        views = self.copies.weights(key, step, [*named.values()], x_TD)
         return self._sites[key.layer].stacked([*named], views)
-
-    def _in_slot(self, key: ExpertKey, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Gradients in the order of kernels; None where a tensor is frozen or missing."""
-        names = [tensor.name for tensor in self._records.experts[key].layout.trained]
-        return self._sites[key.layer].gradients(names, tensors)
 
 
 def streamed(site: ExpertsSite, inputs: Sequence[LayerInput]) -> list[StreamedExperts]:
-    """A layer's experts, to be given one after another, for each micro-batch."""
+    """One call of a layer for each micro-batch; experts are given one after another."""
     return [
         StreamedExperts(x, ids, weights, site.num_experts, site.activation, site.impl)
         for x, ids, weights in inputs
@@ -377,28 +338,13 @@ class _Aborted(BaseException):
     """Unwinds a micro-batch after another one failed; not for users' handlers."""
 
 
-class _Part(Generic[T]):
-    """One micro-batch: its thread and what it waits with."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.work = work
-        self.turn = threading.Semaphore(0)
-        self.place: Any = None
-        self.entry: Any = None
-        self.together: Callable[[list[Any]], list[Any]] | None = None
-        self.answer: Any = None
-        self.future: Future[T] = Future()
-        self.is_done = False
-        self.aux: list[Any] = []
-
-
 class MicroBatchWindow(Generic[T]):
-    """Runs the micro-batches of a window until all are done.
+    """Runs the micro-batches of a window in turn until all are done.
 
     Args:
-        model: the `aux` of its `MoELayer`s belongs to the part that runs.
+        model: while a part runs, the `aux` of the model's `MoELayer`s is that of the part.
         parts: one function for each micro-batch: its forward and backward pass.
-        on_turn: called with a part's number whenever it goes on.
+        on_turn: called with a part's number whenever it continues.
     """
 
     def __init__(
@@ -409,104 +355,105 @@ class MicroBatchWindow(Generic[T]):
         on_turn: Callable[[int], None] | None = None,
     ) -> None:
         self._layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
-        self._parts = [_Part(work) for work in parts]
+        self._parts = list(parts)
         self._on_turn = on_turn
-        self._running = self._parts[0]
-        self._back = threading.Semaphore(0)
-        self._is_aborted = False
+        self._turns = [threading.Semaphore(0) for _ in self._parts]
+        self._places: list[Any] = [None] * len(self._parts)
+        self._entries: list[Any] = [None] * len(self._parts)
+        self._answers: list[Any] = []
+        self._running = 0
+        self._failure: BaseException | None = None
+        # a new thread would use the first GPU
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def run(self) -> list[T]:
         """The results in the order of the parts.
 
         Raises:
             RuntimeError: the parts did not visit the same layers in the same order.
-            Exception: what the first part that failed raised.
+            Exception: the first error of a part.
         """
         with ThreadPoolExecutor(len(self._parts), "micro-batch") as threads:
-            for part in self._parts:
-                context = contextvars.copy_context()
-                part.future = threads.submit(context.run, self._work, part)
             try:
-                while not all(part.is_done for part in self._parts):
-                    for part in self._parts:
-                        self._give_turn(part)
-                    for part in self._parts:
-                        if part.is_done:
-                            part.future.result()  # raises what the work raised
-                    self._compute_together()
-            finally:
-                self._is_aborted = True
-                for part in self._parts:
-                    part.turn.release()
-        return [part.future.result() for part in self._parts]
+                futures = [
+                    threads.submit(contextvars.copy_context().run, self._work, number)
+                    for number in range(len(self._parts))
+                ]
+                self._turns[0].release()
+                wait(futures)
+            except BaseException as error:
+                self._abort(error)
+                raise
+        if self._failure is not None:
+            raise self._failure
+        return [future.result() for future in futures]
 
     def meet(self, place: Any, entry: Any, together: Callable[[list[Any]], list[Any]]) -> Any:
-        """Called by a part: waits for the others, and returns what `together` made for it.
+        """Called by a part: waits for the others, and returns its share of `together`.
 
         Args:
             place: must be equal for all parts.
             together: called once with the entries of all.
         """
-        part = self._running
-        part.place, part.entry, part.together = place, entry, together
-        self._yield_turn(part)
-        return part.answer
+        number = self._running
+        aux = [layer.aux for layer in self._layers]
+        self._places[number], self._entries[number] = place, entry
+        self._pass_turn(number, together)
+        self._await_turn(number)
+        for layer, own in zip(self._layers, aux, strict=True):
+            layer.aux = own
+        return self._answers[number]
 
-    def _work(self, part: _Part[T]) -> T:
-        part.turn.acquire()
+    def _work(self, number: int) -> T:
         try:
-            if self._is_aborted:
-                raise _Aborted
+            self._await_turn(number)
             # nodes of a GPU would otherwise wait for one another in the thread of the device
-            with torch.autograd.set_multithreading_enabled(False):
-                return part.work()
-        finally:
-            part.is_done = True
-            part.place = None
-            self._back.release()
+            with torch.autograd.set_multithreading_enabled(False), torch.cuda.device(self._gpu):
+                result = self._parts[number]()
+            self._places[number] = None
+            self._pass_turn(number, None)
+            return result
+        except BaseException as error:
+            self._abort(error)
+            raise
 
-    def _give_turn(self, part: _Part[T]) -> None:
-        if part.is_done:
-            return
-        self._running = part
-        if self._on_turn is not None:
-            self._on_turn(self._parts.index(part))
-        if part.aux:
-            for layer, aux in zip(self._layers, part.aux, strict=True):
-                layer.aux = aux
-        part.turn.release()
-        self._back.acquire()
-
-    def _yield_turn(self, part: _Part[T]) -> None:
-        part.aux = [layer.aux for layer in self._layers]
-        self._back.release()
-        part.turn.acquire()
-        if self._is_aborted:
+    def _await_turn(self, number: int) -> None:
+        self._turns[number].acquire()
+        if self._failure is not None:
             raise _Aborted
+        self._running = number
+        if self._on_turn is not None:
+            self._on_turn(number)
 
-    def _compute_together(self) -> None:
-        places = {part.place for part in self._parts}
-        if len(places) > 1:
+    def _pass_turn(self, number: int, together: Callable[[list[Any]], list[Any]] | None) -> None:
+        """Gives the turn to the next part; after the last one, computes for all of them."""
+        if number + 1 < len(self._parts):
+            self._turns[number + 1].release()
+            return
+        if len(set(self._places)) > 1:
             raise RuntimeError(
                 "the micro-batches of a window must visit the same layers in the same order; "
-                f"one is at {self._parts[0].place}, another elsewhere"
+                f"one is at {self._places[0]}, another elsewhere"
             )
-        together = self._parts[0].together
-        if None in places or together is None:
-            return
-        answers = together([part.entry for part in self._parts])
-        for part, answer in zip(self._parts, answers, strict=True):
-            part.entry, part.answer = None, answer
+        if together is not None:
+            self._answers = together(self._entries)
+            self._entries = [None] * len(self._parts)
+            self._turns[0].release()
+
+    def _abort(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for turn in self._turns:
+            turn.release()
 
 
 def run_window(
     model: nn.Module, work: Sequence[Callable[[], T]], modules: Sequence[AbsentExperts]
 ) -> list[T]:
-    """Runs micro-batches: one alone as it is, several in a window that the experts know of."""
+    """Runs one micro-batch by itself, and several in a window that the modules meet in."""
+    if len(work) == 1:
+        return [work[0]()]
+    window = MicroBatchWindow(model, work)
     try:
-        if len(work) == 1:
-            return [work[0]()]
-        window = MicroBatchWindow(model, work)
         for module in modules:
             module.window = window
         return window.run()
@@ -516,7 +463,7 @@ def run_window(
 
 
 class AbsentExperts(AbsentParameters):
-    """Routed experts that the optimizer has; parameters are listed, and refuse to be read."""
+    """Routed experts held by the optimizer; parameters are listed, and refuse to be read."""
 
     _misses_absent = False  # the optimizer's `load_state_dict` brings them
 
@@ -549,7 +496,7 @@ class OffloadedTrainingExperts(AbsentExperts):
     """Routed experts whose parameters are not here, for `MoELayer` and for transformers.
 
     Args:
-        activations: what autograd's saved tensors become; kept when omitted.
+        activations: for the tensors that autograd saves; they are kept when omitted.
         has_gradient: whether a gradient of any expert waits for the optimizer's step.
     """
 
@@ -574,22 +521,18 @@ class OffloadedTrainingExperts(AbsentExperts):
 
         Args:
             hidden_states: `[T, D]`.
-            top_k_index: `[T, K]`; choices with ids of no expert are passed over.
-            top_k_weights: `[T, K]` gate weights; None for rows that are sorted by expert, of one
-                choice each, which all weigh one.
+            top_k_index: `[T, K]`; ids of no expert are skipped.
+            top_k_weights: `[T, K]` gate weights; None for rows sorted by expert, with one choice
+                of weight one each.
         """
         dtype = compute_dtype(hidden_states)
-        # a copy within would hide from autograd where it came from
+        # a copy inside the function would hide its source from autograd
         x_TD = hidden_states.to(dtype).contiguous()
         if torch.is_grad_enabled():
-            saving = contextlib.nullcontext()
-            if self._activations is not None:
-                saving = self._activations.saving(self.layer)
-            with saving:
-                out_TD = cast(
-                    Tensor,
-                    _OffloadedLayer.apply(self._anchor, x_TD, top_k_weights, top_k_index, self),
-                )
+            policy = self._activations
+            with policy.saving(self.layer) if policy else contextlib.nullcontext():
+                out = _OffloadedLayer.apply(self._anchor, x_TD, top_k_weights, top_k_index, self)
+            out_TD = cast(Tensor, out)
         else:
             entry = LayerInput(x_TD, top_k_index, top_k_weights)
             with _plainly(x_TD):
@@ -600,32 +543,33 @@ class OffloadedTrainingExperts(AbsentExperts):
 
     def forward_layer(self, entry: LayerInput) -> tuple[Any, Tensor]:
         """The forward pass, together with the other micro-batches of a window."""
-        # inside a backward pass, activations are only computed again
+        # inside a backward pass, activations are only recomputed
         is_visit = torch._C._current_graph_task_id() == -1
 
-        def together(entries: list[LayerInput]) -> list[tuple[Any, Tensor]]:
-            with _plainly(entry.x_TD):
-                calls, outputs = self._executor.forward(
-                    self.layer, entries, keeps=True, is_visit=is_visit
-                )
-            return list(zip(calls, outputs, strict=True))
+        def compute(entries: list[LayerInput]) -> list[tuple[Any, Tensor]]:
+            found = self._executor.forward(self.layer, entries, keeps=True, is_visit=is_visit)
+            return list(zip(*found, strict=True))
 
-        return self._meet(("forward", self.layer), entry, together)
+        return self._meet("forward", entry.x_TD, entry, compute)
 
     def backward_layer(self, call: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The backward pass, together with the other micro-batches of a window."""
 
-        def together(entries: list[tuple[Any, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-            calls, grads = zip(*entries, strict=True)
-            with _plainly(grad_TD):
-                return self._executor.backward(self.layer, calls, grads)
+        def compute(entries: list[tuple[Any, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+            return self._executor.backward(self.layer, *zip(*entries, strict=True))
 
-        return self._meet(("backward", self.layer), (call, grad_TD), together)
+        return self._meet("backward", grad_TD, (call, grad_TD), compute)
 
-    def _meet(self, place: tuple[str, int], entry: Any, together: Any) -> Any:
+    def _meet(
+        self, kind: str, like: Tensor, entry: Any, compute: Callable[[list[Any]], list[Any]]
+    ) -> Any:
+        def together(entries: list[Any]) -> list[Any]:
+            with _plainly(like):
+                return compute(entries)
+
         if self.window is None:
             return together([entry])[0]
-        return self.window.meet(place, entry, together)
+        return self.window.meet((kind, self.layer), entry, together)
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """A copy of a parameter as the module had it, for exporters; no part of the module."""
@@ -634,7 +578,7 @@ class OffloadedTrainingExperts(AbsentExperts):
 
 @contextlib.contextmanager
 def _plainly(x: Tensor) -> Iterator[None]:
-    """No graph, and products in the dtype of their inputs, in whichever thread this runs."""
+    """Turns autograd and autocast off, which are settings of a thread."""
     with torch.no_grad(), without_autocast(x.device.type):
         yield
 

@@ -1,12 +1,12 @@
 """Records of all experts: in slots of host memory and on the disk, and their versions.
 
-An expert's tier is host memory, where its record is changed in place, or the disk, where every
-update makes a new version in another slot; the one before stays until the step is done, and as long
-as a checkpoint names it. Experts on the disk pass through a ring of slots. `expect` says what is
-needed next, so that it arrives while other experts compute.
+An expert's tier is host memory or the disk. In memory its record is changed in place. On the disk
+every update makes a new version in another slot; the old version stays until the step is done, and
+as long as a checkpoint names it. Experts on the disk pass through a ring of slots. `expect`
+announces the next needs, so that they arrive while other experts compute.
 
 The cache of `moe_runtime.memory` moves whole experts in one direction and chooses by a policy.
-Records move in both directions, section by section, in a known order; they are changed in their
+Records move in both directions, section by section, in a known order. They are changed in their
 slots and written back as versions.
 """
 
@@ -46,11 +46,11 @@ Need = tuple[ExpertKey, Sections]
 
 
 class RecordStore:
-    """Records of all experts. One thread at a time computes with them; transfers run next to it.
+    """Records of all experts. One thread at a time computes with them; transfers run in others.
 
     Args:
-        ring_slots: slots for experts that are not resident; 0 if there are none.
-        disk: where those lie; None when all are resident.
+        ring_slots: slots for experts that are not resident; 0 if all are.
+        disk: None when all experts are resident.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RecordStore:
         self.traffic = Traffic()
 
     def expect(self, needs: Iterable[Need]) -> None:
-        """Says which sections will be acquired next, in order; replaces what was said before."""
+        """Replaces the list of sections that will be acquired next, and reads ahead."""
         with self._changed:
             self._expected = deque(
                 (key, need) for key, need in needs if self.experts[key].resident_slot is None
@@ -92,8 +92,8 @@ class RecordStore:
         """The record of an expert with the needed sections filled in; `release` gives it back.
 
         Args:
-            need: sections to be read; others may hold anything.
-            writes: whether STATE sections will be changed: waits until none is being written.
+            need: sections to read; others may hold anything.
+            writes: STATE sections will be changed: waits until none is being written.
         """
         expert = self.experts[key]
         with self._changed:
@@ -127,13 +127,16 @@ class RecordStore:
                 entry.have |= has
                 self._read_ahead()
 
+    def is_resident(self, key: ExpertKey) -> bool:
+        return self.experts[key].resident_slot is not None
+
     def content_step(self, key: ExpertKey) -> int:
         """Last optimizer step applied to the ring copy, else to the tier."""
         entry = self._entries.get(key)
         return self.experts[key].step if entry is None else entry.step
 
     def set_content_step(self, key: ExpertKey, step: int) -> None:
-        """The acquired record was brought to a step; a tier in memory keeps it."""
+        """Notes the step of an acquired record; a tier in memory keeps it."""
         with self._changed:
             if (entry := self._entries.get(key)) is not None:
                 entry.step = step
@@ -215,15 +218,15 @@ class RecordStore:
                     self._file_of(expert).drop(previous.slot)
 
     def roll_back(self) -> None:
-        """The step is not to have happened: versions from before it come back."""
+        """Undoes the step: versions from before it come back."""
         self.wait_for_transfers()
         with self._changed:
             for key, expert in self.experts.items():
-                if self._take_back(expert) and key in self._entries:
+                if self._restore_previous(expert) and key in self._entries:
                     self._drop(key)
 
     def abandon(self) -> None:
-        """Gives all records back after a failed computation; their state is read anew."""
+        """Releases all records after a failed computation; their state is read again."""
         with self._changed:
             for key, entry in self._entries.items():
                 if entry.pins:
@@ -233,17 +236,17 @@ class RecordStore:
             self.traffic.recount(self._fresh_bytes())
 
     def capture(self, keys: Iterable[ExpertKey]) -> None:
-        """Starts to write resident records as new versions; changes wait for the write."""
+        """Starts to write resident records as new versions; changes wait for the writes."""
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
                 assert expert.resident_slot is not None, "what lives on the disk is saved"
-                expert.is_saved = False  # until it is: or the next checkpoint names an older state
+                expert.is_saved = False  # if the write fails, the next checkpoint writes it again
                 self._write(key, self._new_version(expert, expert.step), Sections.STATE)
                 expert.is_saved = True
 
     def hold_versions(self) -> dict[ExpertKey, Version]:
-        """Starts to save every expert as it is now; no version that is returned is overwritten."""
+        """Starts to save every expert as it is now; the returned versions are not overwritten."""
         with self._changed:
             self.capture(
                 key
@@ -266,7 +269,7 @@ class RecordStore:
                 self._file_of(self.experts[key]).drop(version.slot)
 
     def wait_until_durable(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Returns when versions lie on the disk; may be called from any thread."""
+        """Waits until versions are on the disk; may be called from any thread."""
         with self._changed:
             while not all(version.is_written for version in versions.values()):
                 if self._failure is not None:
@@ -275,7 +278,7 @@ class RecordStore:
         self._on_disk.sync()
 
     def restore(self, versions: Mapping[ExpertKey, Version]) -> None:
-        """Takes up saved versions instead of first ones, checks each and holds it once more."""
+        """Replaces first versions by saved ones, checks each and holds it once more."""
         for key, version in versions.items():
             expert = self.experts[key]
             for _ in range(2):
@@ -293,10 +296,10 @@ class RecordStore:
             _, version.sections = expert.layout.checksums(record)
 
     def take_in(self, key: ExpertKey, read: Callable[[Tensor], Version]) -> None:
-        """Takes up an expert that lies in another process's files, and writes it to its tier.
+        """Reads an expert from elsewhere, and writes it to its tier.
 
         Args:
-            read: fills a record with its state, and says what version that is.
+            read: fills a record with the expert's state, and returns its version.
         """
         record = self.acquire(key, Sections.NONE, writes=True)
         found = read(record)
@@ -305,13 +308,13 @@ class RecordStore:
         self.write_state(key)
         self.release(key)
 
-    def drop_lent(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
+    def drop_slots(self, slots: Iterable[tuple[RecordFile, int]]) -> None:
         with self._changed:
             for file, slot in slots:
                 file.drop(slot)
 
     def exchange_tiers(self, arriving: ExpertKey, leaving: ExpertKey) -> None:
-        """Exchanges two tiers between steps: one expert leaves the memory for another."""
+        """Exchanges the tiers of two experts between steps."""
         self.capture([leaving])
         record = self.acquire(arriving, Sections.STATE)
         self.wait_for_transfers()
@@ -320,19 +323,19 @@ class RecordStore:
             assert goes.resident_slot is not None, "the leaving expert's tier must be memory"
             entry, slot = self._entries[arriving], goes.resident_slot
             is_saved = entry.step == comes.step
-            # An exception in between leaves both on the disk, and a slot more to the others.
+            # after an exception in between, both are on the disk, and the ring has a slot more
             goes.resident_slot = None
             self.slab.slot(slot).copy_(record)
             comes.is_saved, comes.step, comes.resident_slot = is_saved, entry.step, slot
             entry.pins -= 1
             self._drop(arriving)
 
-    # What follows is called with the lock held.
+    # the methods below are called with the lock held
 
     def _reset(self) -> None:
-        """After an exception: what was not started does not come, and free slots are free.
+        """After an exception: drops transfers that were not started, and recounts free slots.
 
-        New versions that were not written are taken back; `abandon` takes pins back.
+        Drops new versions that were not written; `abandon` drops pins.
         """
         for key in [key for key in self._entries if self.experts[key].resident_slot is not None]:
             del self._entries[key]
@@ -350,7 +353,7 @@ class RecordStore:
             entry = self._entries.get(key)
             if expert.version is None or expert.version.is_written or (entry and entry.writes):
                 continue
-            if self._take_back(expert) and entry is not None:
+            if self._restore_previous(expert) and entry is not None:
                 entry.forget(Sections.STATE)
                 entry.step = expert.step
         self.traffic.recount(self._fresh_bytes())
@@ -381,7 +384,7 @@ class RecordStore:
             raise self._failure
 
     def _admit(self, key: ExpertKey) -> RingEntry:
-        """A slot for an expert that is needed now, unless one is read ahead while this waits."""
+        """The slot of an expert that is needed now; a read-ahead may take one meanwhile."""
         self._wait_for(
             lambda: (
                 key in self._entries or bool(self._free) or self._make_room(may_drop_expected=True)
@@ -395,7 +398,7 @@ class RecordStore:
         return entry
 
     def _make_room(self, *, may_drop_expected: bool) -> bool:
-        """Drops the slot that was used longest ago, or what is expected last."""
+        """Drops the least recently used slot that is not expected, or the one expected last."""
         expected = [key for key, _ in islice(self._expected, self.slab.num_slots)]
         idle = [key for key, entry in self._entries.items() if entry.is_idle]
         victim = next((key for key in idle if key not in expected), None)
@@ -428,11 +431,11 @@ class RecordStore:
             return
         expert = self.experts[key]
         if entry.have & Sections.STATE and entry.step != expert.step and missing & Sections.STATE:
-            # replayed parameters would not fit the moments on the disk: take all of them anew
+            # parameters after missed steps do not fit the moments on the disk: read all again
             missing |= Sections.STATE
             entry.step = expert.step
         read = Transfer(priority, partial(self._read_done, entry))
-        entry.reads[read] = missing  # first: `_reset` takes back what is not started
+        entry.reads[read] = missing  # first: `_reset` drops reads that were not started
         entry.have |= missing
         entry.fresh |= missing
         self.traffic.read_bytes += self._bytes(key, missing)
@@ -466,7 +469,7 @@ class RecordStore:
             self._transfer_done(write)
 
     def _transfer_done(self, transfer: Transfer) -> None:
-        """A transfer has ended: others may begin; a failure now fails the operations that wait."""
+        """Starts further reads; a failure ends the operations that wait."""
         self._failure = self._failure or transfer.error
         try:
             self._read_ahead()
@@ -474,8 +477,8 @@ class RecordStore:
             self._failure = self._failure or error
         self._changed.notify_all()
 
-    def _take_back(self, expert: RecordStatus) -> bool:
-        """Puts the version from before the step, if any, in the place of the one after."""
+    def _restore_previous(self, expert: RecordStatus) -> bool:
+        """Replaces an expert's version by the one from before the step, if there is one."""
         new, old = expert.version, expert.previous
         if new is None or old is None:
             return False
@@ -485,7 +488,7 @@ class RecordStore:
         return True
 
     def _new_version(self, expert: RecordStatus, step: int) -> Version:
-        """A slot for what an expert has become; a version of the step before is kept for it."""
+        """A new version of an expert; keeps the version from before the step."""
         slot = self._file_of(expert).take()
         new, old = Version(slot, step, expert.count, pending=expert.pending), expert.version
         keeps_old = expert.resident_slot is None and expert.previous is None

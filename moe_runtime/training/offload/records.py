@@ -1,13 +1,13 @@
 """The bytes of one expert in training: its weights, their two moments and their gradient.
 
 Parameters and gradient hold the expert's tensors one after another, every tensor padded with zeros
-to whole vectors: AdamW then treats each element as it would inside a large tensor. (The last,
-partly filled vector is computed by other instructions, and may be rounded otherwise.) Moments may
-be compressed, belong to a projection of the gradient, or not be there.
+to whole vectors. AdamW then rounds each element as inside a large tensor: other instructions
+compute a last, partly filled vector. Moments may be compressed, belong to a projection of the
+gradient, or be absent.
 
 A step decodes the moments of some elements, updates them in the parameters' dtype, and encodes them
-again. Steps that are made up for later pass through the format one by one as well, so tiers change
-no bit.
+again. Missed steps that are taken later pass through the format one by one too, so tiers change no
+bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -33,10 +34,10 @@ from moe_runtime.types import ExpertKey
 MomentStorage = Literal["full", "bf16", "fp8"]
 
 CHUNK_ELEMENTS = 2**18
-"""Elements that are decoded at once: they stay in the cache. A multiple of `GROUP_ELEMENTS`."""
+"""Elements decoded at once, few enough for the cache. A multiple of `GROUP_ELEMENTS`."""
 
 GROUP_ELEMENTS = 128
-"""Neighbours that share an exponent and a scale in fp8."""
+"""Neighbouring elements that share an exponent and a scale in fp8."""
 
 _E4M3_MAX = 448.0
 _E4M3_RANGE = _E4M3_MAX / 2.0**-9
@@ -44,7 +45,7 @@ _MOST_EXPANSION = 16.0
 
 
 class MomentCodec:
-    """Moments as bytes: here in the dtype of the parameters, in place."""
+    """Moments as bytes; this class keeps them in the dtype of the parameters, in place."""
 
     is_exact = True
 
@@ -56,20 +57,14 @@ class MomentCodec:
         return stored.view(dtype)[start:stop]
 
     def encode(self, values: Tensor, stored: Tensor, start: int, step: int, salt: int) -> None:
-        """Stores elements from `start` on.
-
-        Args:
-            stored: all bytes of the moment.
-            step: number of the optimizer step, which decides how fractions are rounded.
-            salt: tells the two moments apart.
-        """
+        """Stores elements from `start` on; `step` and `salt` (of the moment) seed the rounding."""
 
 
 class Bf16Moments(MomentCodec):
-    """bf16 with unbiased rounding: up or down with the chance that the dropped bits say.
+    """bf16 with stochastic rounding, which has no bias.
 
     Rounding to the nearest would freeze a second moment: with `beta2 = 0.999` a step moves it by a
-    thousandth, and neighbours in bf16 are up to 1/128 apart. The chances come from a hash of the
+    thousandth, and neighbours in bf16 are up to 1/128 apart. The random numbers are a hash of the
     element's place and the step, so a run repeats to the bit.
     """
 
@@ -93,10 +88,10 @@ class Bf16Moments(MomentCodec):
 class Fp8Moments(MomentCodec):
     """E4M3 with COAT's dynamic range expansion, in groups of 128 elements.
 
-    A group stores `sign(x) (|x| / max)^k`, scaled to E4M3's largest number, with `k` such that its
-    own range fills that of the format; and `max` and `k` in fp32. Zeros do not count for the range,
-    `k` is at most 16. COAT never goes below `k = 1`; here a group wider than the format is
-    compressed, since a second moment of zero would divide a step by `eps`.
+    A group stores `sign(x) (|x| / max)^k`, scaled to E4M3's largest number, and `max` and `k` in
+    fp32. `k` makes the group's range fill that of the format; zeros do not count, and `k` is at
+    most 16. COAT never goes below `k = 1`; here a group wider than the format is compressed, since
+    a second moment of zero would divide a step by `eps`.
 
     Source: Xi et al., "COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
     Training" (2024).
@@ -155,7 +150,7 @@ def moment_codec(storage: MomentStorage) -> MomentCodec:
 def _dice(step: int, salt: int, like: Tensor) -> Tensor:
     """A number in [0, 2**16) for each element of a chunk (``int32``), on its device."""
     factor = _mix(2 * step + salt) | 1
-    # as a signed number, which is what torch multiplies
+    # torch multiplies signed numbers
     factor = factor - 2**32 if factor >= 2**31 else factor
     return (_hashed_places(like.device)[: len(like)] * factor >> 16) & 0xFFFF
 
@@ -177,7 +172,7 @@ def _mix(number: int) -> int:
 
 
 VECTOR_ELEMENTS = 16
-"""Elements that tensors are padded to: the widest vector of fp32 that torch is built for."""
+"""Tensors are padded to multiples of it: the widest vector of fp32 that torch is built for."""
 
 
 class Sections(IntFlag):
@@ -186,7 +181,7 @@ class Sections(IntFlag):
     MEAN = 2
     VARIANCE = 4
     STATE = 7
-    """What a checkpoint holds: parameters and moments."""
+    """Parameters and moments, which a checkpoint holds."""
     GRADIENT = 8
     ALL = 15
 
@@ -196,11 +191,9 @@ ORDER = (Sections.PARAMETERS, Sections.MEAN, Sections.VARIANCE, Sections.GRADIEN
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """One tensor of an expert.
+    """One tensor of an expert, by the name of its stack in the module.
 
-    Attributes:
-        name: as its module calls the stack of them.
-        is_trained: a frozen one has neither gradient nor moments.
+    A frozen one has neither gradient nor moments.
     """
 
     name: str
@@ -215,12 +208,12 @@ class ExpertTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """What a record holds besides parameters.
+    """Contents of a record besides parameters.
 
     Attributes:
         rank: of the projection of matrices that moments belong to (GaLore); 0 without one.
-        keeps_gradient: a gradient is part of the state, for the step after (delayed updates).
-        trains: whether there are moments and a gradient at all.
+        keeps_gradient: a gradient is part of the state, for the next step (delayed updates).
+        trains: there are moments and a gradient.
     """
 
     moments: MomentStorage = "full"
@@ -241,8 +234,7 @@ class StateFormat:
 
 @dataclass(frozen=True, slots=True)
 class MomentSpan:
-    """Where one tensor's moments lie, padding included; `shape` is the tensor's or its
-    projection's."""
+    """Elements of one tensor's moments, with padding; `shape` is that of its projection, if any."""
 
     shape: tuple[int, ...]
     start: int
@@ -253,14 +245,15 @@ class RecordLayout:
     """Where the tensors of one kind of expert lie in a record.
 
     Args:
-        tensors: of one expert. Those that are trained and decay lie first, frozen ones last.
+        tensors: of one expert. Trained ones that decay lie first, frozen ones last.
         dtype: of parameters and gradients: float32, or float64.
 
     Attributes:
         num_elements: elements of the expert, without padding.
-        decaying: elements at the beginning of a section that decay, padding included.
-        used: elements of trained tensors, padding between them included.
-        num_moments: elements of each moment, padding included.
+        decaying: elements at the beginning of a section that decay, with padding.
+        used: elements of trained tensors, with padding.
+        num_moments: elements of each moment, with padding.
+        state_bytes: of parameters and moments, which lie on the disk.
     """
 
     def __init__(
@@ -288,6 +281,8 @@ class RecordLayout:
             self.spans.append(MomentSpan(shape, start, self.num_moments))
         self.section_bytes = _whole_blocks(end * dtype.itemsize)
         self._sizes = self._measure()
+        self.state_bytes = self.bytes_of(Sections.STATE)
+        self.record_bytes = self.bytes_of(Sections.ALL)
 
     def _measure(self) -> dict[Sections, int]:
         if not self.state.trains:
@@ -306,15 +301,6 @@ class RecordLayout:
     def bytes_of(self, sections: Sections) -> int:
         return sum(size for section, size in self._sizes.items() if section in sections)
 
-    @property
-    def state_bytes(self) -> int:
-        """Parameters and moments: what lies on the disk."""
-        return self.bytes_of(Sections.STATE)
-
-    @property
-    def record_bytes(self) -> int:
-        return self.bytes_of(Sections.ALL)
-
     def place_of(self, section: Sections) -> tuple[int, int]:
         """First byte of a section in a record, and one past its last."""
         start = sum(self._sizes[before] for before in ORDER[: ORDER.index(section)])
@@ -326,7 +312,7 @@ class RecordLayout:
         return record[start:stop]
 
     def flat(self, record: Tensor, section: Sections) -> Tensor:
-        """Trained parameters or their gradient, padding included: ``[used]``."""
+        """Trained parameters or their gradient, with padding: ``[used]``."""
         assert section in Sections.PARAMETERS | Sections.GRADIENT, "moments have a codec"
         return self.section(record, section).view(self.dtype)[: self.used]
 
@@ -380,7 +366,7 @@ class RecordLayout:
                 self.section(record, section).zero_()
 
     def clear_padding(self, record: Tensor) -> None:
-        """Sets to zero what lies between and after the tensors of the gradient."""
+        """Sets the padding of the gradient to zero."""
         elements = self.section(record, Sections.GRADIENT).view(self.dtype)
         placed = sorted(self.trained, key=lambda tensor: self._starts[tensor.name])
         starts = [self._starts[tensor.name] for tensor in placed]
@@ -395,7 +381,7 @@ class RecordLayout:
 
 
 def projected_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Shape of a matrix' gradient in a subspace of its smaller side; others are left alone."""
+    """Shape of a matrix' gradient in a subspace of its smaller side; other shapes as they are."""
     if not rank or len(shape) != 2 or rank >= min(shape):
         return shape
     return (rank, shape[1]) if shape[0] <= shape[1] else (shape[0], rank)
@@ -410,10 +396,9 @@ def _whole_blocks(num_bytes: int) -> int:
 
 
 def checksum(content: Tensor) -> str:
-    """A digest of some bytes (``uint8``, a multiple of a block): any changed word changes it.
+    """A digest of bytes (``uint8``, a multiple of a block): any changed word changes it.
 
-    Words of a block are summed, modulo 2**64, and the sums hashed, which is as fast as memory is
-    read.
+    It hashes the sums of each block's words, modulo 2**64, as fast as memory is read.
     """
     return _hashed(_block_sums(content))
 
@@ -432,8 +417,8 @@ class Version:
 
     Attributes:
         step: the last optimizer step applied to it.
-        pending: step whose gradient is kept in it for the step after.
-        is_written: whether all of its bytes were given to the disk.
+        pending: step whose gradient it keeps for the next step.
+        is_written: all of its bytes were given to the disk.
         sections: checksum of each section, compared whenever the section is read.
     """
 
@@ -452,12 +437,12 @@ class RecordStatus:
 
     Attributes:
         version: the newest on the disk; None before the first.
-        previous: the one before the step under way, where that wrote a new one.
+        previous: the one before this step, if this step wrote a new one.
         step: the last optimizer step applied to its tier.
-        pending: step whose gradient its tier keeps for the step after.
+        pending: step whose gradient its tier keeps for the next step.
         resident_slot: its slot in memory; None when its tier is the disk.
-        is_saved: for a tier in memory: whether `version` has the same content.
-        has_gradient: whether a gradient waits in its tier.
+        is_saved: for a tier in memory: `version` has the same content.
+        has_gradient: a gradient waits in its tier.
         captures: writes of its tier in memory that have not ended.
     """
 
@@ -482,8 +467,8 @@ class RingEntry:
 
     Attributes:
         step: the last optimizer step applied to its content.
-        fresh: sections that were read and not asked for since.
-        reads: those that have not ended, and the sections that each brings.
+        fresh: sections that were read and not used since.
+        reads: sections that each unfinished read brings.
     """
 
     slot: int
@@ -496,10 +481,7 @@ class RingEntry:
 
     @property
     def arriving(self) -> Sections:
-        sections = Sections.NONE
-        for brought in self.reads.values():
-            sections |= brought
-        return sections
+        return functools.reduce(operator.or_, self.reads.values(), Sections.NONE)
 
     @property
     def is_moving(self) -> bool:
@@ -516,15 +498,15 @@ class RingEntry:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes by route, whole sections; every needed byte is resident, reused or read.
+    """Bytes by route, in whole sections; every needed byte is resident, reused or read.
 
     Attributes:
-        needed_bytes: sections that computation asked for.
+        needed_bytes: of sections that computation used.
         resident_bytes: of them, those whose tier is memory.
-        reused_bytes: of them, those that still lay in a slot.
-        useful_bytes: of them, those that were read from the disk for this use.
-        read_bytes: read from the disk: useful, wasted, or not asked for yet.
-        wasted_bytes: read ahead and dropped without having been asked for.
+        reused_bytes: of them, those still in a slot of the ring.
+        useful_bytes: of them, those read from the disk for this use.
+        read_bytes: read from the disk: useful, wasted, or not used yet.
+        wasted_bytes: read ahead and dropped unused.
         stall_s: seconds that computation waited for a transfer.
     """
 
@@ -543,18 +525,8 @@ class Traffic:
         self.reused_bytes += layout.bytes_of(need & ~entry.fresh)
         entry.fresh &= ~need
 
-    def by_route(self) -> dict[str, float]:
-        """Seconds of waiting, and bytes found in memory, read and written, by name."""
-        return {
-            "stall_s": self.stall_s,
-            "memory_bytes": self.resident_bytes + self.reused_bytes,
-            "read_bytes": self.read_bytes,
-            "written_bytes": self.written_bytes,
-        }
-
     def recount(self, fresh_bytes: int) -> None:
-        """Has the counters add up again after an exception; `fresh_bytes` were read and not asked
-        for."""
+        """Makes the sums right again after an exception; `fresh_bytes` were read but not used."""
         self.needed_bytes = self.resident_bytes + self.reused_bytes + self.useful_bytes
         self.read_bytes = self.useful_bytes + self.wasted_bytes + fresh_bytes
 

@@ -1,8 +1,8 @@
-"""The modules of routed experts in a model, and the processes that have them.
+"""The modules of routed experts in a model, and the processes that share them.
 
-Each process has its own experts, states and files. Tokens travel to experts by the dispatch of
-`moe_runtime.parallel`, so an expert's gradient is whole where it is computed. Summed over processes
-are the other gradients, and the numbers by which a step is clipped or skipped.
+Each process has its own experts, states and files. `moe_runtime.parallel` dispatches tokens to
+experts, so each process has whole gradients of its experts. Other gradients are summed over
+processes, as are the numbers that decide whether a step is clipped or skipped.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from moe_runtime.training.optimizer import decays
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSite:
-    """What has to be known of a module to take its place.
+    """A module of routed experts, described for the module that replaces it.
 
     Attributes:
         module: its expert parameters are stacked, one slice for each expert.
-        own: those whose parameters the module has, by place in the stacks, -1 for an empty one; all
-            when omitted.
-        groups: the processes that experts of a whole module are divided among; `own` are then those
+        own: experts whose parameters the module has, by place in the stacks, -1 for an empty one;
+            all when omitted.
+        groups: the processes that share the experts of a whole module; `own` are then the experts
             of this process.
         first: name of the first product's parameter: `gate_up_proj` or `up_proj`.
-        activation: a formula, or a function of the pre-activations as they lie.
+        activation: a formula, or a function of the pre-activations in the module's layout.
         keeps_dtype: the output has the dtype of the input, under autocast too.
     """
 
@@ -66,7 +66,7 @@ class ExpertsSite:
         return tuple(sorted(expert for expert in self.own if expert >= 0))
 
     def parameters_of(self, expert: int) -> list[Tensor]:
-        """An expert's tensors as its module still has them, in the order of `parameter_names`."""
+        """An expert's tensors in its module, in the order of `parameter_names`."""
         place = expert
         if self.own is not None and self.groups is None:
             place = self.own.index(expert)
@@ -79,7 +79,7 @@ class ExpertsSite:
         return self.module.get_parameter(self.first).shape[2 if self.is_transposed else 1]
 
     def put(self, model: nn.Module, experts: nn.Module) -> None:
-        """Has another module compute in the place of this one, which gives its parameters up."""
+        """Replaces this module by another, and deletes its parameters."""
         if isinstance(self.module, ParallelExperts):
             self.module.compute_with(experts)
             return
@@ -93,13 +93,13 @@ class ExpertsSite:
             del self.module._parameters[name]
 
     def divided(self, groups: LayoutGroups) -> ExpertsSite:
-        """The same experts, of which each process of a layout has its own."""
+        """The same experts, divided among the processes of a layout."""
         spread = dataclasses.replace(self, groups=groups).spread()
         own, size = tuple(spread.experts_here), spread.slots.num_ranks
         return dataclasses.replace(self, groups=groups, own=own, num_processes=size)
 
     def spread(self) -> ParallelExperts:
-        """What sends rows to the processes that have their experts; without parameters' values."""
+        """A module that sends rows to the processes of their experts; its parameters are empty."""
         down = self.module.get_parameter("down_proj").shape
         hidden, width = (down[2], down[1]) if self.is_transposed else (down[1], down[2])
         return ParallelExperts(
@@ -108,7 +108,7 @@ class ExpertsSite:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The stacked parameters that there are, in the order of a record: matrices first."""
+        """The stacked parameters of the module, in the order of a record: matrices first."""
         present = {name for name, _ in self.module.named_parameters(recurse=False)}
         return tuple(name for name in self._names if name in present)
 
@@ -117,7 +117,7 @@ class ExpertsSite:
         return (self.first, "down_proj", f"{self.first}_bias", "down_proj_bias")
 
     def layout(self, state: StateFormat | None = None) -> RecordLayout:
-        """Of the record of one of its experts: fp32, or fp64 for experts in fp64."""
+        """The layout of an expert's record: fp32, or fp64 for experts in fp64."""
         parameters = {name: self.module.get_parameter(name) for name in self.parameter_names}
         dtypes = {parameter.dtype for parameter in parameters.values()}
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
@@ -135,12 +135,12 @@ class ExpertsSite:
     def gradients(
         self, names: Sequence[str], tensors: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """Some tensors of one expert, in the order of `StackedExperts.tensors`."""
+        """Tensors of one expert in the order of `StackedExperts.tensors`; None if missing."""
         named = {name: tensor[None] for name, tensor in zip(names, tensors, strict=True)}
         return tuple(named.get(name) for name in self._names)
 
     def stacked(self, names: Sequence[str], tensors: Sequence[Tensor]) -> StackedExperts:
-        """One expert's tensors as kernels take them, alone in slot 0."""
+        """One expert's tensors for kernels, in slot 0."""
         named = {name: tensor[None] for name, tensor in zip(names, tensors, strict=True)}
         return StackedExperts(
             gate_up=named[self.first],
@@ -166,7 +166,7 @@ def _site(name: str, experts: nn.Module) -> ExpertsSite:
             "has_gate": experts.activation.has_gate,
             "activation": experts.activation.spec,
         }
-    # those that lie elsewhere from batch to batch have no tier to be trained at
+    # subclasses move experts from batch to batch, so these have no tier
     elif type(experts) is ParallelExperts:
         slots, own = experts.slots, [e for e in experts.experts_here if e >= 0]
         if slots.num_slices > 1 or any(
@@ -206,38 +206,33 @@ def _site(name: str, experts: nn.Module) -> ExpertsSite:
 
 
 class OneProcess:
-    """A process that trains by itself.
+    """A process that trains alone.
 
     Attributes:
-        loss_parts: what the sum of an expert's gradients over the processes is divided by.
+        here: processes on this machine.
+        folder_name: of this process's files in the storage folder; empty for the latter itself.
+        loss_parts: divisor of an expert's gradients, which are sums over the processes.
     """
 
     rank = 0
     size = 1
     loss_parts = 1
     here = 1
-
-    @property
-    def folder_name(self) -> str:
-        """Of this process's files below the storage folder; empty for the folder itself."""
-        return ""
+    folder_name = ""
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Gives every parameter that all processes have the gradient of the whole step's loss.
-
-        A collective call, as all that follow.
-        """
+        """Averages the gradients of shared parameters; a collective call, as the following."""
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
 
     def gather(self, what: Any) -> list[Any]:
-        """What every process brings, by rank; for one thread at a time, next to the training."""
+        """The values of all processes, by rank; for one thread besides the training."""
         return [what]
 
 
 class SpreadProcesses(OneProcess):
-    """One of the processes of a layout in which every expert lies in one of them, whole."""
+    """One process of a layout in which every expert lies whole in one process."""
 
     def __init__(self, groups: LayoutGroups) -> None:
         layout = groups.layout
@@ -250,23 +245,18 @@ class SpreadProcesses(OneProcess):
         self._groups = groups
         self.rank, self.size = groups.rank, layout.world_size
         self.loss_parts = layout.loss_parts
-        self._beside: dist.ProcessGroup | None = None
-        self._watch: CollectiveMonitor | None = None
-        self._everybody = groups.group("expert", "etp", "ep")
-        if self._everybody is None:
-            return
-        self.here = processes_here(FlatTransport(self._everybody, timeout_s=groups.timeout_s))
-        # Checkpoints are agreed on in another thread than the one that trains.
-        beside = dist.new_group(
+        self.folder_name = f"rank-{self.rank}-of-{self.size}"
+        everybody = groups.group("expert", "etp", "ep")
+        assert everybody is not None, "several processes share the experts"
+        self._everybody = everybody
+        self.here = processes_here(FlatTransport(everybody, timeout_s=groups.timeout_s))
+        # another thread than the training one agrees on checkpoints
+        background = dist.new_group(
             list(range(self.size)), timeout=backend_limit(groups.timeout_s), backend="gloo"
         )
-        assert isinstance(beside, dist.ProcessGroup)
-        self._beside = beside
-        self._watch = CollectiveMonitor(beside, groups.timeout_s)
-
-    @property
-    def folder_name(self) -> str:
-        return f"rank-{self.rank}-of-{self.size}" if self.size > 1 else ""
+        assert isinstance(background, dist.ProcessGroup)
+        self._background = background
+        self._watch = CollectiveMonitor(background, groups.timeout_s)
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
         self._groups.reduce_dense_gradients(parameters)
@@ -277,11 +267,9 @@ class SpreadProcesses(OneProcess):
         return total.tolist()
 
     def gather(self, what: Any) -> list[Any]:
-        if self._beside is None or self._watch is None:
-            return [what]
         found = [None] * self.size
         with self._watch.over_torch("agreeing on a checkpoint"):
-            dist.all_gather_object(found, what, group=self._beside)
+            dist.all_gather_object(found, what, group=self._background)
         return found
 
 
@@ -293,7 +281,9 @@ def processes_of(
             "the model is in DistributedDataParallel, which does not see experts that leave it; "
             "give the model itself, and for several processes `groups` of offload_training"
         )
-    processes = OneProcess() if groups is None else SpreadProcesses(groups)
+    processes = OneProcess()
+    if groups is not None and groups.layout.world_size > 1:
+        processes = SpreadProcesses(groups)
     for site in sites:
         if site.num_processes != processes.size:
             raise ValueError(

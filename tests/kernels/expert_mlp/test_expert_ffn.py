@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16
 DTYPES = list(UNIT_ROUNDOFF)
 
 
+def ffn(*arguments: Any, activation: Any = "silu", impl: Any = "auto") -> None:
+    expert_ffn(*arguments, activation=activation, impl=impl)
+
+
 @dataclass(kw_only=True)
 class Layer:
     """A few experts with rows for each."""
@@ -25,20 +30,14 @@ class Layer:
     token_ids_R: Tensor
     destinations_R: Tensor
 
-    def run(self, impl: ExpertImpl, activation: str = "silu") -> Tensor:
+    def rows(self) -> tuple[list[int], Tensor, Tensor]:
+        return self.counts, self.token_ids_R, self.destinations_R
+
+    def run(self, impl: ExpertImpl, activation: Any = "silu") -> Tensor:
         """The output in a buffer poisoned with NaN and two rows larger than needed."""
         shape = (len(self.destinations_R) + 2, self.experts[0].shape.dim_out)
         out = torch.full(shape, torch.nan, dtype=self.x_TD.dtype)
-        expert_ffn(
-            self.x_TD,
-            self.experts,
-            self.counts,
-            self.token_ids_R,
-            self.destinations_R,
-            out,
-            activation=activation,  # type: ignore[arg-type]
-            impl=impl,
-        )
+        ffn(self.x_TD, self.experts, *self.rows(), out, activation=activation, impl=impl)
         return out
 
     def exact(self, activation: str = "silu") -> Tensor:
@@ -138,16 +137,8 @@ def test_activations_over_the_whole_range(isa, activation):
     out = torch.empty(len(values), 1)
     rows = torch.arange(len(values))
     weights = ExpertWeights(None, one, one)
-    expert_ffn(
-        values[:, None],
-        [weights],
-        [len(values)],
-        rows,
-        rows,
-        out,
-        activation=activation,  # type: ignore[arg-type]
-        impl="native",
-    )
+    given = values[:, None], [weights], [len(values)], rows, rows, out
+    ffn(*given, activation=activation, impl="native")
     exact = activation_function(activation)(None, values.double())
     allowed = 4 * 2.0**-23 * exact.abs() + 2e-36
     if activation.startswith("gelu"):
@@ -167,7 +158,7 @@ def test_views_of_fused_and_interleaved_tensors(isa, generator):
             ExpertWeights(gate.clone(), up.clone(), down.clone()),
         ):
             out = torch.empty(5, 30, dtype=torch.bfloat16)
-            expert_ffn(x, [weights], [5], rows, rows, out, activation="silu", impl="native")
+            ffn(x, [weights], [5], rows, rows, out, impl="native")
             results.append(out)
         assert torch.equal(*results)
 
@@ -179,16 +170,8 @@ def test_strided_rows(isa, generator):
     wide[:, 3:43] = layer.x_TD
     layer.x_TD = wide[:, 3:43]
     out = torch.full((len(expected), 90), torch.nan, dtype=torch.bfloat16)
-    expert_ffn(
-        layer.x_TD,
-        layer.experts,
-        layer.counts,
-        layer.token_ids_R.tolist(),
-        layer.destinations_R.tolist(),
-        out[:, 11:51],
-        activation="silu",
-        impl="native",
-    )
+    rows = layer.counts, layer.token_ids_R.tolist(), layer.destinations_R.tolist()
+    ffn(layer.x_TD, layer.experts, *rows, out[:, 11:51], impl="native")
     written = len(layer.destinations_R)
     assert torch.equal(out[:written, 11:51], expected[:written])
     assert torch.isnan(out[:, :11]).all()
@@ -212,16 +195,14 @@ def test_an_expert_does_not_depend_on_the_others(library, dtype, impl, generator
             out = torch.full_like(expected, torch.nan)
             for group in groups:
                 rows = [torch.arange(starts[e], starts[e] + layer.counts[e]) for e in group]
-                expert_ffn(
-                    layer.x_TD,
-                    [layer.experts[e] for e in group],
-                    [layer.counts[e] for e in group],
-                    torch.cat([layer.token_ids_R[r] for r in rows]),
-                    torch.cat([layer.destinations_R[r] for r in rows]),
-                    out,
-                    activation="silu",
-                    impl=impl,
+                experts, counts = (
+                    [every[e] for e in group] for every in (layer.experts, layer.counts)
                 )
+                places = (
+                    torch.cat([every[r] for r in rows])
+                    for every in (layer.token_ids_R, layer.destinations_R)
+                )
+                ffn(layer.x_TD, experts, counts, *places, out, impl=impl)
             assert torch.equal(out, expected)
 
 
@@ -229,7 +210,6 @@ def test_a_function_as_activation(library, generator):
     """The names are shorthands for functions; `auto` takes both."""
     layer = make_layer(generator, torch.float32)
     exact = layer.exact("silu")
-    out = torch.empty(len(exact), 130)
     seen: list[tuple[int, ...]] = []
 
     def gated(gate: Tensor | None, up: Tensor) -> Tensor:
@@ -237,21 +217,18 @@ def test_a_function_as_activation(library, generator):
         seen.append(tuple(gate.shape))
         return torch.nn.functional.silu(gate) * up
 
-    arguments = (layer.x_TD, layer.experts, layer.counts, layer.token_ids_R, layer.destinations_R)
-    expert_ffn(*arguments, out, activation=gated)
-    assert seen == [(count, 63) for count in layer.counts if count]
-    assert relative_error(out, exact) <= 1e-6
-    for impl in ("native", "torch", "reference"):
-        expert_ffn(*arguments, out.fill_(torch.nan), activation=gated, impl=impl)
-        assert relative_error(out, exact) <= 1e-6
+    for impl in ("auto", "native", "torch", "reference"):
+        assert relative_error(layer.run(impl, gated)[: len(exact)], exact) <= 1e-6
+        assert seen == [(count, 63) for count in layer.counts if count]
+        seen.clear()
 
 
 def test_nothing_to_do(library, generator):
     x, out = torch.ones(2, 8), torch.full((3, 8), torch.nan)
-    expert_ffn(x, [], [], [], [], out, activation="silu")
+    ffn(x, [], [], [], [], out)
     weights = ExpertWeights(None, torch.ones(4, 8), torch.ones(8, 4))
     for impl in ("auto", "native", "torch", "reference"):
-        expert_ffn(x, [weights, weights], [0, 0], [], [], out, activation="silu", impl=impl)
+        ffn(x, [weights, weights], [0, 0], [], [], out, impl=impl)
     assert torch.isnan(out).all()
 
 
@@ -260,16 +237,7 @@ def test_nothing_to_do(library, generator):
 def test_row_numbers_out_of_range(library, impl, token, destination):
     weights = ExpertWeights(None, torch.ones(4, 8), torch.ones(8, 4))
     with pytest.raises(ValueError, match="token_ids must be in"):
-        expert_ffn(
-            torch.ones(2, 8),
-            [weights],
-            [1],
-            [token],
-            [destination],
-            torch.ones(3, 8),
-            activation="silu",
-            impl=impl,
-        )
+        ffn(torch.ones(2, 8), [weights], [1], [token], [destination], torch.ones(3, 8), impl=impl)
 
 
 def test_arguments_that_do_not_fit():
@@ -285,11 +253,10 @@ def test_arguments_that_do_not_fit():
         ((x, [weights], [1], [0], [0], out.half()), "dtype of x"),
     ):
         with pytest.raises(ValueError, match=message):
-            expert_ffn(*arguments, activation="silu")
-    with pytest.raises(ValueError, match="activation must be one of"):
-        expert_ffn(x, [weights], [1], [0], [0], out, activation="swish")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="impl must be one of"):
-        expert_ffn(x, [weights], [1], [0], [0], out, activation="silu", impl="x")  # type: ignore[arg-type]
+            ffn(*arguments)
+    for name in ("activation", "impl"):
+        with pytest.raises(ValueError, match=f"{name} must be one of"):
+            ffn(x, [weights], [1], [0], [0], out, **{name: "swish"})
 
 
 def test_weights_that_do_not_fit():
@@ -311,7 +278,7 @@ def test_transposed_weights_take_torch(library, generator):
     weights = ExpertWeights(None, up, torch.ones(8, 4))
     out = torch.empty(1, 8)
     x = torch.randn(1, 8, generator=generator)
-    expert_ffn(x, [weights], [1], [0], [0], out, activation="relu")
+    ffn(x, [weights], [1], [0], [0], out, activation="relu")
     assert torch.allclose(out, torch.relu(x @ up.T).sum().expand(1, 8), rtol=1e-5)
     with pytest.raises(ValueError, match="unit stride"):
-        expert_ffn(x, [weights], [1], [0], [0], out, activation="relu", impl="native")
+        ffn(x, [weights], [1], [0], [0], out, activation="relu", impl="native")

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+from native_marks import NATIVE
 from stacked_experts import DIM_MODEL, make_experts, make_routing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp, grouped_expert_mlp
 from moe_runtime.kernels.expert_mlp.operators import FLOP_FORMULAS
-from moe_runtime.kernels.native import native_library
 
-needs_native = pytest.mark.skipif(native_library() is None, reason="the library was not built")
-IMPLS = ["torch", pytest.param("native", marks=needs_native)]
+IMPLS = ["torch", NATIVE]
 
 
 class Layer(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from native_marks import needs_native
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +16,6 @@ from moe_runtime.kernels.operands import GateLayout
 
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 library = native_library()
-needs_library = pytest.mark.skipif(library is None, reason="the native library was not built")
 
 
 SILU = ActivationSpec("silu")
@@ -30,7 +30,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("widens", [False, True])
 def test_gathered_rows_are_the_tokens_rows(dtype, widens):
@@ -45,7 +45,7 @@ def test_gathered_rows_are_the_tokens_rows(dtype, widens):
     )
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("columns", [1, 255, 257, 700])
 def test_weighted_sums_of_rows(columns):
     """Whatever the ranges of columns that threads take; a token may have several rows."""
@@ -59,7 +59,7 @@ def test_weighted_sums_of_rows(columns):
     assert (sums_TD - exact_TD).abs().max() <= 4 * 8 * 2**-24
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("z_dtype", HALVES)
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("is_concatenated", [True, False])
@@ -108,10 +108,12 @@ class HalfShapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dim_in", [24, products.SMALL_WEIGHT // 16 + 1])
+@pytest.mark.parametrize("dim_in", [24, 65])
 def test_products_in_half_precision_have_few_shapes_whatever_the_rows(dim_in, monkeypatch):
     """oneDNN keeps code for each shape; an expert in training has other rows in every step."""
     monkeypatch.setattr(products, "keeps_code", lambda x: x.dtype == torch.bfloat16)
+    for module in (products, op):
+        monkeypatch.setattr(module, "SMALL_WEIGHT", 16 * 64)
     generator = torch.Generator().manual_seed(0)
     weight, gradient = (torch.randn(16, dim_in, generator=generator).bfloat16() for _ in range(2))
     shapes = []
@@ -144,7 +146,6 @@ def test_products_in_half_precision_have_few_shapes_whatever_the_rows(dim_in, mo
 def test_code_of_experts_is_counted_for_every_shape_that_training_meets(most, monkeypatch):
     for module in (products, op):
         monkeypatch.setattr(module, "keeps_code", lambda x: x.dtype == torch.bfloat16)
-    for module in (products, op):
         monkeypatch.setattr(module, "native_library", lambda: None)
     dim_in = products.SMALL_WEIGHT // 16 + 1
     weight = torch.empty(16, dim_in, dtype=torch.bfloat16, device="meta")

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from low_precision import assert_as_good_as_eager
-from stacked_experts import LAYOUTS, make_experts, make_routing
+from stacked_experts import LAYOUTS, leaves, make_experts, make_routing, run_layer
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import (
     ActivationSpec,
     StackedExperts,
+    decode,
     expert_mlp,
     grouped_expert_mlp,
 )
@@ -18,76 +19,30 @@ from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.operands import ACTIVATION_NAMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 FORMULAS = [
     ActivationSpec("silu", alpha=1.702, limit=0.7, up_offset=1.0),
     ActivationSpec("silu", limit=0.5, clamps_after=True),
     ActivationSpec("silu", gate_softcap=0.8, up_softcap=0.6),
-    *[ActivationSpec(name) for name in ACTIVATION_NAMES],
+    *map(ActivationSpec, ACTIVATION_NAMES),
 ]
 
 
-def moved(experts: StackedExperts, dtype: torch.dtype, device: str) -> StackedExperts:
-    """The experts as leaves of another dtype and device."""
-    tensors = {
-        name: None if value is None else value.to(device, dtype).detach().requires_grad_()
-        for name, value in zip(NAMES, experts.tensors(), strict=True)
-    }
-    table = experts.slot_of_expert
-    return replace(experts, **tensors, slot_of_expert=None if table is None else table.to(device))
-
-
-def run(
-    impl: ExpertMlpImpl,
-    dtype: torch.dtype,
-    experts: StackedExperts,
-    routing: tuple[Tensor, Tensor],
-    x: Tensor,
-    *,
-    activation: ActivationSpec | None = None,
-    recompute: bool = False,
-) -> dict[str, Tensor]:
-    """Output and gradients, on the CPU."""
-    device = DEVICE if impl == "triton" else "cpu"
-    experts = moved(experts, dtype, device)
-    x = x.to(device, dtype).detach().requires_grad_()
-    ids, weights = routing
-    weights = weights.to(device).detach().requires_grad_()
-    out = expert_mlp(
-        x,
-        ids.to(device),
-        weights,
-        experts,
-        activation=activation or ActivationSpec("silu"),
-        impl=impl,
-        recompute=recompute,
-    )
-    generator = torch.Generator().manual_seed(7)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    out.backward(grad.to(x.dtype if dtype == torch.float64 else torch.bfloat16).to(out))
-    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    found |= {n: t.grad for n, t in zip(NAMES, experts.tensors(), strict=True) if t is not None}
-    return {name: value.cpu() for name, value in found.items() if value is not None}
-
-
-def rounded(experts: StackedExperts, dtype: torch.dtype) -> StackedExperts:
-    pairs = zip(NAMES, experts.tensors(), strict=True)
-    return replace(experts, **{name: t.to(dtype) for name, t in pairs if t is not None})
-
-
 def compare(
-    experts: StackedExperts, num_tokens: int, dtype: torch.dtype, **options: object
+    experts: StackedExperts,
+    num_tokens: int,
+    dtype: torch.dtype,
+    *,
+    kind: str = "gaps",
+    top_k: int = 2,
+    **options: object,
 ) -> None:
-    """Triton held to twice the error of torch's own operations."""
-    kind = str(options.pop("kind", "gaps"))
-    top_k = int(str(options.pop("top_k", 2)))
-    # Rounded inputs, and an output gradient that bf16 can hold: one problem for all.
-    experts = rounded(experts, dtype)
+    """Triton held to twice the error of torch's own operations, with rounded inputs for all."""
+    experts = leaves(experts, dtype)
     x = torch.randn(num_tokens, experts.dim_model).to(dtype)
     routing = make_routing(num_tokens, top_k, experts.num_experts, kind=kind, dtype=torch.float32)
-    exact = run("reference", torch.float64, experts, routing, x, **options)  # type: ignore[arg-type]
-    eager = run("torch", dtype, experts, routing, x, **options)  # type: ignore[arg-type]
-    found = run("triton", dtype, experts, routing, x, **options)  # type: ignore[arg-type]
+    exact = run_layer("reference", torch.float64, experts, x, routing, **options)
+    eager = run_layer("torch", dtype, experts, x, routing, **options)
+    found = run_layer("triton", dtype, experts, x, routing, **options)
     assert found.keys() == exact.keys()
     for name, value in exact.items():
         assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=dtype)
@@ -108,14 +63,10 @@ def test_layouts(layout, dtype):
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
-def test_formulas(formula):
-    compare(make_experts(3), 5, torch.float32, activation=formula)
-
-
-@pytest.mark.parametrize("name", ACTIVATION_NAMES)
-def test_without_a_gate(name):
-    formula = ActivationSpec(name)  # type: ignore[arg-type]
-    compare(make_experts(3, has_gate=False), 5, torch.float32, activation=formula)
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_formulas(formula, has_gate):
+    if has_gate or formula == ActivationSpec(formula.function):
+        compare(make_experts(3, has_gate=has_gate), 5, torch.float32, activation=formula)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -137,16 +88,14 @@ def test_many_tokens(num_tokens):
 
 
 def test_recompute_and_slots():
-    table = torch.tensor([5, 0, 3])
-    experts = make_experts(3, num_slots=7, slot_of_expert=table)
+    experts = make_experts(3, num_slots=7, slot_of_expert=torch.tensor([5, 0, 3]))
     compare(experts, 12, torch.float32, recompute=True)
 
 
 def test_wide_tiles():
     """Wider and deeper than one tile of any shipped configuration, many rows an expert."""
-    compare(
-        make_experts(1, dim_model=72, dim_hidden=136), 200, torch.bfloat16, top_k=1, kind="random"
-    )
+    experts = make_experts(1, dim_model=72, dim_hidden=136)
+    compare(experts, 200, torch.bfloat16, top_k=1, kind="random")
 
 
 def test_inputs_whose_elements_lie_apart():
@@ -168,7 +117,7 @@ def test_inputs_whose_elements_lie_apart():
 
         parameters = [laid_out(t) for t in experts.tensors() if t is not None]
         inputs = [laid_out(x), laid_out(weights)]
-        layer = replace(experts, **dict(zip(NAMES, parameters, strict=True)))
+        layer = replace(experts, **dict(zip(experts.names, parameters, strict=True)))
         out = expert_mlp(inputs[0], laid_out(ids), inputs[1], layer, activation="silu", impl=impl)
         dout = laid_out(grad).detach()
         found = [out, *torch.autograd.grad(out, [*inputs, *parameters], dout)]
@@ -188,7 +137,7 @@ def test_inputs_whose_elements_lie_apart():
 def test_ids_out_of_range_read_nothing(impl, is_training):
     """They add nothing, far out of range or near; an error only where they are looked for."""
     device = DEVICE if impl == "triton" else "cpu"
-    experts = moved(make_experts(3), torch.float32, device)
+    experts = leaves(make_experts(3), torch.float32, device)
     x, weights = torch.randn(4, experts.dim_model, device=device), torch.rand(4, 2, device=device)
     ids = torch.tensor([[0, 10**9], [-(10**9), 1], [3, -1], [2, 4]], device=device)
     kept = torch.where((ids >= 0) & (ids < 3), ids, 3)
@@ -202,6 +151,16 @@ def test_ids_out_of_range_read_nothing(impl, is_training):
         expert_mlp(x, ids, weights, experts, activation="silu", impl=impl, checks_ids=True)
 
 
+@torch.no_grad()
+def inferred(
+    impl: str, dtype: torch.dtype, experts: StackedExperts, x: Tensor, routing: tuple[Tensor, ...]
+) -> Tensor:
+    device = DEVICE if impl == "triton" else "cpu"
+    inputs = (x.to(dtype), *routing)
+    layer = leaves(experts, dtype, device)
+    return expert_mlp(*(t.to(device) for t in inputs), layer, activation="silu", impl=impl).cpu()  # type: ignore[arg-type]
+
+
 # Every layout at seven tokens; the fewest and the most in two layouts.
 FEW_TOKENS = [
     *[(7, "gaps", layout) for layout in LAYOUTS],
@@ -212,68 +171,36 @@ FEW_TOKENS = [
 @pytest.mark.parametrize(("num_tokens", "kind", "layout"), FEW_TOKENS, ids=str)
 def test_few_tokens(num_tokens, kind, layout):
     """The kernels of inference; `one` names the same expert twice for every token."""
-    experts = make_experts(5, **layout)
     dtype = torch.bfloat16 if num_tokens == 7 else torch.float32
-    experts = rounded(experts, dtype)
+    experts = make_experts(5, dtype=dtype, **layout)
     x = torch.randn(num_tokens, experts.dim_model).to(dtype)
-    ids, weights = make_routing(num_tokens, 2, 5, kind=kind, dtype=torch.float32)
-    with torch.no_grad():
-        results = [
-            expert_mlp(
-                x.to(device, precision),
-                ids.to(device),
-                weights.to(device),
-                moved(experts, precision, device),
-                activation="silu",
-                impl=impl,  # type: ignore[arg-type]
-            ).cpu()
-            for impl, precision, device in (
-                ("triton", dtype, DEVICE),
-                ("torch", dtype, "cpu"),
-                ("reference", torch.float64, "cpu"),
-            )
-        ]
-    assert_as_good_as_eager(*results)
+    given = experts, x, make_routing(num_tokens, 2, 5, kind=kind, dtype=torch.float32)
+    ways = (("triton", dtype), ("torch", dtype), ("reference", torch.float64))
+    assert_as_good_as_eager(*(inferred(impl, kind, *given) for impl, kind in ways))
 
 
 def test_few_tokens_in_parts(monkeypatch):
     """The summed dimension in several parts, with a slot table and biases."""
-    from moe_runtime.kernels.expert_mlp import decode
-
     monkeypatch.setattr(decode, "_PROGRAMS_EACH", 8)
-    table = torch.tensor([6, 2, 4])
     experts = make_experts(
-        3, num_slots=7, slot_of_expert=table, dim_hidden=700, dtype=torch.float32
+        3, num_slots=7, slot_of_expert=torch.tensor([6, 2, 4]), dim_hidden=700, dtype=torch.float32
     )
-    ids, weights = make_routing(3, 2, 3, kind="gaps", dtype=torch.float32)
-    x = torch.randn(3, experts.dim_model)
-    with torch.no_grad():
-        found = expert_mlp(
-            x.to(DEVICE),
-            ids.to(DEVICE),
-            weights.to(DEVICE),
-            moved(experts, torch.float32, DEVICE),
-            activation="silu",
-            impl="triton",
-        )
-        exact = expert_mlp(x, ids, weights, experts, activation="silu", impl="reference")
-    torch.testing.assert_close(found.cpu(), exact, rtol=1e-4, atol=1e-5)
+    given = experts, torch.randn(3, experts.dim_model)
+    routing = make_routing(3, 2, 3, kind="gaps", dtype=torch.float32)
+    found, exact = (inferred(n, torch.float32, *given, routing) for n in ("triton", "reference"))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_that_are_sorted_already():
     experts = make_experts(3, dtype=torch.float32)
-    counts = torch.tensor([2, 0, 4])
-    x = torch.randn(8, experts.dim_model)
-    results = {}
+    x, counts, results = torch.randn(8, experts.dim_model), torch.tensor([2, 0, 4]), []
     for impl in ("triton", "reference"):
         device = DEVICE if impl == "triton" else "cpu"
-        leaves = moved(experts, torch.float32, device)
-        rows = x.to(device).detach().requires_grad_()
-        out = grouped_expert_mlp(rows, counts.to(device), leaves, activation="gelu", impl=impl)  # type: ignore[arg-type]
+        own, rows = leaves(experts, torch.float32, device), x.to(device).requires_grad_()
+        out = grouped_expert_mlp(rows, counts.to(device), own, activation="gelu", impl=impl)  # type: ignore[arg-type]
         out.square().sum().backward()
-        grads = [t.grad.cpu() for t in leaves.tensors() if t is not None and t.grad is not None]
-        assert rows.grad is not None
-        results[impl] = [out.detach().cpu(), rows.grad.cpu(), *grads]
-    assert len(results["triton"]) == 6
-    for found, exact in zip(results["triton"], results["reference"], strict=True):
+        found = [out.detach(), rows.grad, *(tensor.grad for tensor in own.tensors())]
+        results.append([tensor.cpu() for tensor in found])
+        x = x.detach().clone()
+    for found, exact in zip(*results, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from low_precision import assert_as_good_as_eager, assert_rounded_only
+from native_marks import NATIVE
 from saved_tensors import saved_bytes
-from stacked_experts import make_routing
+from stacked_experts import leaves, make_routing, run_layer
 from torch import Tensor
 
 from moe_runtime.kernels.block_sparse import ExpertColumns
 from moe_runtime.kernels.expert_mlp import ActivationSpec, PackedExperts, expert_mlp
-from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl
 from moe_runtime.kernels.native import native_library
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,48 +44,8 @@ def packed(
     for name in tensors:
         if (name.startswith("gate") and not has_gate) or (name.endswith("bias") and not has_bias):
             tensors[name] = None
-    return moved(PackedExperts(columns=columns_of(widths), **tensors), "cpu", dtype)
-
-
-def columns_of(widths: tuple[int, ...], device: str = "cpu") -> ExpertColumns:
-    return ExpertColumns.of(widths, block_columns=16, device=device)
-
-
-def moved(experts: PackedExperts, device: str, dtype: torch.dtype) -> PackedExperts:
-    """The experts as leaves on another device, in another dtype."""
-    tensors = {
-        name: tensor.to(device, dtype).detach().requires_grad_()
-        for name in NAMES
-        if (tensor := getattr(experts, name)) is not None
-    }
-    columns = columns_of(experts.columns.widths, device)
-    return PackedExperts(**{"gate": None, **tensors}, columns=columns, waits=experts.waits)
-
-
-def run(
-    impl: ExpertMlpImpl,
-    dtype: torch.dtype,
-    experts: PackedExperts,
-    x: Tensor,
-    routing: tuple[Tensor, Tensor],
-    activation: ActivationSpec,
-    recompute: bool = False,
-) -> dict[str, Tensor]:
-    """Output and every gradient, on the CPU."""
-    device = DEVICE if impl == "triton" else "cpu"
-    experts = moved(experts, device, dtype)
-    x = x.to(device, dtype).detach().requires_grad_()
-    ids, weights = routing[0].to(device), routing[1].to(device).detach().requires_grad_()
-    out = expert_mlp(
-        x, ids, weights, experts, activation=activation, impl=impl, recompute=recompute
-    )
-    generator = torch.Generator().manual_seed(5)
-    grad = torch.randn(out.shape, generator=generator).bfloat16()
-    out.backward(grad.to(out))
-    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    found |= {n: t.grad for n in NAMES if (t := getattr(experts, n)) is not None}
-    assert all(value is not None for value in found.values())
-    return {name: value.cpu() for name, value in found.items() if value is not None}
+    columns = ExpertColumns.of(widths, block_columns=16)
+    return leaves(PackedExperts(columns=columns, **tensors), dtype)
 
 
 CASES = [
@@ -104,11 +64,11 @@ def test_against_fp64(num_tokens, top_k, kind, dtype, activation, layout):
     experts = packed(WIDTHS, 24, dtype, **layout)
     x = torch.randn(num_tokens, 24).to(dtype)
     routing = make_routing(num_tokens, top_k, len(WIDTHS), kind=kind, dtype=torch.float32)
-    exact = run("reference", torch.float64, experts, x, routing, activation)
-    eager = run("torch", dtype, experts, x, routing, activation)
-    others = [run("triton", dtype, experts, x, routing, activation)]
+    exact = run_layer("reference", torch.float64, experts, x, routing, activation=activation)
+    eager = run_layer("torch", dtype, experts, x, routing, activation=activation)
+    others = [run_layer("triton", dtype, experts, x, routing, activation=activation)]
     if native_library() is not None:
-        others.append(run("native", dtype, experts, x, routing, activation))
+        others.append(run_layer("native", dtype, experts, x, routing, activation=activation))
     for name, value in exact.items():
         for found in others:
             assert found.keys() == exact.keys()
@@ -122,9 +82,9 @@ def test_experts_that_end_before_the_tiles_of_the_widest():
     experts = packed((150, 8, 70), 24, torch.float32, has_bias=True)
     x = torch.randn(9, 24)
     routing = make_routing(9, 2, 3, kind="gaps", dtype=torch.float32)
-    exact = run("reference", torch.float64, experts, x, routing, OFFSET)
-    eager = run("torch", torch.float32, experts, x, routing, OFFSET)
-    found = run("triton", torch.float32, experts, x, routing, OFFSET)
+    exact = run_layer("reference", torch.float64, experts, x, routing, activation=OFFSET)
+    eager = run_layer("torch", torch.float32, experts, x, routing, activation=OFFSET)
+    found = run_layer("triton", torch.float32, experts, x, routing, activation=OFFSET)
     for name, value in exact.items():
         assert_as_good_as_eager(found[name], eager[name], value.double(), name, dtype=torch.float32)
 
@@ -143,13 +103,7 @@ def test_gradients(impl):
     assert torch.autograd.gradcheck(output, [t.requires_grad_() for t in tensors])
 
 
-PATHS = [
-    "triton",
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(native_library() is None, reason="was not built")
-    ),
-]
+PATHS = ["triton", "torch", NATIVE]
 
 
 @pytest.mark.parametrize("impl", PATHS)
@@ -158,7 +112,7 @@ def test_recompute_changes_no_bit(impl):
     x = torch.randn(6, 24).bfloat16()
     routing = make_routing(6, 2, 4, kind="gaps", dtype=torch.float32)
     kept, again = (
-        run(impl, torch.bfloat16, experts, x, routing, OFFSET, recompute=recompute)
+        run_layer(impl, torch.bfloat16, experts, x, routing, activation=OFFSET, recompute=recompute)
         for recompute in (False, True)
     )
     assert all(torch.equal(kept[name], again[name]) for name in kept)
@@ -169,7 +123,7 @@ def test_recompute_changes_no_bit(impl):
 def test_kept_for_the_backward_pass(impl, recompute):
     """The input, gate and up of every row's own width, and the order of the rows; or without."""
     device = DEVICE if impl == "triton" else "cpu"
-    experts = moved(packed((16, 48), 24, torch.bfloat16), device, torch.bfloat16)
+    experts = leaves(packed((16, 48), 24, torch.bfloat16), torch.bfloat16, device)
     experts = replace(experts, waits=True)
     x = torch.randn(32, 24, device=device).bfloat16().requires_grad_()
     # Sixteen rows on each expert, whose widths need no rounding.
@@ -191,7 +145,7 @@ def test_waiting_changes_no_bit():
     routing = make_routing(30, 2, 4, dtype=torch.float32)
     x = torch.randn(30, 24)
     there_is_room, counted = (
-        run("triton", torch.float32, replace(experts, waits=waits), x, routing, SWIGLU)
+        run_layer("triton", torch.float32, replace(experts, waits=waits), x, routing)
         for waits in (False, True)
     )
     assert all(torch.equal(there_is_room[name], counted[name]) for name in counted)

@@ -77,35 +77,35 @@ def test_what_the_step_does_not_take_is_left_to_others(library):
     experts = make_experts(torch.float32)
     step = ExpertStep(experts[0].shape, "silu")
     x_TD, weights_TK = torch.randn(1, DIM), torch.rand(1, 2)
-    assert step.layer(x_TD, weights_TK, [0, 1], experts[:2]) is not None
+    others, room_RD = make_experts(torch.bfloat16), torch.empty(1, DIM)
+
+    def takes(x=x_TD, weights=weights_TK, experts=experts, step=step):
+        return step.layer(x, weights, [0, 1] * len(x), experts[:2]) is not None
+
+    def takes_rows(x=x_TD, out=room_RD, experts=experts):
+        return step.rows(x, experts[:1], [1], [0], [0], out)
+
+    assert takes()
+    assert takes(weights=torch.rand(2, 1).t())
     many = STEP_ROWS // 2 + 1
-    assert (
-        step.layer(torch.randn(many, DIM), torch.rand(many, 2), [0, 1] * many, experts[:2]) is None
-    )
-    assert step.layer(x_TD.double(), weights_TK, [0, 1], experts[:2]) is None
-    assert step.layer(x_TD, weights_TK.double(), [0, 1], experts[:2]) is None
-    assert step.layer(x_TD, torch.rand(2, 1).t(), [0, 1], experts[:2]) is not None
-    assert step.layer(x_TD, torch.rand(1, 60), [0, 1], experts[:2]) is None
-    assert step.layer(x_TD, torch.rand(1, 1), [0, 1], experts[:2]) is None
-    assert step.layer(x_TD[:, ::2], weights_TK, [0, 1], experts[:2]) is None
-    assert step.layer(x_TD, weights_TK, [0, 1], make_experts(torch.bfloat16)[:2]) is None
-    assert (
-        ExpertStep(experts[0].shape, "unheard of").layer(x_TD, weights_TK, [0, 1], experts[:2])
-        is None
-    )
-    out_RD = torch.empty(1, DIM)
-    one = experts[:1], [1], [0], [0]
-    assert step.rows(x_TD, *one, out_RD)
-    assert not step.rows(x_TD.double(), *one, out_RD.double())
-    assert not step.rows(x_TD, *one, out_RD.bfloat16())
-    assert not step.rows(x_TD[:, ::2], *one, out_RD)
-    assert not step.rows(x_TD, *one, out_RD.expand(DIM, DIM).t())
-    assert not step.rows(x_TD, make_experts(torch.bfloat16)[:1], [1], [0], [0], out_RD)
+    assert not takes(torch.randn(many, DIM), torch.rand(many, 2))
+    assert not takes(x_TD.double())
+    assert not takes(x_TD[:, ::2])
+    for weights in (weights_TK.double(), torch.rand(1, 60), torch.rand(1, 1)):
+        assert not takes(weights=weights)
+    assert not takes(experts=others)
+    assert not takes(step=ExpertStep(experts[0].shape, "unheard of"))
+    assert takes_rows()
+    assert not takes_rows(x_TD.double(), room_RD.double())
+    assert not takes_rows(out=room_RD.bfloat16())
+    assert not takes_rows(x_TD[:, ::2])
+    assert not takes_rows(out=room_RD.expand(DIM, DIM).t())
+    assert not takes_rows(experts=others)
     with torch.enable_grad():
-        assert not step.rows(x_TD, *one, out_RD)
-        assert step.layer(x_TD, weights_TK, [0, 1], experts[:2]) is None
+        assert not takes()
+        assert not takes_rows()
     with torch.autocast("cpu", torch.bfloat16):
-        assert step.layer(x_TD, weights_TK, [0, 1], experts[:2]) is None
+        assert not takes()
 
 
 @torch.no_grad()

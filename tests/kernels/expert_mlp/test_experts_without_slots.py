@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from native_marks import NATIVE
 from stacked_experts import DIM_MODEL, make_experts, make_routing, mlp_by_hand
 from torch import Tensor
 
 from moe_runtime.kernels.expert_mlp import StackedExperts, expert_mlp
-from moe_runtime.kernels.expert_mlp.op import ExpertMlpImpl, grouped_expert_mlp
-from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.expert_mlp.op import grouped_expert_mlp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS: tuple[ExpertMlpImpl, ...] = ("reference", "torch", "native", "triton")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
+IMPLS = ["reference", "torch", NATIVE, TRITON]
 TABLE = (2, -1, 0)
 # Two products one after another, of at most 37 terms below 8 in fp32: 2 * 37 * 8 * 2**-24 = 4e-5.
 CLOSE = 1e-4
@@ -28,12 +30,7 @@ def silu_of_halves(z_RZ: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def require(impl: str) -> str:
-    """The device of an implementation that can run here."""
-    if impl == "native" and native_library() is None:
-        pytest.skip("the native library was not built")
-    if impl == "triton" and importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
+def device_of(impl: str) -> str:
     return DEVICE if impl == "triton" else "cpu"
 
 
@@ -49,11 +46,10 @@ def experts_of(table: tuple[int, ...], device: str) -> StackedExperts:
 
 @pytest.mark.parametrize("num_tokens", [3, 20])  # Triton sorts more than 16 tokens
 @pytest.mark.parametrize("differentiates", [False, True])
-@pytest.mark.parametrize(
-    ("impl", "activation"), [*((impl, "silu") for impl in IMPLS), ("auto", silu_of_halves)]
-)
-def test_an_expert_without_a_slot_adds_nothing(impl, activation, differentiates, num_tokens):
-    device = require(impl)
+@pytest.mark.parametrize("impl", [*IMPLS, "auto"])
+def test_an_expert_without_a_slot_adds_nothing(impl, differentiates, num_tokens):
+    """With a function as activation, too."""
+    device, activation = device_of(impl), silu_of_halves if impl == "auto" else "silu"
     experts = experts_of(TABLE, device)
     x = torch.randn(num_tokens, DIM_MODEL, device=device)
     ids, weights = make_routing(num_tokens, 2, 3, dtype=torch.float32)
@@ -81,7 +77,7 @@ def test_an_expert_without_a_slot_adds_nothing(impl, activation, differentiates,
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rows_of_an_expert_without_a_slot_are_zero(impl):
-    device = require(impl)
+    device = device_of(impl)
     experts = experts_of(TABLE, device)
     x_RD, counts_E = torch.randn(9, DIM_MODEL, device=device), torch.tensor([2, 3, 4])
     with torch.no_grad():
@@ -97,10 +93,9 @@ def test_rows_of_an_expert_without_a_slot_are_zero(impl):
         assert torch.equal(out_RD[rows], expected_RD[rows])
 
 
-@pytest.mark.parametrize("impl", ["torch", "native"])
+@pytest.mark.parametrize("impl", ["torch", NATIVE])
 def test_a_slot_that_there_is_not_is_refused(impl):
     """Where the host reads the table; a GPU is not waited for."""
-    require(impl)
     experts = experts_of((2, 5, 0), "cpu")
     x, ids = torch.randn(2, DIM_MODEL), torch.tensor([[0], [1]])
     with torch.no_grad(), pytest.raises(ValueError, match="must be below 5, got 5"):

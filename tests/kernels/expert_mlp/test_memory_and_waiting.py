@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_marks import NATIVE
 from saved_tensors import saved_bytes
 from stacked_experts import make_experts, make_routing
 from torch import Tensor
@@ -19,18 +20,11 @@ from moe_runtime.kernels.expert_mlp.rows import RoutedBatch, SortedRows
 from moe_runtime.kernels.expert_mlp.triton_path import TritonPath
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.grouped_gemm.tile import GpuLimits
-from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.token_sort import token_sort
 
 HAS_GPU = torch.cuda.is_available()
 SILU = ActivationSpec("silu")
-IMPLS = [
-    "triton",
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(native_library() is None, reason="was not built")
-    ),
-]
+IMPLS = ["triton", "torch", NATIVE]
 
 
 @pytest.mark.parametrize("impl", IMPLS)

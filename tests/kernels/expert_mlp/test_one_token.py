@@ -1,13 +1,11 @@
 """One token's experts: the kernels without matrix units, against fp64."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from launched_kernels import launched
 from low_precision import assert_as_good_as_eager
 from stacked_experts import make_experts
 
@@ -72,19 +70,6 @@ def test_against_fp64(sizes, has_bias, layout, dtype):
             for kind, impl in ((dtype, "torch"), (torch.float64, "reference"))
         )  # fmt: skip
         assert_as_good_as_eager(found, eager, exact, str(chosen))
-
-
-@contextmanager
-def launched() -> Iterator[list[str]]:
-    """The names of the kernels that are started."""
-    names, start = list[str](), PreparedLaunch.__call__
-
-    def named_start(prepared: PreparedLaunch, **tensors: torch.Tensor) -> None:
-        names.append(prepared._kernel.__name__)
-        start(prepared, **tensors)
-
-    with patch.object(PreparedLaunch, "__call__", named_start):
-        yield names
 
 
 def moved(experts: Any, device: str = DEVICE, dtype: torch.dtype | None = None) -> Any:

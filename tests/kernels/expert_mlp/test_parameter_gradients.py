@@ -1,25 +1,15 @@
 """Gradients of parameters added to those there are, and those of some experts alone."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from stacked_experts import make_experts, make_routing
-from torch import Tensor
+from native_marks import NATIVE
+from stacked_experts import assert_all_close, leaves, make_experts, make_routing, run_layer
 
-from moe_runtime.kernels.expert_mlp import ParameterGradients, StackedExperts, expert_mlp
-from moe_runtime.kernels.native import native_library
+from moe_runtime.kernels.expert_mlp import ParameterGradients, expert_mlp
 
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = [
-    "triton",
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(native_library() is None, reason="was not built")
-    ),
-]
 LAYOUTS = [
     {},
     {"is_transposed": True, "is_concatenated": False},
@@ -29,85 +19,52 @@ LAYOUTS = [
 TOLERANCE = 2e-5
 
 
-def leaves(experts: StackedExperts, dtype: torch.dtype, device: str) -> StackedExperts:
-    table = experts.slot_of_expert
-    tensors = {n: getattr(experts, n).to(device, dtype).detach().requires_grad_() for n in NAMES}
-    return replace(experts, **tensors, slot_of_expert=None if table is None else table.to(device))
-
-
-def run(
-    experts: StackedExperts, x: Tensor, ids: Tensor, weights: Tensor, **options: Any
-) -> dict[str, Tensor | None]:
-    """The output, and what autograd got."""
-    like = experts.gate_up
-    x = x.to(like).detach().requires_grad_()
-    weights = weights.to(like).detach().requires_grad_()
-    out = expert_mlp(x, ids.to(like.device), weights, experts, activation="silu", **options)
-    out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out))
-    grads = {name: getattr(experts, name).grad for name in NAMES}
-    return {"out": out.detach(), "x": x.grad, "weights": weights.grad, **grads}
-
-
-def assert_close(found: Tensor | None, exact: Tensor, name: str) -> None:
-    assert found is not None, name
-    error = (found.cpu().double() - exact).abs().max() / exact.abs().max()
-    assert error < TOLERANCE, f"{name}: {error:.1e}"
-
-
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["triton", "torch", NATIVE])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_added_for_the_experts_that_train(impl, layout):
     """Four experts: two train, one of them without a row; one has rows and is frozen."""
     device = GPU if impl == "triton" else "cpu"
-    drawn = make_experts(4, **layout)
-    ids, weights = make_routing(11, 2, 4, dtype=torch.float64)
+    experts = make_experts(4, **layout)
+    ids, weights = make_routing(11, 2, 4, dtype=torch.float32)
     ids[ids == 2] = 3
-    x = torch.randn(11, drawn.dim_model)
-    exact = run(leaves(drawn, torch.float64, "cpu"), x, ids, weights, impl="reference")
+    call = experts, torch.randn(11, experts.dim_model), (ids, weights)
+    exact = run_layer("reference", torch.float64, *call)
+    parameters = {name: exact.pop(name) for name in experts.names}
     trains = torch.tensor([True, True, True, False])
-    slots = drawn.slots()
+    slots = experts.slots()
     trained = [slot for slot, does in zip(slots, trains.tolist(), strict=True) if does]
-    others = sorted(set(range(len(drawn.gate_up))) - set(trained))
+    others = sorted(set(range(len(experts.gate_up))) - set(trained))
 
-    experts = leaves(drawn, torch.float32, device)
-    before = [torch.randn_like(t) if t is not None else None for t in experts.tensors()]
-    into = tuple(None if t is None else t.clone() for t in before)
+    before = {name: torch.randn(value.shape) for name, value in parameters.items()}
+    into = tuple(value.clone().to(device) for value in before.values())
     gradients = ParameterGradients(into=into, trains_E=trains.to(device))
-    found = run(experts, x, ids, weights, impl=impl, gradients=gradients, recompute=True)
-    for name in ("out", "x", "weights"):
-        value = exact[name]
-        assert value is not None
-        assert_close(found[name], value, name)
-    for name, start, end in zip(NAMES, before, into, strict=True):
-        assert found[name] is None
-        assert start is not None
-        assert end is not None
-        expected, start = exact[name], start.cpu()
-        assert expected is not None
-        assert_close(end[trained], (start.double() + expected)[trained], name)
-        # What nobody adds to keeps its bits: frozen, without an expert, without a row.
-        for slot in (*others, slots[2]):
-            assert torch.equal(end[slot].cpu(), start[slot])
-
-    alone = run(
-        leaves(drawn, torch.float32, device),
-        *(x, ids, weights),
-        impl=impl,
-        gradients=ParameterGradients(trains_E=trains.to(device)),
+    found = run_layer(impl, torch.float32, *call, gradients=gradients, recompute=True)
+    assert_all_close(found, exact, TOLERANCE)  # autograd gets none of the parameters
+    added = {name: end.cpu() for name, end in zip(before, into, strict=True)}
+    assert_all_close(
+        {name: end[trained] for name, end in added.items()},
+        {name: (before[name].double() + value)[trained] for name, value in parameters.items()},
+        TOLERANCE,
     )
-    for name in NAMES:
-        value, expected = alone[name], exact[name]
-        assert value is not None
-        assert expected is not None
-        assert_close(value[trained], expected[trained], name)
-        assert (value[others] == 0).all()
+    # Without an addend bits stay: of frozen experts, slots without an expert, experts without rows.
+    for slot in (*others, slots[2]):
+        assert all(torch.equal(added[name][slot], before[name][slot]) for name in before)
+
+    alone = ParameterGradients(trains_E=trains.to(device))
+    found = run_layer(impl, torch.float32, *call, gradients=alone)
+    assert_all_close(
+        {name: found[name][trained] for name in parameters},
+        {name: value[trained] for name, value in parameters.items()},
+        TOLERANCE,
+    )
+    assert not any(found[name][others].any() for name in parameters)
 
 
 def test_what_does_not_belong_together():
-    experts = leaves(make_experts(3), torch.float32, "cpu")
+    experts = leaves(make_experts(3), torch.float32)
     ids, weights = make_routing(4, 2, 3, dtype=torch.float32)
     x = torch.randn(4, experts.dim_model)
-    whole = [torch.zeros_like(t) for t in experts.tensors() if t is not None]
+    whole = [torch.zeros_like(t) for t in experts.tensors()]
 
     def call(**options: Any) -> None:
         known = {name: options.pop(name) for name in ("into", "trains_E") if name in options}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_marks import NATIVE
 from torch import Tensor
 
 from moe_runtime.errors import CheckpointError
@@ -20,7 +21,6 @@ from moe_runtime.kernels.lossless import (
     encode_reference,
 )
 from moe_runtime.kernels.lossless import planes as planes_module
-from moe_runtime.kernels.native import native_library
 
 SIZES = [(1, 1), (3, 64), (5, 63), (2, 65), (17, 130), (32, 64), (70, 512), (0, 64)]
 
@@ -45,12 +45,10 @@ def parts(matrix: PlanesMatrix) -> tuple[Tensor, ...]:
     return matrix.coded, matrix.starts, matrix.escapes, matrix.book
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=[NATIVE, "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setattr(planes_module, "native_library", lambda: None)
-    elif native_library() is None:
-        pytest.skip("the native library is not built")
     return request.param
 
 
@@ -63,55 +61,35 @@ def test_every_bit_comes_back(implementation, make, rows, cols):
 
 @pytest.mark.parametrize("make", [weights, any_bits])
 @pytest.mark.parametrize(("rows", "cols"), SIZES)
-def test_c_writes_what_the_specification_writes(make, rows, cols):
-    if native_library() is None:
-        pytest.skip("the native library is not built")
+def test_c_writes_what_the_specification_writes(library, make, rows, cols):
     weight = make(rows, cols, seed=1)
     expected = encode_reference(weight)
     assert all(map(torch.equal, parts(encode_planes(weight)), expected))
 
 
 @pytest.mark.parametrize("make", [weights, any_bits])
-def test_every_instruction_set_reads_and_writes_the_same(make):
-    library = native_library()
-    if library is None:
-        pytest.skip("the native library is not built")
-    chosen = library.isa
+def test_every_instruction_set_reads_and_writes_the_same(isa, make):
     weight = make(37, 321, seed=2)
     matrix = PlanesMatrix(321, *encode_reference(weight))
-    try:
-        for isa in library.isas():
-            library.select_isa(isa)
-            assert same_bits(decode_planes(matrix), weight), isa
-            assert all(map(torch.equal, parts(encode_planes(weight)), parts(matrix))), isa
-    finally:
-        library.select_isa(chosen)
+    assert same_bits(decode_planes(matrix), weight)
+    assert all(map(torch.equal, parts(encode_planes(weight)), parts(matrix)))
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (5, 63), (37, 65), (70, 2880), (129, 96)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @torch.inference_mode()
-def test_products_have_the_bits_of_those_with_the_matrix(rows, cols, dtype):
-    """With every instruction set, for one row and for more than are decoded in registers."""
-    library = native_library()
-    if library is None:
-        pytest.skip("the native library is not built")
-    chosen = library.isa
+def test_products_have_the_bits_of_those_with_the_matrix(isa, rows, cols, dtype):
+    """For one row and for more than are decoded in registers."""
     weight, bias = weights(rows, cols, seed=5), weights(1, rows, seed=6)[0]
     weight[:, ::7] *= 2.0**60  # escapes in every row
     matrix = encode_planes(weight)
-    try:
-        for isa in library.isas():
-            library.select_isa(isa)
-            for num_rows in (1, 2, 3, 5, 6, 7, 40):
-                x = weights(num_rows, cols, seed=num_rows).to(dtype)
-                for used in (None, bias):
-                    expected = linear(x, weight, used)
-                    assert torch.equal(quantized_linear(x, matrix, used), expected), isa
-                    found = PreparedQuantizedLinear(matrix)(x, used)
-                    assert found is None or torch.equal(found, expected), isa
-    finally:
-        library.select_isa(chosen)
+    for num_rows in (1, 2, 3, 5, 6, 7, 40):
+        x = weights(num_rows, cols, seed=num_rows).to(dtype)
+        for used in (None, bias):
+            expected = linear(x, weight, used)
+            assert torch.equal(quantized_linear(x, matrix, used), expected)
+            found = PreparedQuantizedLinear(matrix)(x, used)
+            assert found is None or torch.equal(found, expected)
 
 
 @torch.inference_mode()
@@ -145,9 +123,7 @@ def test_rows_of_a_matrix_are_a_matrix():
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_products_notice_escapes_that_do_not_fit(num_rows):
-    if native_library() is None:
-        pytest.skip("the native library is not built")
+def test_products_notice_escapes_that_do_not_fit(library, num_rows):
     matrix = encode_planes(any_bits(70, 130, seed=8))
     for group in range(3):
         starts = matrix.starts.clone()
@@ -178,12 +154,9 @@ def test_escapes_may_have_more_room(implementation, room):
     assert same_bits(decode_planes(roomy), weight)
 
 
-@pytest.mark.parametrize("implementation", ["native", "reference"])
 @pytest.mark.parametrize("room", [0, 1, 77])
-def test_parts_that_are_there_are_filled_again(monkeypatch, implementation, room):
+def test_parts_that_are_there_are_filled_again(implementation, room):
     """With what is left of another matrix in them; or nothing is, where escapes have no room."""
-    if implementation == "reference":
-        monkeypatch.setattr(planes_module, "native_library", lambda: None)
     weight = weights(70, 130, seed=3)
     expected = encode_planes(weight)
     rest = torch.full((room,), 255, dtype=torch.uint8)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from launched_kernels import launched
 from low_precision import assert_as_good_as_eager
 from quantized_matrices import FP8_BLOCK, INT4, MXFP4, NVFP4, random_matrix, random_stack
 from torch import Tensor
@@ -13,7 +14,6 @@ from moe_runtime.kernels.expert_mlp import (
     ActivationSpec,
     QuantizedExperts,
     StackedExperts,
-    decode,
     expert_mlp,
 )
 from moe_runtime.kernels.quantized import QuantizedStack, WeightFormat
@@ -30,6 +30,7 @@ FORMATS = {
 GPT_OSS = ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0)
 DIM, HIDDEN = 96, 80
 PARTS = ("codes", "scales", "zero_points", "global_scale")
+MOVED = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias", "slot_of_expert")
 
 
 def make(
@@ -86,20 +87,12 @@ def values(experts: QuantizedExperts, dtype: torch.dtype) -> StackedExperts:
 
 
 def moved(experts: QuantizedExperts) -> QuantizedExperts:
-    if DEVICE == "cpu":
-        return experts
+    def there(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.to(DEVICE)
+        return one and replace(one, **{name: there(getattr(one, name)) for name in PARTS})
 
-    def stack(one: QuantizedStack | None) -> QuantizedStack | None:
-        if one is None:
-            return None
-        parts = {name: getattr(one, name) for name in PARTS}
-        return replace(one, **{n: None if p is None else p.to(DEVICE) for n, p in parts.items()})
-
-    names = ("gate_bias", "up_bias", "down_bias", "slot_of_expert")
-    tensors = {name: getattr(experts, name) for name in names}
-    tensors = {name: None if t is None else t.to(DEVICE) for name, t in tensors.items()}
-    stacks = {name: stack(getattr(experts, name)) for name in ("gate", "up", "down")}
-    return QuantizedExperts(**stacks, **tensors)  # type: ignore[arg-type]
+    return replace(experts, **{name: there(getattr(experts, name)) for name in MOVED})
 
 
 def routing(num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -163,22 +156,14 @@ def test_formats(name, num_tokens, generator):
      (WeightFormat("q4_k"), (256, 512))],
     ids=["mxfp4", "fp8-block", "int4-zeros", "nvfp4", "q4_k"],
 )  # fmt: skip
-def test_one_token(kind, sizes, generator, monkeypatch):
+def test_one_token(kind, sizes, generator):
     """Kernels without matrix units, whatever slots the experts lie in; two choices are alike."""
-    names, launch = list[str](), decode.PreparedLaunch
-
-    def noted(kernel: Any, *arguments: Any, **numbers: Any) -> Any:
-        names.append(kernel.__name__)
-        return launch(kernel, *arguments, **numbers)
-
-    monkeypatch.setattr(decode, "PreparedLaunch", noted)
-    for prepare in (decode._prepare_up, decode._prepare_down, decode._prepare_sums):
-        prepare.cache_clear()
     experts = make(kind, generator, sizes=sizes, slots=[3, 1, -1, 4, 0])
     ids = torch.tensor([[3, 0, 3, 2, 7, 4]])
     weights = torch.rand(1, 6, generator=generator)
     x = torch.randn(1, sizes[0], generator=generator)
-    found = run(experts, "triton", x, (ids, weights), GPT_OSS)
+    with launched() as names:
+        found = run(experts, "triton", x, (ids, weights), GPT_OSS)
     slots = torch.tensor([[4, 3, 4, 0, 0, 0]])
     there = weights.where(torch.tensor([[1, 1, 1, 0, 0, 1]]) > 0, 0)
     exact = exact_values(replace(experts, slot_of_expert=None), x, (slots, there), GPT_OSS)

@@ -7,10 +7,12 @@ import torch
 from low_precision import UNIT_ROUNDOFF
 from quantized_matrices import (
     AWQ,
+    BLOCK_FORMATS,
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
     GPTQ8,
+    HALVES,
     INT4,
     INT8,
     MXFP4,
@@ -22,7 +24,8 @@ from quantized_matrices import (
 from torch import Tensor
 
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
-from moe_runtime.kernels.quantized import QuantizedStack, WeightFormat
+from moe_runtime.kernels.grouped_gemm.packed import BLOCKS_READ
+from moe_runtime.kernels.quantized import BLOCKS, QuantizedStack, WeightFormat
 from moe_runtime.kernels.token_sort import token_sort
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,6 +47,7 @@ FORMATS = {
     "gptq8": GPTQ8,
     "nvfp4": NVFP4,
     "nvfp4-divided": NVFP4_DIVIDED,
+    **{name: BLOCK_FORMATS[name] for name in BLOCKS_READ},
 }
 
 
@@ -60,16 +64,30 @@ def product(x: Tensor, stack: QuantizedStack, counts: list[int], **options: obje
     return grouped_gemm(x.to(DEVICE), moved(stack), offsets, impl="triton", **options).cpu()  # type: ignore[arg-type]
 
 
-def assert_only_rounded(found: Tensor, x: Tensor, weight: Tensor, what: str = "") -> None:
+def minima_of(stack: QuantizedStack, slot: int) -> Tensor:
+    """What is subtracted from each scaled code: the values of the same blocks with codes 0."""
+    kind, codes = stack.format, stack.codes[slot].clone()
+    if not kind.has_minima:
+        return torch.zeros(stack.shape[1:])
+    blocks = codes.view(len(codes), -1, kind.block_bytes)
+    blocks[..., 4 if kind.codes == "q4_1" else 16 :] = 0
+    return -QuantizedStack(kind, stack.num_cols, codes[None]).matrix(0).dequantize()
+
+
+def assert_only_rounded(
+    found: Tensor, x: Tensor, weight: Tensor, what: str = "", *, minima: Tensor | float = 0.0
+) -> None:
     """Holds `x @ weight.T` to what rounding a sum of fp32 can do, and to one of the result.
 
     A sum of K products, in any order, is wrong by at most K roundings of fp32 of the sum of their
-    magnitudes; each product has one more where a scale multiplies it, and the result one of its
-    own type.
+    magnitudes; each product has up to three more where scales multiply it, and the result one of
+    its own type. Where minima are subtracted, scaled codes and minima are summed apart, and neither
+    is larger than |w| + 2 |m|.
     """
     exact = x.double() @ weight.double().T
-    magnitude = x.double().abs() @ weight.double().abs().T
-    allowed = (x.shape[1] + 2) * 2.0**-24 * magnitude + UNIT_ROUNDOFF[found.dtype] * exact.abs()
+    parts = weight.double().abs() + 2 * torch.as_tensor(minima).double().abs()
+    magnitude = x.double().abs() @ parts.T
+    allowed = (x.shape[1] + 4) * 2.0**-24 * magnitude + UNIT_ROUNDOFF[found.dtype] * exact.abs()
     assert ((found.double() - exact).abs() <= allowed).all(), what
 
 
@@ -77,26 +95,22 @@ def assert_only_rounded(found: Tensor, x: Tensor, weight: Tensor, what: str = ""
 @pytest.mark.parametrize("name", FORMATS)
 def test_odd_sizes_against_the_values(name, generator):
     """Ragged groups and blocks, an expert without rows, one left out, one in another slot."""
-    num_rows, num_cols = 141, 173
-    stack = random_stack(FORMATS[name], 4, num_rows, num_cols, generator)
+    kind = FORMATS[name]
+    num_rows, num_cols = (45, 3 * kind.block_codes) if kind.block_codes else (141, 173)
+    stack = random_stack(kind, 4, num_rows, num_cols, generator)
     counts, slots = [3, 0, 17, 1], [2, 1, 0, -1]
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(sum(counts), num_cols, generator=generator).to(dtype)
         bias = torch.randn(4, num_rows, generator=generator)
         table = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
         found = product(x, stack, counts, slot_of_expert=table, bias_SN=bias.to(DEVICE))
-        first = 0
-        for count, slot in zip(counts, slots, strict=True):
-            rows = slice(first, first + count)
-            if slot < 0:
-                assert (found[rows] == 0).all()
-            else:
-                weight = stack.matrix(slot).dequantize()
-                # the bias is one more column, of rows that are 1 there
-                own = torch.cat((x[rows].float(), torch.ones(count, 1)), dim=1)
-                weight = torch.cat((weight, bias[slot, :, None]), dim=1)
-                assert_only_rounded(found[rows], own, weight, name)
-            first += count
+        assert (found[20:] == 0).all()
+        for slot, rows in ((2, slice(0, 3)), (0, slice(3, 20))):
+            # the bias is one more column, of rows that are 1 there
+            own = torch.nn.functional.pad(x[rows].float(), (0, 1), value=1.0)
+            weight = torch.cat((stack.matrix(slot).dequantize(), bias[slot, :, None]), dim=1)
+            minima = torch.nn.functional.pad(minima_of(stack, slot), (0, 1))
+            assert_only_rounded(found[rows], own, weight, name, minima=minima)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -131,19 +145,22 @@ def every_code(kind: WeightFormat, scales: Tensor) -> QuantizedStack:
 
 
 E8M0 = torch.tensor([0, 1, 2, 7, 126, 127, 128, 200, 252], dtype=torch.uint8)
-HALVES = torch.tensor([1.0, 0.75, -3.0, 2.0**-14, 2.0**-24, 0.0, 1000.0, 0.0999, 1 / 3]).half()
+FP16 = torch.tensor([1.0, 0.75, -3.0, 2.0**-14, 2.0**-24, 0.0, 1000.0, 0.0999, 1 / 3]).half()
 
 
 CODES = [
     (MXFP4, E8M0),
     (MXFP8, E8M0[3:8]),
-    (FP8_CHANNEL, HALVES.bfloat16()),
+    (FP8_CHANNEL, FP16.bfloat16()),
     # beyond the largest number, versions of torch differ: some give NaN
-    (WeightFormat("e4m3", "e4m3", group_cols=16), HALVES.clamp(max=448).to(torch.float8_e4m3fn)),
-    (INT4, HALVES.bfloat16()),
-    (AWQ, HALVES),
-    (GPTQ8, HALVES),
-    (INT8, HALVES.bfloat16()),
+    (
+        WeightFormat("e4m3", "e4m3", group_cols=16),
+        FP16.clamp(max=448).to(torch.float8_e4m3fn),
+    ),
+    (INT4, FP16.bfloat16()),
+    (AWQ, FP16),
+    (GPTQ8, FP16),
+    (INT8, FP16.bfloat16()),
 ]
 
 
@@ -171,6 +188,49 @@ def test_every_code_under_every_scale(kind, scales, dtype):
         codes[codes & 127 == 127] = 0
         assert is_nan.sum() == 2
         values = stack.matrix(0).dequantize()
+    found = product(torch.eye(stack.num_cols, dtype=dtype), stack, [stack.num_cols])
+    assert torch.equal(found, values.T.to(dtype))
+
+
+def every_code_of_blocks(name: str) -> Tensor:
+    """Blocks `[rows, bytes of a row]` in which every code is under every scale and minimum.
+
+    Of blocks with scales of their own within, each row has other ones.
+    """
+    size = BLOCKS[name]
+    num_rows = 256 if name == "mxfp4_block" else 63
+    each = 2 if size.num_codes == 32 else 1
+    blocks = torch.arange(num_rows * each * size.num_bytes) * 37 % 251
+    blocks = blocks.to(torch.uint8).view(num_rows, each, size.num_bytes)
+    own = size.num_bytes - size.num_codes // (1 if name == "q8_0" else 2)
+    if size.num_codes == 32:
+        steps = torch.arange(size.num_bytes - own)
+        blocks[:, 0, own:] = (steps * 17 if len(steps) == 16 else steps * 8).to(torch.uint8)
+        blocks[:, 1, own:] = (steps * 15 + 3 if len(steps) == 16 else 255 - steps).to(torch.uint8)
+    if name == "mxfp4_block":
+        blocks[:, :, 0] = torch.arange(256, dtype=torch.uint8)[:, None]
+    rows = torch.arange(num_rows)
+    for turn, place in enumerate(HALVES.get(name, ())):
+        chosen = FP16[(rows // (len(FP16) if turn else 1)) % len(FP16)]
+        blocks[:, :, place : place + 2] = chosen.view(torch.uint8).view(num_rows, 1, 2)
+    return blocks.flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BLOCKS_READ)
+def test_every_code_of_blocks_under_scales(name, dtype):
+    """As above: rows of the unit matrix give the weights themselves, to the bit."""
+    codes, kind = every_code_of_blocks(name), BLOCK_FORMATS[name]
+    num_cols = codes.shape[1] // kind.block_bytes * kind.block_codes
+    stack = QuantizedStack(kind, num_cols, codes[None])
+    values = stack.matrix(0).dequantize()
+    assert not values.isnan().any()
+    if name == "mxfp4_block":
+        # a sum that overflows is no sum: infinity times zero is none
+        is_finite = values.isfinite().all(1)
+        assert is_finite.sum() > 250
+        stack = QuantizedStack(kind, 64, codes[None, is_finite])
+        values = values[is_finite]
     found = product(torch.eye(stack.num_cols, dtype=dtype), stack, [stack.num_cols])
     assert torch.equal(found, values.T.to(dtype))
 
@@ -270,15 +330,18 @@ def test_what_does_not_fit_is_refused(generator):
         grouped_gemm(x[:, :31], stack, offsets)
     with pytest.raises(ValueError, match="no gradient of quantised weights"):
         product(x.requires_grad_(), stack, [2, 3])
-    odd = random_stack(WeightFormat("uint4", "bf16", group_cols=8), 2, 24, 32, generator)
-    with pytest.raises(ValueError, match="cannot read"):
-        product(x.detach(), odd, [2, 3])
     factors = torch.ones(3, 1)
     with pytest.raises(ValueError, match=r"global scales must be \[2, 1\] on cpu"):
         QuantizedStack(NVFP4, 32, stack.codes, stack.scales, global_scale=factors)
-    odd = replace(NVFP4, codes="uint4")
-    with pytest.raises(ValueError, match="cannot read"):
-        product(x.detach(), random_stack(odd, 2, 24, 32, generator), [2, 3])
+    for kind, num_cols in (
+        (WeightFormat("uint4", "bf16", group_cols=8), 32),
+        (replace(NVFP4, codes="uint4"), 32),
+        (BLOCK_FORMATS["iq4_xs"], 256),
+    ):
+        with pytest.raises(ValueError, match="cannot read"):
+            product(
+                torch.zeros(5, num_cols), random_stack(kind, 2, 24, num_cols, generator), [2, 3]
+            )
     with pytest.raises(ValueError, match="2 slots on cpu like the codes"):
         QuantizedStack(INT4, 32, stack.codes, stack.scales[:1])
     with pytest.raises(ValueError, match="scales must be"):

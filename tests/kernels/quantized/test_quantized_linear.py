@@ -1,13 +1,12 @@
 """Products of quantised weights against fp64 products of their values, on every instruction set."""
 
 import os
-import subprocess
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from guarded_memory import assert_runs
 from quantized_matrices import (
     AWQ,
     FP8_BLOCK,
@@ -22,7 +21,6 @@ from quantized_matrices import (
     every_format,
     random_matrix,
 )
-from warm_python import warm_python
 
 from moe_runtime.kernels.linear import quantized_linear
 from moe_runtime.kernels.linear.quantized import values_of
@@ -232,7 +230,7 @@ def test_many_rows_take_the_values(library, kind, generator):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="protects memory in the Unix way")
 def test_nothing_is_read_beyond_codes_and_scales(library):
     """Codes, scales and zero points end where unreadable memory begins."""
-    code = """
+    assert_runs("""
 import torch
 from dataclasses import replace
 from guarded_memory import at_the_end
@@ -245,7 +243,7 @@ generator = torch.Generator().manual_seed(7)
 for isa in library.isas():
     library.select_isa(isa)
     for name, kind in PUBLISHED.items():
-        for n, k, rows in ((1, 1, 1), (5, 31, 1), (90, 144, 1), (7, 130, 7), (33, 272, 13)):
+        for n, k, rows in ((5, 31, 1), (90, 130, 1), (33, 272, 13)):
             weight = random_matrix(kind, n, k, generator)
             x = torch.randn(rows, k, generator=generator).bfloat16()
             guarded = replace(weight, codes=at_the_end(weight.codes),
@@ -254,9 +252,4 @@ for isa in library.isas():
             expected = quantized_linear(x, weight, impl="native")
             found = quantized_linear(x, guarded, impl="native")
             assert torch.equal(found, expected), (isa, name, n, k, rows)
-"""
-    support = Path(__file__).parents[2] / "support" / "kernels"
-    code = f"import sys\nsys.path.insert(0, {str(support)!r})\n{code}"
-    words = [warm_python(), "-P", "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+""")

@@ -2,15 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
+from native_marks import needs_native as needs_native
 
 from moe_runtime.kernels.decode_step.attention_step import AttentionWeights, RowNorm
-from moe_runtime.kernels.native import native_library
 
-needs_native = pytest.mark.skipif(
-    native_library() is None, reason="the native CPU library was not built (needs gcc)"
-)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,52 +60,55 @@ def shares(scores: Tensor, chosen: list[int]) -> dict[int, Tensor]:
     return {e: scores[e] / total for e in chosen}
 
 
-def softmax_before(renormalize: bool, scale: float = 1.0) -> Formula:
+def by_row(weights_of: Callable[[Any, Tensor], dict[int, Tensor]]) -> Formula:
+    """A formula for the scores of one token."""
+
     def formula(layer: MoELayer, x: Tensor) -> Tensor:
-        rows = []
-        for row in linear_scores(layer, x):
-            probs = softmax(row)
-            chosen = best(probs, layer.gate.top_k)
-            total = sum(probs[e] for e in chosen) if renormalize else 1.0
-            rows.append({e: scale * probs[e] / total for e in chosen})
+        rows = [weights_of(layer.gate, row) for row in linear_scores(layer, x)]
         return place(rows, layer.gate.num_experts, x)
 
     return formula
 
 
-def softmax_after(layer: MoELayer, x: Tensor) -> Tensor:
-    rows = []
-    for row in linear_scores(layer, x):
-        chosen = best(row, layer.gate.top_k)
-        total = sum(row[e].exp() for e in chosen)
-        rows.append({e: row[e].exp() / total for e in chosen})
-    return place(rows, layer.gate.num_experts, x)
+def softmax_before(renormalize: bool, scale: float = 1.0) -> Formula:
+    @by_row
+    def formula(gate: Any, row: Tensor) -> dict[int, Tensor]:
+        probs = softmax(row)
+        chosen = best(probs, gate.top_k)
+        total = sum(probs[e] for e in chosen) if renormalize else 1.0
+        return {e: scale * probs[e] / total for e in chosen}
+
+    return formula
 
 
-def sigmoid(layer: MoELayer, x: Tensor) -> Tensor:
-    rows = []
-    for row in linear_scores(layer, x):
-        scores = 1 / (1 + (-row).exp())
-        chosen = best(scores, layer.gate.top_k)
-        rows.append(shares(scores, chosen))
-    return place(rows, layer.gate.num_experts, x)
+def softmax_of(row: Tensor, chosen: list[int]) -> dict[int, Tensor]:
+    total = sum(row[e].exp() for e in chosen)
+    return {e: row[e].exp() / total for e in chosen}
 
 
-def deepseek(layer: MoELayer, x: Tensor) -> Tensor:
+@by_row
+def softmax_after(gate: Any, row: Tensor) -> dict[int, Tensor]:
+    return softmax_of(row, best(row, gate.top_k))
+
+
+@by_row
+def sigmoid(gate: Any, row: Tensor) -> dict[int, Tensor]:
+    scores = 1 / (1 + (-row).exp())
+    return shares(scores, best(scores, gate.top_k))
+
+
+@by_row
+def deepseek(gate: Any, row: Tensor) -> dict[int, Tensor]:
     """Groups of experts by their two best scores, then the best experts of the kept groups."""
-    gate = layer.gate
     size = gate.num_experts // gate.num_expert_groups
-    rows = []
-    for row in linear_scores(layer, x):
-        scores = 1 / (1 + (-row).exp())
-        groups = [scores[g * size : (g + 1) * size] for g in range(gate.num_expert_groups)]
-        sums = torch.stack([sum(group[e] for e in best(group, 2)) for group in groups])
-        kept = best(sums, gate.num_limited_groups)
-        allowed = [e for g in kept for e in range(g * size, (g + 1) * size)]
-        values = scores.tolist()
-        chosen = sorted(allowed, key=lambda e: -values[e])[: gate.top_k]
-        rows.append({e: gate.scale * share for e, share in shares(scores, chosen).items()})
-    return place(rows, gate.num_experts, x)
+    scores = 1 / (1 + (-row).exp())
+    groups = [scores[g * size : (g + 1) * size] for g in range(gate.num_expert_groups)]
+    sums = torch.stack([sum(group[e] for e in best(group, 2)) for group in groups])
+    kept = best(sums, gate.num_limited_groups)
+    allowed = [e for g in kept for e in range(g * size, (g + 1) * size)]
+    values = scores.tolist()
+    chosen = sorted(allowed, key=lambda e: -values[e])[: gate.top_k]
+    return {e: gate.scale * share for e, share in shares(scores, chosen).items()}
 
 
 def cosine(layer: MoELayer, x: Tensor) -> Tensor:
@@ -168,31 +172,24 @@ def gshard(layer: MoELayer, x: Tensor) -> Tensor:
     return place(rows, gate.num_experts, x)
 
 
-def prototype(layer: MoELayer, x: Tensor) -> Tensor:
-    gate = layer.gate
+@by_row
+def prototype(gate: Any, row: Tensor) -> dict[int, Tensor]:
     size = gate.num_experts // gate.top_k
-    rows = []
-    for row in linear_scores(layer, x):
-        chosen = {}
-        for first in range(0, gate.num_experts, size):
-            probs = softmax(row[first : first + size])
-            chosen[first + best(probs, 1)[0]] = probs[best(probs, 1)[0]]
-        rows.append(chosen)
-    return place(rows, gate.num_experts, x)
+    chosen = {}
+    for first in range(0, gate.num_experts, size):
+        probs = softmax(row[first : first + size])
+        chosen[first + best(probs, 1)[0]] = probs[best(probs, 1)[0]]
+    return chosen
 
 
-def sam(layer: MoELayer, x: Tensor) -> Tensor:
-    gate = layer.gate
+@by_row
+def sam(gate: Any, row: Tensor) -> dict[int, Tensor]:
     size = gate.num_experts // gate.num_expert_groups
-    rows = []
-    for row in linear_scores(layer, x):
-        probs = softmax(row)
-        groups = [probs[g * size : (g + 1) * size] for g in range(gate.num_expert_groups)]
-        scores = torch.stack([g.sum() if gate.group_score == "sum" else g.max() for g in groups])
-        group = best(scores, 1)[0]
-        chosen = [group * size + e for e in best(groups[group], gate.top_k)]
-        rows.append(shares(probs, chosen))
-    return place(rows, gate.num_experts, x)
+    probs = softmax(row)
+    groups = [probs[g * size : (g + 1) * size] for g in range(gate.num_expert_groups)]
+    scores = torch.stack([g.sum() if gate.group_score == "sum" else g.max() for g in groups])
+    group = best(scores, 1)[0]
+    return shares(probs, [group * size + e for e in best(groups[group], gate.top_k)])
 
 
 def expert_choice(layer: MoELayer, x: Tensor) -> Tensor:
@@ -269,11 +266,8 @@ def plain_top_k(layer: MoELayer, x: Tensor) -> Tensor:
 def from_chosen(chosen: list[list[int]], scores: Tensor, layer: MoELayer, x: Tensor) -> Tensor:
     rows = []
     for row, ids in zip(scores, chosen, strict=True):
-        if layer.gate.top_k == 1:
-            rows.append({ids[0]: 1 / (1 + (-row[ids[0]]).exp())})
-        else:
-            total = sum(row[e].exp() for e in ids)
-            rows.append({e: row[e].exp() / total for e in ids})
+        is_one = layer.gate.top_k == 1
+        rows.append({ids[0]: 1 / (1 + (-row[ids[0]]).exp())} if is_one else softmax_of(row, ids))
     return place(rows, layer.gate.num_experts, x)
 
 
@@ -304,10 +298,10 @@ def sampled(layer: MoELayer, x: Tensor) -> Tensor:
     return place(rows, layer.gate.num_experts, x)
 
 
-def most_likely(layer: MoELayer, x: Tensor) -> Tensor:
+@by_row
+def most_likely(_: Any, row: Tensor) -> dict[int, Tensor]:
     """RL-R in evaluation."""
-    rows = [{best(row, 1)[0]: torch.ones_like(row[0])} for row in linear_scores(layer, x)]
-    return place(rows, layer.gate.num_experts, x)
+    return {best(row, 1)[0]: torch.ones_like(row[0])}
 
 
 def in_turn(renormalize: bool) -> Formula:

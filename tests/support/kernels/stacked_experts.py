@@ -1,4 +1,4 @@
-"""Random stacked experts in every layout, and a brute-force answer that shares no code with them.
+"""Random experts in every layout, a brute-force answer, and runs with all gradients.
 
 Shape suffixes: E experts, D model, F hidden.
 """
@@ -6,12 +6,17 @@ Shape suffixes: E experts, D model, F hidden.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_runtime.kernels.expert_mlp import StackedExperts
+from moe_runtime.kernels.block_sparse import ExpertColumns
+from moe_runtime.kernels.expert_mlp import PackedExperts, StackedExperts, expert_mlp
+
+Experts = TypeVar("Experts", StackedExperts, PackedExperts)
 
 LAYOUTS = [
     {"has_gate": has_gate, "is_transposed": is_transposed, "is_concatenated": is_concatenated}
@@ -109,3 +114,57 @@ def make_routing(
         ids = torch.where(holes, sentinels, ids)
         weights = weights.masked_fill(holes, 0)
     return ids, weights.to(dtype)
+
+
+def leaves(experts: Experts, dtype: torch.dtype, device: str = "cpu") -> Experts:
+    """The experts as leaves of another dtype and device."""
+    pairs = zip(experts.names, experts.tensors(), strict=True)
+    changes: dict[str, Any] = {
+        name: None if tensor is None else tensor.detach().to(device, dtype).requires_grad_()
+        for name, tensor in pairs
+    }
+    if isinstance(experts, PackedExperts):
+        own = experts.columns
+        changes["columns"] = ExpertColumns.of(
+            own.widths, block_columns=own.block_columns, device=device
+        )
+    elif experts.slot_of_expert is not None:
+        changes["slot_of_expert"] = experts.slot_of_expert.to(device)
+    return replace(experts, **changes)
+
+
+def run_layer(
+    impl: Any,
+    dtype: torch.dtype,
+    experts: Any,
+    x: Tensor,
+    routing: tuple[Tensor, Tensor],
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Output and every gradient of `expert_mlp`, on the CPU; Triton runs on a GPU if there is one.
+
+    The output's gradient is exact in every dtype.
+    """
+    device = "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    experts, (ids, weights) = leaves(experts, dtype, device), routing
+    x = x.detach().to(device, dtype).requires_grad_()
+    weights = weights.detach().to(device).requires_grad_()
+    options = {"activation": "silu"} | options
+    out = expert_mlp(x, ids.to(device), weights, experts, impl=impl, **options)
+    generator = torch.Generator().manual_seed(7)
+    dout = torch.randn(out.shape, generator=generator, dtype=torch.float32)
+    out.backward(dout.bfloat16().to(out))
+    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    pairs = zip(experts.names, experts.tensors(), strict=True)
+    found |= {name: tensor.grad for name, tensor in pairs if tensor is not None}
+    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+
+
+def assert_all_close(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    """Relative to the largest element: single elements cancel, their error does not shrink."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (found[name].double() - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"

@@ -66,7 +66,7 @@ def named_gradients(model: LanguageModel) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if p.grad is not None
     }
-    named = logical_tensors(model, gradients)
+    named = logical_tensors(model, model.state_dict(), gradients)
     return {name: tensor for name, tensor in named.items() if name.startswith("exp_avg.")}
 
 
