@@ -168,7 +168,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(tmp_path, monkeypat
     assert "--max-body" in refused("--max-body", "much")
     assert "--prefix-disk must be positive" in refused("--prefix-disk", "0")
     both = ("--no-prefix-cache", "--prefix-disk", "1GiB")
-    assert "--prefix-disk keeps what --no-prefix-cache does not" in refused(*both)
+    assert "--prefix-disk needs the prefix cache" in refused(*both)
     assert "--share-prefixes shares the prefix cache between" in refused("--share-prefixes")
     assert "no-model is not a directory" in refused("--port", "0")
     why = "has no effect: steps are recorded on a GPU, and this server computes on the CPU"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -25,8 +26,8 @@ from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
 from moe_runtime.serving.http.model_loader import ServeSettings
-from moe_runtime.serving.http.model_table import Loader, ModelTable, Place
-from moe_runtime.serving.http.served_model import ChatTemplate, ServedModel
+from moe_runtime.serving.http.model_table import ModelTable
+from moe_runtime.serving.http.served_model import ChatTemplate, Place, ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
 from moe_runtime.serving.http.starting import (
     Ready,
@@ -123,37 +124,16 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-class NothingToLoad(Loader):
-    """The models are there, and stay."""
-
-    def make_room(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def load(self, name: str) -> Sequence[ServedModel]:
-        raise NotImplementedError
-
-    def unload(self, name: str) -> None:
-        raise NotImplementedError
-
-    def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
-        raise NotImplementedError
-
-    def forget_adapter(self, model: str, name: str) -> None:
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        pass
-
-
 def table_of(models: Sequence[ServedModel]) -> ModelTable:
-    """Models that are loaded, with adapters behind those they belong to."""
+    """Models that are loaded and stay, and their adapters."""
     places: dict[str, Place] = {}
     for model in models:
         name = model.parent or model.name
         place = places.setdefault(name, Place(name, takes_pictures=model.pictures is not None))
         place.adapters += [] if model.parent is None else [model.name]
         place.served[model.name] = model
-    return ModelTable([*places.values()], NothingToLoad())
+    loader: Any = SimpleNamespace(cancel=lambda: None)
+    return ModelTable([*places.values()], loader)
 
 
 @contextlib.contextmanager
@@ -302,45 +282,19 @@ class ScriptedEngine:
 
     def statistics(self) -> EngineStatistics:
         experts = RuntimeStats(
-            hits=7,
-            late_hits=1,
-            misses=2,
-            bytes_read=4096,
-            replaced_choices=6,
-            skipped_choices=5,
-            stand_in_choices=4,
-            stall_s=0.5,
-            useful_guesses=3,
-            late_guesses=1,
-            wasted_guesses=4,
-            expert_slots=8,
-            slot_bytes=1 << 20,
-            expert_bytes=1 << 25,
-            budget_bytes=1 << 26,
-            policy="lru",
-            kv_cache="int8",
-            dense_bytes=0,
-            baseline_rss_bytes=0,
-            peak_rss_bytes=0,
-            load_s=0.0,
+            **{"hits": 7, "late_hits": 1, "misses": 2, "bytes_read": 4096, "stall_s": 0.5},
+            **{"replaced_choices": 6, "skipped_choices": 5, "stand_in_choices": 4},
+            **{"useful_guesses": 3, "late_guesses": 1, "wasted_guesses": 4, "expert_slots": 8},
+            **{"slot_bytes": 1 << 20, "expert_bytes": 1 << 25, "budget_bytes": 1 << 26},
+            **{"policy": "lru", "kv_cache": "int8", "dense_bytes": 0, "load_s": 0.0},
+            **{"baseline_rss_bytes": 0, "peak_rss_bytes": 0},
         )
         return EngineStatistics(
-            running=1,
-            waiting=2,
-            kv_tokens=30,
-            kv_capacity=100,
-            prefix_tokens=10,
-            steps=5,
-            preemptions=1,
-            adapter_reads=3,
-            adapter_bytes=0,
-            prompt_tokens=50,
-            prefix_hit_tokens=20,
-            prefix_disk_hit_tokens=16,
-            prefix_disk_failures=1,
-            generated_tokens=60,
-            finished={"stop": 1},
-            experts=experts,
+            **{"running": 1, "waiting": 2, "kv_tokens": 30, "kv_capacity": 100},
+            **{"prefix_tokens": 10, "steps": 5, "preemptions": 1, "adapter_reads": 3},
+            **{"adapter_bytes": 0, "prompt_tokens": 50, "prefix_hit_tokens": 20},
+            **{"prefix_disk_hit_tokens": 16, "prefix_disk_failures": 1, "generated_tokens": 60},
+            **{"finished": {"stop": 1}, "experts": experts},
         )
 
     def drain(self, timeout_s: float | None = None) -> bool:

@@ -1,6 +1,4 @@
-"""A model's vocabulary, and text out of tokens piece by piece: whole characters, and nothing of a
-stop string.
-"""
+"""A model's vocabulary; answers as pieces of text, split into reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moe_runtime.errors import blamed_on
 from moe_runtime.inference.incremental_text import IncrementalText
@@ -31,9 +29,9 @@ if TYPE_CHECKING:
 _UNKNOWN = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARK = re.compile(r"<\S.*>", re.DOTALL)
-"""Some families flag ``<tool_call>`` and ``<think>`` as special tokens, and some do not."""
+"""Some tokenizers do not flag ``<tool_call>`` and ``<think>`` as special tokens."""
 _SLICE = 2048
-"""Characters that are encoded at a time where a text may be too long."""
+"""Characters that are encoded at a time if a text may be too long."""
 _MOST_CHARACTER_BYTES = 4
 _SPACE = "\u2581"
 """How SentencePiece writes a space."""
@@ -43,12 +41,12 @@ class Vocabulary:
     """Text and tokens of one model.
 
     Args:
-        size: tokens that the model knows; it may know more than the tokenizer.
+        size: the model's number of tokens, which may exceed the tokenizer's.
 
     Attributes:
-        mark_tokens: ids of the added tokens that are marks, special ones or not, by their names.
-        plain_tokens: names of the added tokens that texts may have, by their ids.
-        longest_token: bytes of the longest token's text in UTF-8, or more.
+        mark_tokens: ids of added tokens that are marks, by their text.
+        plain_tokens: texts of added tokens that are not special, by their ids.
+        longest_token: an upper bound of the UTF-8 bytes of a token.
     """
 
     def __init__(
@@ -71,25 +69,21 @@ class Vocabulary:
         self._bytes_by_char = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
         is_of_bytes = self._bytes_by_char.keys() <= self._ids_by_token.keys()
         self.longest_token = max(
-            # Where each byte has a token, a character of a token stands for a byte.
+            # In byte-level vocabularies a character is a byte.
             (len(token if is_of_bytes else token.encode()) for token in self._ids_by_token),
             default=1,
         )
-        # Encoding may set how a tokenizer cuts and pads, which must not happen twice at a time.
+        # Encoding may change the tokenizer's settings of truncation and padding.
         self._encoding = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._encode(text, add_special_tokens=add_special_tokens)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         with blamed_on("the text cannot be encoded", ApiError), self._encoding:
             return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether a text surely has more than so many tokens.
+        """Whether a text certainly has more than so many tokens.
 
-        A long text is counted in slices up to the limit. A cut makes a few tokens more; twice as
-        many would take a cut in every token.
+        Counts long texts in slices, up to twice the limit: cuts add fewer tokens than that.
         """
         if len(text) * _MOST_CHARACTER_BYTES <= 2 * num_tokens:
             return False
@@ -101,8 +95,7 @@ class Vocabulary:
         return False
 
     def count(self, text: str, num_tokens: int) -> int:
-        """Tokens of a text. One that surely has more than ``num_tokens`` is not encoded as a whole:
-        each cut may add a few."""
+        """The number of tokens; approximate if it is certainly more than ``num_tokens``."""
         if self.is_longer(text, num_tokens):
             return sum(self._slice_tokens(text))
         return len(self.encode(text, add_special_tokens=False))
@@ -111,10 +104,10 @@ class Vocabulary:
         start = 0
         while start < len(text):
             end = start + _SLICE
-            if end < len(text):  # before a space, where there is one: words stay whole
+            if end < len(text):  # before a space, if possible: words stay whole
                 space = text.rfind(" ", start + 1, end)
                 end = end if space < 0 else space
-            yield len(self._encode(text[start:end], add_special_tokens=False))
+            yield len(self.encode(text[start:end], add_special_tokens=False))
             start = end
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -125,9 +118,8 @@ class Vocabulary:
     def offsets_of_text(
         self, text: str, ids: Sequence[int], *, add_special_tokens: bool
     ) -> list[int]:
-        """Where in a text each of its tokens begins, spaces before a word included."""
+        """The offset of each token in a text, spaces before words included."""
         if not self.tokenizer.is_fast:
-            # Nothing but the tokens says where they come from.
             return [min(at, len(text)) for at in self._offsets(ids, self.incremental())]
         with self._encoding:
             spans = self.tokenizer(
@@ -135,13 +127,13 @@ class Vocabulary:
             )["offset_mapping"]
         offsets, end = [], 0
         for begins, ends in spans:
-            # Some tokenizers leave the space out; tokens that are parts of a character share it.
+            # Some tokenizers skip the space. Tokens that are parts of a character share an offset.
             offsets.append(min(begins, end) if ends > begins else end)
             end = max(end, ends)
         return offsets
 
     def offsets_of_tokens(self, ids: Sequence[int]) -> list[int]:
-        """Where in the text of tokens, special ones included, each of them begins."""
+        """The offset of each token in the text of all, special tokens included."""
         return self._offsets(ids, IncrementalText(self.decode))
 
     def _offsets(self, ids: Sequence[int], text: IncrementalText) -> list[int]:
@@ -156,24 +148,22 @@ class Vocabulary:
         return IncrementalText.of(self.tokenizer, kept)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, in UTF-8; part of a character for some."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._read_token(token_id)
-        return found
+        """The UTF-8 bytes of a token; for some tokens, part of a character."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._read_token(token_id)
+        return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """A token as reports show it; ``bytes:\\xe2`` where it is no whole character."""
+        """The text of a token; ``bytes:\\xe2`` for part of a character."""
         raw = self.token_bytes(token_id)
         text = raw.decode(errors="replace")
-        if _UNKNOWN not in text:
-            return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        is_text = _UNKNOWN not in text
+        return text if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _read_token(self, token_id: int) -> bytes:
         token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token is None or token_id >= len(self.tokenizer):
-            return b""  # the model's vocabulary is rounded up
+            return b""  # models round their vocabulary up
         text = self.decode([token_id])
         if token.startswith(_SPACE) and not text.startswith(" "):
             text = " " + text
@@ -188,18 +178,18 @@ class Vocabulary:
 
 
 def _byte_level_alphabet() -> list[str]:
-    """The character by which byte-level vocabularies write each byte."""
+    """The character of each byte in byte-level vocabularies."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(rest)) for byte in range(256)]
 
 
 class MarkSearch:
-    """Lets text through up to the first of some marks, and holds back what may begin one."""
+    """Finds the first of some marks; holds back text that may begin one. Ignores empty marks."""
 
-    def __init__(self, marks: Sequence[str]) -> None:
-        self._marks = tuple(marks)
-        self._longest = max(map(len, marks), default=0)
+    def __init__(self, marks: Sequence[str | None]) -> None:
+        self._marks = tuple(filter(None, marks))
+        self._longest = max(map(len, self._marks), default=0)
         self._held = ""
 
     @property
@@ -207,13 +197,12 @@ class MarkSearch:
         return bool(self._held)
 
     def add(self, piece: str) -> tuple[str, str | None, str]:
-        """Takes text; gives text that is free, the mark that ends it if one was found, and the text
-        after it."""
+        """Takes text. Returns text before a mark, the mark if there is one, and text after it."""
         text = self._held + piece
         found = [(at, mark) for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
             self._held = ""
-            # The one that was whole first, so that it does not matter how the text was cut.
+            # The first complete one, so that the result does not depend on the pieces.
             at, mark = min(found, key=lambda one: (one[0] + len(one[1]), one[0]))
             return text[:at], mark, text[at + len(mark) :]
         num_held = next(
@@ -233,9 +222,9 @@ class MarkSearch:
 
 
 class JsonMarkSearch(MarkSearch):
-    """As `MarkSearch` for marks after JSON: within its strings a mark is text."""
+    """A `MarkSearch` in JSON: marks within strings are text."""
 
-    def __init__(self, marks: Sequence[str]) -> None:
+    def __init__(self, marks: Sequence[str | None]) -> None:
         super().__init__(marks)
         self._is_within_string = self._is_escaped = False
 
@@ -258,7 +247,7 @@ class JsonMarkSearch(MarkSearch):
 
 @dataclass(frozen=True, slots=True)
 class AnswerToken:
-    """A token of an answer; ``offset`` counts the characters of the answer before it."""
+    """A token of an answer; ``offset`` is its place in the text."""
 
     token_id: int
     logprob: float | None
@@ -268,13 +257,12 @@ class AnswerToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What an answer grew by.
+    """The next piece of an answer.
 
     Attributes:
-        tokens: those that the text has come past.
-        finish: why the answer ends here; None while it goes on.
-        cut_by: where the model would have written more: the stop string that it wrote next, or
-            nothing where ``max_tokens`` ends the answer.
+        tokens: whose text is complete.
+        finish: why the answer ends; None before its end.
+        cut_by: the stop string that cut the answer, or "" for ``max_tokens``; None otherwise.
     """
 
     text: str
@@ -284,10 +272,10 @@ class Piece:
 
 
 class AnswerText:
-    """One answer: tokens in, pieces of text out.
+    """Turns the tokens of one answer into pieces of text.
 
-    ``stops`` and the text of ``stop_ids`` end it and are no part of it; ``stops`` that are whole
-    within ``min_tokens`` do not end it, as in vLLM.
+    ``stops`` and ``stop_ids`` end the answer and are no part of it. As in vLLM, ``stops`` within
+    the first ``min_tokens`` have no effect.
     """
 
     def __init__(
@@ -310,11 +298,10 @@ class AnswerText:
         return self._text.follow(prompt_ids, is_whole=is_whole)
 
     def add(self, new: NewToken) -> Piece:
-        """Takes a token; the answer ends here where the piece has a ``finish``."""
+        """Takes a token. The answer ends if the piece has a ``finish``."""
         self.num_tokens += 1
-        self._waiting.append(
-            AnswerToken(new.token_id, new.logprob, new.top_logprobs, self._num_decoded)
-        )
+        token = AnswerToken(new.token_id, new.logprob, new.top_logprobs, self._num_decoded)
+        self._waiting.append(token)
         return self._grow("" if new.token_id in self._stop_ids else self._text.add(new.token_id))
 
     def end(self, reason: FinishReason) -> Piece:
@@ -341,8 +328,7 @@ class AnswerText:
         return Piece(free, tuple(tokens), "stop" if stop else None, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningMarks:
+class ReasoningMarks(NamedTuple):
     opens: str
     closes: str
 
@@ -363,13 +349,13 @@ Kind = Literal["reasoning", "content"]
 Part = tuple[Kind, str] | ParsedCall
 _Section = Literal["reasoning", "content", "call"]
 _MOST_HEAD = 256
-"""Characters of a call within reasoning that tell it from a mark that is only mentioned."""
+"""Characters within reasoning that tell a call from text that mentions its mark."""
 
 
 class AnswerSections:
-    """Splits the text of an answer as it comes into reasoning, content, and calls of ``functions``.
+    """Splits the text of an answer into reasoning, content, and calls of ``functions``.
 
-    It begins with ``"reasoning"`` where the prompt ends with the mark that opens it.
+    ``begins_with`` is ``"reasoning"`` if the prompt ends with the mark that opens it.
     """
 
     def __init__(
@@ -379,22 +365,23 @@ class AnswerSections:
         functions: Sequence[Function] = (),
         begins_with: Kind = "content",
     ) -> None:
-        self._reasoning = reasoning
+        self._think, self._end_think = reasoning or (None, None)
         self._tools = tools
+        self._opens = tools.opens if tools else ()
         self._functions = functions
         self._section: _Section = begins_with
         self._call = ""
-        self._marks: Marks | None = None  # of the call; None where it has none
+        self._marks: Marks | None = None  # of the call; None if it has none
         self._is_thought = False  # the call began within reasoning
-        self._left_over: set[str] = set()  # marks that end what a call has ended already
+        self._left_over: set[str] = set()  # marks that may follow a call, and mean nothing
         self._has_content = False
-        # White space at an end is text where text follows, and nothing where a mark does.
+        # White space is text only if text follows, not a mark.
         self._spaces = ""
         self._is_behind_mark = begins_with == "reasoning"
         self._search = self._new_search()
 
     def add(self, text: str) -> Iterator[Part]:
-        if self._reasoning is None and self._tools is None:
+        if self._think is None and self._tools is None:
             if text:
                 yield "content", text
             return
@@ -411,10 +398,10 @@ class AnswerSections:
             self._search = self._new_search()
 
     def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
-        """No more text comes.
+        """Ends the text.
 
-        ``cut_by`` is what the model wrote next where it would have written more: a call or mark
-        that has only begun is dropped then.
+        ``cut_by`` is text that the model wrote next, but that is no part of the answer. Then an
+        incomplete call or mark at the end is dropped.
         """
         held = self._search.end()
         while self._section == "call":
@@ -430,34 +417,28 @@ class AnswerSections:
             yield "content", self._spaces
 
     def _new_search(self) -> MarkSearch:
-        """Searches for what may end the current section."""
-        opens = () if self._tools is None else self._tools.opens
-        thought = () if self._reasoning is None else (self._reasoning.opens, self._reasoning.closes)
         if self._section == "call":
-            assert self._tools is not None
-            closes = () if self._marks is None else (self._marks.closes,)
-            marks = (*closes, *(thought[1:] if self._is_thought else ()))
-            is_json = self._tools.is_json
-            return (JsonMarkSearch if is_json else MarkSearch)([one for one in marks if one])
+            ends = [self._marks and self._marks.closes, self._end_think if self._is_thought else ""]
+            is_json = self._tools is not None and self._tools.is_json
+            return (JsonMarkSearch if is_json else MarkSearch)(ends)
         if self._section == "reasoning":
-            return MarkSearch([*thought[1:], *opens])
-        return MarkSearch([*opens, *thought[:1], *self._left_over])
+            return MarkSearch([self._end_think, *self._opens])
+        return MarkSearch([*self._opens, self._think, *self._left_over])
 
     def _begins_mark(self, held: str, behind: str) -> bool:
-        """Whether text at the end of the section begins its mark, with a letter at least: signs
-        alone are as likely text."""
-        marks = [] if self._tools is None else [*self._tools.opens]
-        if self._reasoning is not None and self._section == "reasoning":
-            marks.append(self._reasoning.closes)
-        elif self._reasoning is not None and not self._has_content:
-            marks.append(self._reasoning.opens)
+        """Whether the last text begins a mark. Signs without a letter are as likely text."""
+        marks = [*self._opens]
+        if self._section == "reasoning":
+            marks += [self._end_think] if self._end_think else []
+        elif self._think and not self._has_content:
+            marks.append(self._think)
         text = held + behind
         return any(map(str.isalpha, held)) and any(
             mark.startswith(text) or text.startswith(mark) for mark in marks
         )
 
     def _begin_bare(self, text: str) -> None:
-        """Enters a call where the content begins as one without a mark does."""
+        """Enters a call without a mark, if the content begins like one."""
         may_be = self._section == "content" and not self._has_content and not self._search.holds
         bare = self._tools and self._tools.bare
         if bare and may_be and text.lstrip().startswith(bare.begins):
@@ -479,13 +460,13 @@ class AnswerSections:
             yield self._section, body
 
     def _pass(self, mark: str) -> Generator[Part, None, str]:
-        """A mark ends the section; gives text before it that is to be split again."""
+        """A mark ends the section. Returns text before it that must be split again."""
         if self._section == "call":
-            if self._is_thought and self._reasoning and mark == self._reasoning.closes:
+            if self._is_thought and mark == self._end_think:
                 return (yield from self._refuse_call()) + mark
             return (yield from self._finish_call(mark))
-        known = () if self._tools is None else self._tools.marks
-        marks = next((one for one in known if one.opens == mark), None)
+        groups = self._tools.marks if self._tools else ()
+        marks = next((one for one in groups if one.opens == mark), None)
         if marks is not None:
             self._marks, self._is_thought = marks, self._section == "reasoning"
             self._enter("call")
@@ -494,7 +475,7 @@ class AnswerSections:
         elif mark in self._left_over:
             self._left_over.discard(mark)
         elif self._has_content:
-            # Reasoning stands at the beginning; further on the mark is talked about.
+            # Reasoning comes first in an answer; later its mark is text.
             yield from self._take(mark)
         else:
             self._enter("reasoning")
@@ -507,7 +488,7 @@ class AnswerSections:
         return not self._tools.reader.may_begin(begun, self._functions)
 
     def _refuse_call(self) -> Generator[Part, None, str]:
-        """Reasoning goes on after a mark that opens no call; gives the text to be split again."""
+        """The mark within reasoning opened no call. Returns the text that must be split again."""
         assert self._marks is not None
         text, self._call, self._section = self._call, "", "reasoning"
         self._is_thought = self._is_behind_mark = False
@@ -519,15 +500,15 @@ class AnswerSections:
         return f"{marks.opens}{text}{closes}" if marks is not None and marks.are_read else text
 
     def _enter(self, section: _Section) -> None:
-        # What stands before a call is wanted if it turns out to be none.
+        # If a call turns out to be text, the spaces before it are text, too.
         self._spaces = self._spaces if section == "call" else ""
         self._section, self._is_behind_mark = section, True
 
     def _finish_call(self, mark: str, cut_by: str | None = None) -> Generator[Part, None, str]:
-        """Gives the calls that were written, or the text where it is none.
+        """Yields the calls, or the text if it is no call.
 
-        ``mark`` ends it, or is what of that was written where the text ends. Returns text after a
-        mark that seemed to lie in a string, where that was no call.
+        ``mark`` ends the call, or begins its closing mark where the text ends. Returns text after a
+        mark that seemed to lie in a string, if the text was no call.
         """
         assert self._tools is not None
         closes = None if self._marks is None else self._marks.closes
@@ -545,14 +526,18 @@ class AnswerSections:
                 if self._is_thought:
                     return (yield from self._refuse_call()) + mark
                 return (yield from self._give_text(mark))
-        self._leave_over()
+        group = self._tools.marks[0]
+        if self._is_thought and self._end_think:
+            self._left_over.add(self._end_think)
+        if self._marks not in (None, group) and group.closes is not None:
+            self._left_over.add(group.closes)
         self._call, self._is_thought = "", False
         self._enter("content")
         yield from calls
         return ""
 
     def _give_text(self, mark: str) -> Generator[Part, None, str]:
-        """Content that looked like a call, up to the first mark that would have ended one."""
+        """Yields text that looked like a call, up to the first closing mark; returns the rest."""
         marks, text, spaces, self._call = self._marks, self._call, self._spaces, ""
         opens, closes = ("", None) if marks is None else (marks.opens, marks.closes)
         first, found, rest = (text + mark).partition(closes) if closes else (text, mark, "")
@@ -561,20 +546,11 @@ class AnswerSections:
         yield "content", spaces + opens + first + found
         return rest
 
-    def _leave_over(self) -> None:
-        """Notes marks that may follow the call and mean nothing."""
-        assert self._tools is not None
-        if self._is_thought and self._reasoning is not None:
-            self._left_over.add(self._reasoning.closes)
-        group = self._tools.marks[0]
-        if self._marks is not None and self._marks is not group and group.closes is not None:
-            self._left_over.add(group.closes)
-
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
-"""The special tokens that messages consist of."""
+"""The special tokens of gpt-oss's messages."""
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
@@ -585,10 +561,10 @@ def is_harmony(template: str) -> bool:
 
 
 class HarmonySections:
-    """Splits the text of gpt-oss as `AnswerSections` does, its marks included.
+    """Splits the text of gpt-oss, marks included, as `AnswerSections` does for others.
 
-    Messages of one kind are separated by a line break. A call that is no JSON object, and text
-    without marks around it, are content. The prompt may end within a message.
+    A line break separates messages of one kind. Calls that are no JSON object, and text outside of
+    messages, are content. The prompt may end within a message.
     """
 
     def __init__(self, functions: Sequence[Function] = (), prompt: str = "") -> None:
@@ -603,7 +579,7 @@ class HarmonySections:
         begun = prompt.rfind(_START)
         for _ in self.add(prompt[begun:] if begun >= 0 else ""):
             pass
-        # What the prompt says of the first message; the rest of it is no part of the answer.
+        # The prompt may have the header of the first message, or its beginning.
         self._given, self._header = self._header + self._search.end(), ""
         self._said.clear()
 
@@ -619,7 +595,7 @@ class HarmonySections:
                 return
             if self._is_message:
                 yield from self._finish()
-                # A message without an end: the next has begun.
+                # A message without an end: the next one has begun.
                 self._header = "" if mark in _ENDS else mark
                 self._search = MarkSearch((_MESSAGE,))
             else:
@@ -627,7 +603,7 @@ class HarmonySections:
                 self._search = MarkSearch((*_ENDS, _START, _CHANNEL))
 
     def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
-        """No more text comes; ``cut_by`` as in `AnswerSections.end`."""
+        """Ends the text; ``cut_by`` as in `AnswerSections.end`."""
         held = self._search.end()
         if not (self._is_message and self._kind is None and self._may_be_cut(cut_by)):
             yield from self._take(held)
@@ -647,7 +623,7 @@ class HarmonySections:
             self._kind = None if self._has_tools else "content"
             self._called = to.removeprefix(_FUNCTIONS)
         else:
-            # Tools of the model's own, which the request does not give, are part of its reasoning.
+            # Calls of built-in tools, which the request does not offer, are reasoning.
             is_thought = bool(to) or channel[-1:] == ["analysis"]
             self._kind = "reasoning" if is_thought else "content"
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: what a client reads where a request is refused or fails."""
+"""Errors that clients get, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from moe_runtime.serving.requests import EngineClosedError, QueueFullError, Requ
 _MOST_FRAMES = 4
 _MOST_MESSAGE = 2000
 _STATUS_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
 }
+"""Of statuses other than that of an invalid request."""
 
 
 class ApiError(Exception):
-    """A request that is refused or failed: what was expected, what came and what to change.
+    """A request that is refused or failed.
 
-    ``param`` is the field at fault, ``code`` a word for programs; ``logged`` is what the log says
-    instead, nothing that a client sent.
+    ``param`` is the field at fault, ``code`` is for programs. ``logged`` is for the log: messages
+    may quote the request.
     """
 
     def __init__(
@@ -59,14 +56,8 @@ class ApiError(Exception):
         return _STATUS_TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 def shutting_down() -> ApiError:
@@ -75,7 +66,7 @@ def shutting_down() -> ApiError:
 
 
 def unsupported(param: str, problem: str) -> ApiError:
-    """A field asks for what this model or this server cannot do."""
+    """A field asks for something that this model or server cannot do."""
     return FieldError(param, problem, code="unsupported_parameter")
 
 
@@ -85,7 +76,7 @@ class FieldError(ApiError):
 
 
 class TooLongError(ApiError):
-    """In the words that agents look for, which then shorten their conversation."""
+    """Agents look for these words, and then shorten their conversation."""
 
     def __init__(self, message: str, length: str, most: int, param: str) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -98,10 +89,7 @@ def too_long(length: str, most: int, param: str) -> TooLongError:
 
 
 def internal_error(error: Exception) -> ApiError:
-    """The error that a client gets for a bug of the server.
-
-    The log gets its class and where it came from: the message may quote a request.
-    """
+    """The error of a bug in the server; the log gets its class and the lines of code."""
     frames = deque(traceback.walk_tb(error.__traceback__), maxlen=_MOST_FRAMES)
     name = type(error).__name__
     places = (f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in reversed(frames))
@@ -112,7 +100,7 @@ def internal_error(error: Exception) -> ApiError:
 
 @contextlib.contextmanager
 def raised_as_api_error() -> Iterator[None]:
-    """Turns any other ``Exception`` within the block into an `ApiError`."""
+    """Turns other exceptions into an `ApiError`."""
     try:
         yield
     except ApiError:

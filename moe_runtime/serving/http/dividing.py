@@ -1,4 +1,4 @@
-"""One budget for several models."""
+"""One memory budget for several models."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.serving.engine import Turns
 
 _OWN_BYTES = 6 * 2**20
-"""Reserved for connections, requests and their texts: 15 minutes with 8 clients took 4 MiB."""
+"""For connections, requests and their texts: 15 minutes with 8 clients took 4 MiB."""
 _TOKEN_BYTES = 64
-"""Reserved for each token of a KV cache: what finds a kept prefix again, and its tensor's own."""
+"""For each token of a KV cache: the index of prefixes, and objects of its tensors."""
 
 
 def server_bytes(max_tokens: int | None, num_models: int = 1) -> int:
-    """What a server needs beside its models, of whose budget they get the rest."""
+    """Bytes of the budget that the server itself needs; its models get the rest."""
     return _OWN_BYTES + _TOKEN_BYTES * (max_tokens or 0) * num_models
 
 
@@ -47,14 +47,14 @@ def is_on_cpu(loading: Mapping[str, Any]) -> bool:
 
 
 def rest_for_model(loading: Mapping[str, Any]) -> Budget:
-    """The budget of a model that has the server to itself; at least a byte."""
-    return _part(loading, max(1, _host_budget(loading) - server_bytes(loading["max_tokens"])))
+    """The budget of the only model of a server; at least a byte."""
+    return part_for(loading, max(1, budget_of_models(loading, 1)))
 
 
 def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityError:
-    """The error of a model whose budget is too small, in terms of the server's budget.
+    """Restates the error of a model whose budget is too small for the server's budget.
 
-    With a device it may speak of either budget, and stays as it is.
+    With a device the error may be about either budget, and stays unchanged.
     """
     if error.smallest_bytes is None or not is_on_cpu(loading):
         return error
@@ -70,22 +70,24 @@ def with_server(error: CapacityError, loading: Mapping[str, Any]) -> CapacityErr
 
 
 def _host_budget(loading: Mapping[str, Any]) -> int:
-    return resolve_budget(_asked(loading), available_host_bytes(), "this machine")
+    asked = parse_budget(loading["host_memory"], name="--host-memory")
+    return resolve_budget(asked, available_host_bytes(), "this machine")
 
 
-def _part(loading: Mapping[str, Any], num_bytes: int) -> Budget:
-    return _asked(loading).part(num_bytes, auto_share=AUTO_SHARE)
-
-
-def _asked(loading: Mapping[str, Any]) -> Budget:
-    return parse_budget(loading["host_memory"], name="--host-memory")
+def part_for(loading: Mapping[str, Any], share_bytes: int, adapter_bytes: int = 0) -> Budget:
+    """The budget of a model with a share of all bytes, without its adapters."""
+    asked = parse_budget(loading["host_memory"], name="--host-memory")
+    return asked.part(share_bytes - adapter_bytes, auto_share=AUTO_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model needs of a budget, in bytes: to run, and beyond that until all experts fit.
+    """Memory that a model needs.
 
-    ``adapter_bytes`` are that part of the former which is not the model's own.
+    Attributes:
+        smallest_bytes: to run, adapters included.
+        experts_bytes: beyond that, for all experts.
+        adapter_bytes: of adapters, within ``smallest_bytes``.
     """
 
     smallest_bytes: int
@@ -102,17 +104,19 @@ def needs_of(
     *,
     loads_adapters: bool = False,
 ) -> dict[str, Need]:
-    """What each model needs with its adapters, from its files' headers.
+    """The need of each model with its adapters, from the headers of its files.
 
-    Raises CapacityError, UnsupportedModelError for a GPU, or ValueError for ``adapter_bytes``.
+    Raises:
+        CapacityError, ValueError: ``adapter_bytes`` is too small.
+        UnsupportedModelError: the models would run on a GPU.
     """
     if not is_on_cpu(loading):
         raise UnsupportedModelError(
             "several models, and adapters, are served from the CPU, got --device "
             f"{loading['device']}; give --device cpu, or one model without adapters"
         )
-    names_of_options = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses", "draft")
-    options = {option: loading[option] for option in names_of_options}
+    known = ("dtype", "max_tokens", "cache_code", "kv_cache", "misses", "draft")
+    options = {option: loading[option] for option in known}
     needs = {}
     for name, folder, own in zip(names, folders, adapters, strict=True):
         found = inspect_checkpoint(folder, **options)
@@ -125,26 +129,22 @@ def needs_of(
 
 
 def budget_of_models(loading: Mapping[str, Any], num_models: int) -> int:
-    """What models that are loaded together may take, in bytes: not what the server needs."""
+    """Bytes for all models that are loaded together."""
     return _host_budget(loading) - server_bytes(loading["max_tokens"], num_models)
 
 
 def divide_host_memory(needs: Mapping[str, Need], loading: Mapping[str, Any]) -> list[Budget]:
-    """The share of each model in the budget of all, without that of its adapters."""
+    """The budget of each model, without its adapters."""
     own = server_bytes(loading["max_tokens"], len(needs))
     shares = divide(_host_budget(loading), needs, own)
-    return [part_for(loading, *each) for each in zip(shares, needs.values(), strict=True)]
-
-
-def part_for(loading: Mapping[str, Any], share_bytes: int, need: Need) -> Budget:
-    """The budget of a model that has a share of the bytes of all."""
-    return _part(loading, share_bytes - need.adapter_bytes)
+    every = zip(shares, needs.values(), strict=True)
+    return [part_for(loading, share, need.adapter_bytes) for share, need in every]
 
 
 def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> list[int]:
-    """Gives each model the least that it runs with, and experts of all the same share of the rest.
+    """Bytes for each model: its smallest need, and a share of the rest by the size of its experts.
 
-    The server has ``own_bytes`` before.
+    ``own_bytes`` go to the server first.
     """
     smallest = own_bytes + sum(need.smallest_bytes for need in needs.values())
     if budget_bytes < smallest:
@@ -167,17 +167,30 @@ def divide(budget_bytes: int, needs: Mapping[str, Need], own_bytes: int = 0) -> 
 
 
 IDLE_S = 10.0
-"""Seconds without a step after which a model's slots may go to another that works."""
+"""Seconds without a step after which a model lends its slots."""
 
 
-@dataclass(slots=True, eq=False)
-class _Member:
-    """A model; ``is_asking`` while it waits for its turn, or has it."""
+class _Member(Turns):
+    """A model, and the turns of its engine; ``is_asking`` while it waits for its turn or has it."""
 
-    handle: RuntimeHandle
-    last_s: float
-    adapter_bytes: int = 0
-    is_asking: bool = False
+    def __init__(self, sharing: SlotSharing, handle: RuntimeHandle, adapter_bytes: int) -> None:
+        super().__init__()
+        self.handle, self.adapter_bytes, self._sharing = handle, adapter_bytes, sharing
+        self.last_s, self.is_asking = sharing.clock(), False
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        self.is_asking = True
+        with self._sharing.turns.turn():
+            try:
+                self._sharing.divide_again()
+                yield
+            finally:
+                self.last_s, self.is_asking = self._sharing.clock(), False
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._sharing.turns.is_wanted
 
     @property
     def _fixed_bytes(self) -> int:
@@ -186,12 +199,12 @@ class _Member:
 
     @property
     def taken_bytes(self) -> int:
-        """What it takes of the budget, whether it is filled or not."""
+        """Its part of the budget, filled or not."""
         plan = self.handle.facts.host_plan
         return self._fixed_bytes + plan.num_slots * plan.slot_bytes
 
     def need(self, *, works: bool) -> Need:
-        """Without work it needs no more than the least; slots that cannot be moved it keeps."""
+        """An idle model needs only the minimum. Slots that cannot be resized stay."""
         if not is_resizable(self.handle):
             return Need(self.taken_bytes, 0)
         plan, signature = self.handle.facts.host_plan, self.handle.facts.signature
@@ -201,7 +214,7 @@ class _Member:
         return Need(smallest + self.adapter_bytes, more_bytes)
 
     def slots_of(self, share_bytes: int) -> int:
-        """Slots that a share of the budget has room for."""
+        """Slots that fit into a share of the budget."""
         plan = self.handle.facts.host_plan
         if not is_resizable(self.handle):
             return plan.num_slots
@@ -209,13 +222,13 @@ class _Member:
 
 
 class SlotSharing:
-    """Divides a budget again whenever other models work than before.
+    """Divides a budget anew when the set of working models changes.
 
-    Each keeps the least that it runs with. The rest of idle models goes to those that work, as far
-    as their experts fill it. A slot is freed before another is made of its bytes. Only the engine
-    whose turn it is moves slots, so no model computes meanwhile.
+    Every model keeps its minimum. Idle models lend the rest to working ones, as far as these have
+    experts for it. Slots are freed before others take their bytes. Only the engine whose turn it is
+    moves slots, so no model computes meanwhile.
 
-    The budget is ``budget_bytes``, or what the models brought where that is more.
+    The budget is ``budget_bytes``, or the total of the models' budgets if that is more.
     """
 
     def __init__(
@@ -226,76 +239,64 @@ class SlotSharing:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._turns = turns
+        self.turns = turns
+        self.clock = clock
         self._idle_s = idle_s
-        self._clock = clock
         self._members: list[_Member] = []
-        self._working: list[_Member] | None = None  # for whom the budget was divided last
+        self._working: list[_Member] | None = None  # at the last division
         self._budget_bytes = budget_bytes
-        self._room_bytes = 0  # set aside for a model that is being loaded, or of one that closes
+        self.room_bytes = 0  # reserved for a model that loads, or not yet freed by a closed one
 
     def add(self, handle: RuntimeHandle, adapter_bytes: int = 0) -> Turns:
-        """Adds a model with its budget; gives the turns of its engine."""
-        with self._turns.turn():
-            member = _Member(handle, self._clock(), adapter_bytes)
+        """Adds a model with its budget; returns the turns for its engine."""
+        with self.turns.turn():
+            member = _Member(self, handle, adapter_bytes)
             self._members.append(member)
-            self._room_bytes = 0
+            self.room_bytes = 0
             self._budget_bytes = max(self._budget_bytes, self._taken_bytes())
             self._working = list(self._members)
-        return _MemberTurns(self._turns, lambda: self._turn(member))
+        return member
 
     def remove(self, handle: RuntimeHandle) -> None:
-        """Sets aside what a model that closes took, until `leave_room` says that it is back."""
-        with self._turns.turn():
+        """Reserves the bytes of a model that closes until `leave_room`."""
+        with self.turns.turn():
             (gone,) = (some for some in self._members if some.handle is handle)
             self._members.remove(gone)
-            self._room_bytes, self._working = self._room_bytes + gone.taken_bytes, None
+            self.room_bytes, self._working = self.room_bytes + gone.taken_bytes, None
 
-    def make_room(self, need: Need) -> int:
-        """Takes slots of models for one that is to be loaded, and sets their bytes aside.
+    def make_room(self, need: Need) -> bool:
+        """Frees slots for a model that will load, and reserves ``room_bytes`` until `add`.
 
-        Gives the bytes; 0 where models that keep only the least leave too few. They are set aside
-        until ``add``, or the next call.
+        Returns False if the minimums of the others leave too few bytes.
         """
-        with self._turns.turn():
-            self._room_bytes, self._working = 0, None
+        with self.turns.turn():
+            self.room_bytes, self._working = 0, None
             needs = [*(some.need(works=True) for some in self._members), need]
             try:
                 *shares, own = self._shares(needs)
             except CapacityError:
-                return 0
+                return False
             self._move(shares, only_fewer=True)
             room = min(own, self._budget_bytes - self._taken_bytes())
-            self._room_bytes = room if room >= need.smallest_bytes else 0
-            return self._room_bytes
+            self.room_bytes = room if room >= need.smallest_bytes else 0
+            return self.room_bytes > 0
 
     def leave_room(self) -> None:
-        """Gives back what was set aside: a model could not be loaded, or is closed."""
-        with self._turns.turn():
-            self._room_bytes, self._working = 0, None
+        """Ends the reservation: loading failed, or a model has closed."""
+        with self.turns.turn():
+            self.room_bytes, self._working = 0, None
 
     def check(self) -> None:
-        """Asserts that the models take no more than they brought."""
-        assert self._taken_bytes() + self._room_bytes <= self._budget_bytes
+        """Asserts that all models together stay within the budget."""
+        assert self._taken_bytes() + self.room_bytes <= self._budget_bytes
         for member in self._members:
             member.handle.check()
             assert member.handle.stats().expert_slots == member.handle.facts.host_plan.num_slots
 
-    @contextlib.contextmanager
-    def _turn(self, member: _Member) -> Iterator[None]:
-        member.is_asking = True
-        with self._turns.turn():
-            try:
-                self._begin()
-                yield
-            finally:
-                member.last_s, member.is_asking = self._clock(), False
-
-    def _begin(self) -> None:
-        now_s = self._clock()
-        working = [
-            some for some in self._members if some.is_asking or now_s - some.last_s < self._idle_s
-        ]
+    def divide_again(self) -> None:
+        """Moves slots if the set of working models has changed; within a turn."""
+        since_s = self.clock() - self._idle_s
+        working = [one for one in self._members if one.is_asking or one.last_s > since_s]
         if working != self._working and self._divide(working):
             self._working = working
 
@@ -303,13 +304,13 @@ class SlotSharing:
         return sum(member.taken_bytes for member in self._members)
 
     def _shares(self, needs: Sequence[Need]) -> list[int]:
-        budget_bytes = self._budget_bytes - self._room_bytes
+        budget_bytes = self._budget_bytes - self.room_bytes
         return divide(budget_bytes, {str(number): need for number, need in enumerate(needs)})
 
     def _divide(self, working: Collection[_Member]) -> bool:
-        """Moves slots; gives whether all are where they belong."""
+        """Moves slots; returns whether all models have their share."""
         shares = self._shares([some.need(works=some in working) for some in self._members])
-        # what those that work have no use for stays with the others
+        # Idle models keep what the working ones cannot use.
         rest = [
             Need(share, 0 if some in working else some.need(works=True).experts_bytes)
             for share, some in zip(shares, self._members, strict=True)
@@ -327,25 +328,7 @@ class SlotSharing:
                 is_whole &= resize_cache(some.handle, num_slots) == num_slots
         for some, plan, num_slots in wanted if not only_fewer else ():
             if num_slots > plan.num_slots:
-                left_bytes = self._budget_bytes - self._room_bytes - self._taken_bytes()
+                left_bytes = self._budget_bytes - self.room_bytes - self._taken_bytes()
                 most = min(num_slots, plan.num_slots + left_bytes // plan.slot_bytes)
                 is_whole &= resize_cache(some.handle, most) == num_slots
         return is_whole
-
-
-class _MemberTurns(Turns):
-    def __init__(
-        self, shared: Turns, turn: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> None:
-        super().__init__()
-        self._shared = shared
-        self._turn = turn
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        with self._turn():
-            yield
-
-    @property
-    def is_wanted(self) -> bool:
-        return self._shared.is_wanted

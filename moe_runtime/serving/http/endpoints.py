@@ -1,4 +1,4 @@
-"""The endpoints: what is asked by which path, and what answers it."""
+"""The endpoints: paths, their handlers, and checks of every request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import moe_runtime
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.serving.http import chat, completions, messages, responses
+from moe_runtime.serving.http import chat, messages, responses
 from moe_runtime.serving.http.api_errors import (
     ApiError,
     FieldError,
@@ -44,6 +44,8 @@ from moe_runtime.serving.http.messages import MessagesBody
 from moe_runtime.serving.http.responses import ResponsesBody
 from moe_runtime.serving.http.schema import (
     AdapterBody,
+    AnswerBody,
+    Body,
     BodyT,
     ChatBody,
     CompletionBody,
@@ -56,12 +58,13 @@ from moe_runtime.serving.http.schema import (
     parse_body,
 )
 from moe_runtime.serving.http.served_model import ServedModel
-from moe_runtime.serving.http.server import Asked, Server
+from moe_runtime.serving.http.server import RequestState, Server
 
 _MESSAGES = "/v1/messages"
 CLIENT_CLOSED_REQUEST = 499
 """Status in the log of a request whose client disconnected."""
 ResultT = TypeVar("ResultT")
+ModelledT = TypeVar("ModelledT", bound=AnswerBody | TokenizeBody | DetokenizeBody)
 
 
 def client_went_away() -> ApiError:
@@ -85,13 +88,13 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    """A server-sent event; it is named where the chunk says its type."""
+    """A server-sent event; the chunk's ``type`` is its name."""
     name = f"event: {chunk['type']}\n" if "type" in chunk else ""
     return name.encode() + b"data: " + json_bytes(chunk) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events; a client that goes away cancels the rest."""
+    """Chunks as server-sent events; the generation ends when the client disconnects."""
 
     def __init__(self, generation: Generation, answers: Answers) -> None:
         self._generation = generation
@@ -103,7 +106,7 @@ class EventStream(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        Asked.of(scope).is_stream = True
+        RequestState.of(scope).is_stream = True
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -120,7 +123,7 @@ class EventStream(StreamingResponse):
                             yield _event(chunk)
                 failure = None
             except ApiError as error:
-                # its traceback has this frame: a cycle, which keeps all of the request
+                # The traceback has this frame: a cycle that would keep the whole request.
                 failure = error.with_traceback(None)
                 failure.__context__ = None
                 yield _event(answers.failed(error))
@@ -130,7 +133,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Waits for some work, unless the client goes away first, which ends it."""
+    """Waits for work; cancels it if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -150,12 +153,10 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-_OF_MESSAGES = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _QUICK_BYTES = 1 << 14
-"""Bodies up to here are read in the loop, within a millisecond or two; others would hold it up."""
-_MOST_USER = 100
+"""Longer bodies take over two milliseconds to parse, and are parsed outside the event loop."""
 _PAGE = "/page/"
-"""Where the files of the page are; anybody may read them."""
+"""Folder of the page's files, which need no key."""
 _PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -168,16 +169,21 @@ class Endpoints:
         self._server = server
 
     def routes(self) -> list[Route]:
-        get, post = ["GET"], ["POST"]
+        get, post, answer = ["GET"], ["POST"], self._answer
+        chats = partial(answer, kind=ChatBody, prepare=chat.prepare)
+        respond = partial(responses.prepare, kept=self._server.kept)
+        respond = partial(answer, kind=ResponsesBody, prepare=respond)
+        complete = partial(answer, kind=CompletionBody, prepare=chat.prepare_completion)
+        message = partial(answer, kind=MessagesBody, prepare=messages.prepare)
         return [
-            # clients that are given the address alone ask without the version, too
-            *(Route(f"{at}/chat/completions", self.chat, methods=post) for at in ("/v1", "")),
-            *(Route(f"{at}/responses", self.respond, methods=post) for at in ("/v1", "")),
-            Route("/v1/completions", self.complete, methods=post),
+            # Some clients omit the version.
+            *(Route(f"{at}/chat/completions", chats, methods=post) for at in ("/v1", "")),
+            *(Route(f"{at}/responses", respond, methods=post) for at in ("/v1", "")),
+            Route("/v1/completions", complete, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{name}", self.one_response, methods=["GET", "DELETE"]),
             Route("/v1/responses/{name}/cancel", self.cancel_response, methods=post),
-            Route(_MESSAGES, self.message, methods=post),
+            Route(_MESSAGES, message, methods=post),
             Route(f"{_MESSAGES}/count_tokens", self.count_tokens, methods=post),
             Route("/v1/models", self.models, methods=get),
             Route("/models", self.models, methods=get),
@@ -197,31 +203,18 @@ class Endpoints:
             Route(f"{_PAGE}{{name}}", self.page, methods=get),
         ]
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody, chat.prepare)
-
-    async def complete(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody, completions.prepare)
-
-    async def respond(self, request: Request) -> Response:
-        prepare = partial(responses.prepare, kept=self._server.kept)
-        return await self._answer(request, ResponsesBody, prepare)
-
     async def one_response(self, request: Request) -> Response:
-        name, owner = request.path_params["name"], Asked.of(request.scope).owner
+        name, owner = request.path_params["name"], RequestState.of(request.scope).owner
         if request.method == "DELETE":
             await asyncio.to_thread(self._server.kept.delete, owner, name)
             return json_response({"id": name, "object": "response.deleted", "deleted": True})
         return json_response(await asyncio.to_thread(self._server.kept.response, owner, name))
 
     async def cancel_response(self, request: Request) -> Response:
-        name, owner = request.path_params["name"], Asked.of(request.scope).owner
+        name, owner = request.path_params["name"], RequestState.of(request.scope).owner
         await asyncio.to_thread(self._server.kept.response, owner, name)
         message = "Cannot cancel a synchronous response: it has ended, or its stream is closed"
         raise ApiError(message, code="invalid_value")
-
-    async def message(self, request: Request) -> Response:
-        return await self._answer(request, MessagesBody, messages.prepare)
 
     async def count_tokens(self, request: Request) -> Response:
         return json_response(await self._count(request, MessagesBody, messages.chat_of))
@@ -234,11 +227,9 @@ class Endpoints:
     async def _count(
         self, request: Request, kind: type[TranslatedBody], to_chat: Callable[..., ChatBody]
     ) -> dict[str, int]:
-        body = await self._body(request, kind)
-        asked = Asked.of(request.scope)
-        model = await self._hold(request, body.model)
-        work = chat.count_tokens, to_chat, body, model, asked.owner
-        return {"input_tokens": await self._server.prepare(asked, *work)}
+        body, state, model = await self._begin(request, kind)
+        work = chat.count_tokens, to_chat, body, model, state.owner
+        return {"input_tokens": await self._server.prepare(state, *work)}
 
     async def models(self, request: Request) -> Response:
         found = [self._described(name) for name in self._server.models.names]
@@ -263,7 +254,7 @@ class Endpoints:
 
     async def load_adapter(self, request: Request) -> Response:
         body, models = await self._adapter_body(request), self._server.models
-        name, asked = body.lora_name, Asked.of(request.scope)
+        name, state = body.lora_name, RequestState.of(request.scope)
         is_adapter = name in models.names and name != models.place(name).name
         if not body.lora_path:
             raise ApiError("lora_path: expected the folder of an adapter", param="lora_path")
@@ -271,11 +262,11 @@ class Endpoints:
             said = "; set load_inplace to replace it" if is_adapter else ", a model"
             raise ApiError(f"lora_name: {name!r} is served already{said}", param="lora_name")
         base = body.base_model_name
-        await self._server.hold(asked, models.place(name).name if is_adapter else base)
-        assert asked.place is not None
+        await self._server.hold(state, models.place(name).name if is_adapter else base)
+        assert state.place is not None
         folder = Path(body.lora_path)
         try:
-            await models.add_adapter(asked.place, name, folder)
+            await models.add_adapter(state.place, name, folder)
         except (MoERuntimeError, ValueError, OSError) as error:
             status = 400 if folder.is_dir() else 404
             said = f"lora_path: {error}"
@@ -296,7 +287,7 @@ class Endpoints:
             raise ApiError(message, status=404, code="adapter_loading_is_off")
         return await self._body(request, AdapterBody)
 
-    def _described(self, name: str) -> Mapping[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
         place, model = self._server.models.place(name), self._server.models.get(name)
         status = {"value": place.status, **({"failed": True} if place.failure else {})}
         inputs = ["text", "image"] if place.takes_pictures else ["text"]
@@ -313,10 +304,8 @@ class Endpoints:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, TokenizeBody)
-        asked = Asked.of(request.scope)
-        model = await self._hold(request, body.model)
-        ids = await self._server.prepare(asked, _tokens_of, body, model)
+        body, state, model = await self._begin(request, TokenizeBody)
+        ids = await self._server.prepare(state, _tokens_of, body, model)
         texts = None
         if body.return_token_strs:
             texts = model.vocabulary.tokenizer.convert_ids_to_tokens(ids)
@@ -326,27 +315,22 @@ class Endpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, DetokenizeBody)
-        asked = Asked.of(request.scope)
-        model = await self._hold(request, body.model)
+        body, state, model = await self._begin(request, DetokenizeBody)
         if body.tokens:
             check_tokens(body.tokens, model, "tokens")
-        text = await self._server.prepare(asked, model.vocabulary.decode, body.tokens)
+        text = await self._server.prepare(state, model.vocabulary.decode, body.tokens)
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         model = await self._hold(request, request.query_params.get("model"))
         tokenizer = model.vocabulary.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         return json_response(
             {
                 "tokenizer_class": type(tokenizer).__name__,
                 "vocab_size": model.vocabulary.size,
                 "model_max_length": model.engine.most_request_tokens,
-                "bos_token": tokenizer.bos_token,
-                "eos_token": tokenizer.eos_token,
-                "pad_token": tokenizer.pad_token,
-                "unk_token": tokenizer.unk_token,
-                "chat_template": tokenizer.chat_template,
+                **{name: getattr(tokenizer, name) for name in names},
             }
         )
 
@@ -358,9 +342,9 @@ class Endpoints:
         return json_response({})
 
     async def metrics(self, request: Request) -> Response:
-        text, is_divided = self._server.metrics.text, self._server.is_divided
-        # it waits for what other processes report
-        found = await asyncio.to_thread(text) if is_divided else text()
+        text = self._server.metrics.text
+        # A divided model waits for the reports of other processes.
+        found = await asyncio.to_thread(text) if self._server.is_divided else text()
         return Response(found, media_type=CONTENT_TYPE_LATEST)
 
     async def version(self, request: Request) -> Response:
@@ -380,35 +364,43 @@ class Endpoints:
         )
 
     async def _answer(
-        self,
-        request: Request,
-        kind: type[GenerationFields] | type[TranslatedBody],
-        prepare: Callable[..., Prepared],
+        self, request: Request, kind: type[AnswerBody], prepare: Callable[..., Prepared]
     ) -> Response:
-        body = await self._body(request, kind)
-        asked = Asked.of(request.scope)
-        model = await self._hold(request, body.model)
-        most = self._server.limits.choices
-        choices, answers_to = await self._server.prepare(
-            asked, prepare, body, model, most, asked.owner, has_grammar=body.may_have_grammar
-        )
-        if not (body.stays_large or any(one.request.constraint for one in choices)):
-            self._server.forget_body(asked)
-        pictures = [one.picture for one in choices[0].request.pictures]
-        self._server.hold_body(asked, sum(picture.num_bytes for picture in pictures))
-        generation = self._server.begin(asked, model, choices)
-        body = body.without_texts()  # the whole body goes while the answer is made
-        answer = answers_to(body, generation)
-        if body.stream:
-            return EventStream(generation, answer)
+        # The body is freed before the answer is made: no variable here refers to it.
+        answer, is_stream = await self._prepare(request, kind, prepare)
+        if is_stream:
+            return EventStream(answer.generation, answer)
         try:
             return json_response(await unless_gone(request, answer.whole()))
         finally:
-            generation.cancel()
+            answer.generation.cancel()
+
+    async def _prepare(
+        self, request: Request, kind: type[AnswerBody], prepare: Callable[..., Prepared]
+    ) -> tuple[Answers, bool]:
+        """Hands a request to the engine; returns its answers and whether they are streamed."""
+        body, state, model = await self._begin(request, kind)
+        most = self._server.limits.choices
+        choices, answers_of = await self._server.prepare(
+            state, prepare, body, model, most, state.owner, has_grammar=body.may_have_grammar
+        )
+        if not (body.stays_large or any(one.request.constraint for one in choices)):
+            self._server.forget_body(state)
+        pictures = [one.picture for one in choices[0].request.pictures]
+        self._server.hold_body(state, sum(picture.num_bytes for picture in pictures))
+        answers = answers_of(self._server.begin(state, model, choices))
+        return answers, bool(body.stream)
+
+    async def _begin(
+        self, request: Request, kind: type[ModelledT]
+    ) -> tuple[ModelledT, RequestState, ServedModel]:
+        """Reads a body, and waits for the model that it names."""
+        body = await self._body(request, kind)
+        return body, RequestState.of(request.scope), await self._hold(request, body.model)
 
     async def _hold(self, request: Request, name: str | None) -> ServedModel:
-        """The model that a request names, once it is loaded, unless the client goes away first."""
-        return await unless_gone(request, self._server.hold(Asked.of(request.scope), name))
+        """Waits until the model is loaded; stops when the client disconnects."""
+        return await unless_gone(request, self._server.hold(RequestState.of(request.scope), name))
 
     async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
         media = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -427,69 +419,58 @@ class Endpoints:
                 raw = b"".join([part async for part in request.stream()])
         except ClientDisconnect:
             raise client_went_away() from None
-        asked = Asked.of(request.scope)
+        state = RequestState.of(request.scope)
         if len(raw) <= _QUICK_BYTES:
             body = parse_body(kind, raw)
         else:
-            body = await self._server.prepare(asked, parse_body, kind, raw)
-        _note_common(asked, body)
+            body = await self._server.prepare(state, parse_body, kind, raw)
+        given: Body = body
+        if isinstance(given, AnswerBody):
+            state.user = (given.client_user or "")[:_MOST_USER]
+        if isinstance(given, GenerationFields) and given.stream_options and not given.stream:
+            raise FieldError("stream_options", "needs stream: true")
         return body
-
-
-def _note_common(asked: Asked, body: object) -> None:
-    if isinstance(body, MessagesBody | ResponsesBody):
-        asked.user = (body.user or "")[:_MOST_USER]
-    if not isinstance(body, GenerationFields):
-        return
-    asked.user = (body.user or body.safety_identifier or "")[:_MOST_USER]
-    options = body.stream_options
-    if options is not None and not body.stream:
-        raise FieldError("stream_options", "needs stream: true")
 
 
 def _tokens_of(body: TokenizeBody, model: ServedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "expected either prompt or messages")
     if body.messages is None:
-        for name in _OF_MESSAGES:
+        of_chats = ("tools", "add_generation_prompt", "continue_final_message")
+        for name in (*of_chats, "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise FieldError(name, "needs messages")
         adds = body.add_special_tokens is not False
         return encode_text(body.prompt or "", model, "prompt", add_special_tokens=adds)
-    variables = body.chat_template_kwargs
-    prompt, _ = chat.prompt_of(body, body.messages, body.tools or (), model, variables)
+    prompt, _ = chat.prompt_of(body, model)
     adds = bool(body.add_special_tokens)
     return encode_text(prompt, model, "messages", add_special_tokens=adds)
 
 
 def make_app(server: Server) -> ASGIApp:
-    def failed(request: Request, error: Exception) -> Response:
-        api_error = _as_api_error(request, error)
-        Asked.of(request.scope).failure = api_error
-        return error_response(api_error, request.scope["path"])
-
     routes = Endpoints(server).routes()
     kinds = (ApiError, HTTPException, Exception)
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, failed))
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _failed))
     app.router.redirect_slashes = False
     return RequestGate(app, server, frozenset(route.path for route in routes))
 
 
-def _as_api_error(request: Request, error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
+def _failed(request: Request, error: Exception) -> Response:
+    path = request.scope["path"]
     if isinstance(error, HTTPException):
-        asked = f"{request.method} {request.scope['path'][:200]}"
         known = "see /v1/models, /v1/chat/completions, /v1/responses, /v1/messages, /metrics"
-        return ApiError(
-            f"{asked}: {error.detail}; {known}",
+        error = ApiError(
+            f"{request.method} {path[:200]}: {error.detail}; {known}",
             status=error.status_code,
             code="unknown_url",
             headers=dict(error.headers or {}),
         )
-    return internal_error(error)
+    found = error if isinstance(error, ApiError) else internal_error(error)
+    RequestState.of(request.scope).failure = found
+    return error_response(found, path)
 
 
+_MOST_USER = 100
 _OPEN_PATHS = frozenset({"/", "/health", "/ping"})
 _CLOSING = {"connection": "close"}
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:[0-9]*)?")
@@ -498,7 +479,10 @@ _QUIET_PATHS = frozenset({"/health", "/ping", "/metrics", "/models", f"{_PAGE}{{
 
 
 class RequestGate:
-    """Lets requests through to an application; metrics name ``paths``, and no others."""
+    """Checks requests, and logs and counts their responses.
+
+    Metrics use the names of ``paths`` alone.
+    """
 
     def __init__(self, app: ASGIApp, server: Server, paths: Collection[str] = ()) -> None:
         self._app = app
@@ -513,15 +497,17 @@ class RequestGate:
         origin, origins = request.headers.get("origin"), self._server.access.origins
         if origin not in origins and "*" not in origins:
             origin = None
-        status = 499  # the client disconnected
+        status = CLIENT_CLOSED_REQUEST
         end_s = asyncio.get_running_loop().time() + self._server.limits.seconds
-        asked = scope["asked"] = Asked(request_id=_request_id(request), deadline_s=end_s)
+        state = scope["request_state"] = RequestState(
+            request_id=_request_id(request), deadline_s=end_s
+        )
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = (b"x-request-id", asked.request_id.encode())
+                own = (b"x-request-id", state.request_id.encode())
                 message["headers"] = [*message.get("headers", ()), own]
                 if origin:
                     shared = (b"access-control-allow-origin", origin.encode("latin-1"))
@@ -530,17 +516,19 @@ class RequestGate:
                 async with asyncio.timeout(self._server.limits.sending_seconds):
                     await send(message)
             except TimeoutError:
-                problem = "the client takes nothing of the answer"
-                asked.failure = ApiError(problem, status=499, logged=problem)
+                problem = "the client does not read the answer"
+                state.failure = ApiError(problem, status=CLIENT_CLOSED_REQUEST, logged=problem)
                 raise ConnectionError(problem) from None
 
         async def receive_some() -> Message:
-            message = await receive()
-            self._count(asked, len(message.get("body", b"")))
+            message, most = await receive(), self._server.limits.body_bytes
+            self._server.hold_body(state, len(message.get("body", b"")))
+            if state.body_bytes > most:
+                raise _too_long(most)
             return message
 
         try:
-            refused = self._refusal(request, origin, asked)
+            refused = self._refusal(request, origin, state)
             if isinstance(refused, ApiError):
                 refused = error_response(refused, scope["path"])
             if refused is not None:
@@ -548,57 +536,57 @@ class RequestGate:
             else:
                 await self._app(scope, receive_some, answer)
         finally:
-            self._server.release(asked)
-            self._server.forget_body(asked)
-            self._record(request, status, asked, time.perf_counter() - started_s)
-
-    def _count(self, asked: Asked, num_bytes: int) -> None:
-        """Notes a part of a body; it has an end, and so have those of all requests together."""
-        server, most = self._server, self._server.limits.body_bytes
-        server.hold_body(asked, num_bytes)
-        if asked.body_bytes > most:
-            raise _too_long(most)
+            self._server.release(state)
+            self._server.forget_body(state)
+            self._record(request, status, state, time.perf_counter() - started_s)
 
     def _refusal(
-        self, request: Request, origin: str | None, asked: Asked
+        self, request: Request, origin: str | None, state: RequestState
     ) -> ApiError | Response | None:
         access, most = self._server.access, self._server.limits.body_bytes
         host = request.headers.get("host", "").lower()
         if found := _HOST.fullmatch(host):
             host = found[1]
         if access.hosts is not None and host and host not in access.hosts:
-            # A page of another site whose name was made to lead here. Browsers always give one.
-            message = "this name of the server is not known; call it by its address"
+            # DNS rebinding: a page of another site whose name leads here. Browsers send a host.
+            message = "this name of the server is not known; use its address"
             return ApiError(message, status=403, code="unknown_host")
         if request.method == "OPTIONS" and origin:
-            return Response(status_code=204, headers=_preflight(request))
+            # Allows all headers: OpenAI's client sends several of its own.
+            plain = "authorization, content-type"
+            allowed = request.headers.get("access-control-request-headers", plain)
+            headers = {"access-control-allow-methods": "GET, POST"}
+            headers |= {"access-control-allow-headers": allowed, "access-control-max-age": "600"}
+            return Response(status_code=204, headers=headers)
         if {"content-length", "transfer-encoding"} <= set(request.headers):
-            # Servers before this one may see another end of the body, and another request in it.
-            problem = "a body has content-length or transfer-encoding, got both"
+            # Request smuggling: a proxy may see another end of the body.
+            problem = "expected content-length or transfer-encoding, got both"
             return ApiError(problem, code="two_lengths", headers=_CLOSING)
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length) > most:
             return _too_long(most)
-        asked.client = request.client.host if request.client else ""
-        key = _given_key(request)
+        state.client = request.client.host if request.client else ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key if scheme.lower() == "bearer" else scheme
+        key = key.strip() or request.headers.get("x-api-key", "").strip()
         path = request.scope["path"]
         if access.keys and path not in _OPEN_PATHS and not path.startswith(_PAGE):
-            # all are compared, so that the time tells nothing
+            # Compares all keys, in constant time.
             same = [hmac.compare_digest(key.encode(), known.encode()) for known in access.keys]
             if not any(same):
                 message = "expected one of the server's keys: Authorization: Bearer KEY"
                 headers = {"www-authenticate": "Bearer"}
                 return ApiError(message, status=401, code="invalid_api_key", headers=headers)
-            asked.client = str(same.index(True))
-        asked.owner = access.owner_of(key)
+            state.client = str(same.index(True))
+        state.owner = access.owner_of(key)
         return None
 
-    def _record(self, request: Request, status: int, asked: Asked, seconds: float) -> None:
+    def _record(self, request: Request, status: int, state: RequestState, seconds: float) -> None:
         route, path = request.scope.get("route"), request.scope["path"]
         path = getattr(route, "path", path if path in self._paths else "other")
-        generation, failure = asked.generation, asked.failure
+        generation, failure = state.generation, state.failure
         if generation is not None and generation.failure is not None:
-            # a stream had begun as a success; what became of it counts
+            # The stream began with status 200.
             status = generation.failure.status
             failure = failure or generation.failure
         self._server.metrics.responses.labels(path, str(status)).inc()
@@ -607,7 +595,7 @@ class RequestGate:
             "path": request.scope["path"][:200],
             "status": status,
             "seconds": round(seconds, 4),
-            "id": asked.request_id,
+            "id": state.request_id,
         }
         if generation is not None:
             usage = generation.usage
@@ -618,8 +606,8 @@ class RequestGate:
                 "new_tokens": usage.completion_tokens,
                 "finish": ",".join(generation.finish_reasons) or "none",
             }
-        if asked.user:
-            fields["user"] = asked.user
+        if state.user:
+            fields["user"] = state.user
         if failure is not None:
             fields |= log_fields(failure)
         if status >= 400 or path not in _QUIET_PATHS:
@@ -627,38 +615,21 @@ class RequestGate:
 
 
 def log_fields(error: ApiError) -> dict[str, Any]:
-    """What the log says of an error: its code and the field at fault.
+    """The code of an error, and the known part of the field at fault.
 
-    Messages and names of unknown fields quote what a client sent, so they are left out.
+    Messages and unknown names quote the request, which the log must not show.
     """
     fields = {"error": error.logged or error.code or error.kind}
     place = known_place(error.param or "")
     return {**fields, "param": place} if place else fields
 
 
-def _given_key(request: Request) -> str:
-    if "authorization" not in request.headers:
-        return request.headers.get("x-api-key", "").strip()
-    scheme, _, key = request.headers["authorization"].partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else scheme
-
-
 def _too_long(most: int) -> ApiError:
-    message = f"the body is longer than the {most} bytes that serve's --max-body lets it have"
+    message = f"the body is longer than {most} bytes (serve --max-body)"
     return ApiError(message, status=413, code="body_too_long", headers=_CLOSING)
 
 
 def _request_id(request: Request) -> str:
-    """The client's own name of a request where it may stand in a log, else a new one."""
+    """The client's id of the request if it is fit for a log, else a new one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
-
-
-def _preflight(request: Request) -> dict[str, str]:
-    """What a page may send: OpenAI's own client has headers of its own, whatever they are."""
-    wanted = request.headers.get("access-control-request-headers", "authorization, content-type")
-    return {
-        "access-control-allow-headers": wanted,
-        "access-control-allow-methods": "GET, POST",
-        "access-control-max-age": "600",
-    }

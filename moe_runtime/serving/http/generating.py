@@ -1,4 +1,4 @@
-"""One request to the server in the engine: its sequences, their pieces of text, and their end."""
+"""A request in the engine: its sequences, their pieces of text, their end, and their JSON."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Usage:
 
 @dataclass(slots=True)
 class AnswerChoice:
-    """One answer of a request; ``prompt`` is None until it was read."""
+    """One answer of a request; ``prompt`` is None until the engine has read it."""
 
     request: GenerationRequest
     text: AnswerText
@@ -97,7 +97,7 @@ class AnswerChoice:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Generation:
-    """The answers to one request; ``failure`` cut short a stream whose status was sent already."""
+    """The answers to one request; ``failure`` ended a stream whose status was already sent."""
 
     model: ServedModel
     choices: Sequence[AnswerChoice]
@@ -115,7 +115,7 @@ class Generation:
         loop = asyncio.get_running_loop()
 
         def put(index: int, event: Event) -> None:
-            # in the engine's thread, whose times count; the loop may have been stopped at once
+            # Runs in the engine's thread, for exact times. The loop may have stopped.
             now_s = self.times.clock()
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, event, now_s))
@@ -143,13 +143,13 @@ class Generation:
             self._events.put_nowait((index, Finished("cancelled"), self.times.clock()))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """The pieces of all answers with their indices, as they come."""
+        """Yields pieces of all answers with the index of their answer, in order of arrival."""
         num_open = len(self.choices)
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.cancel)
             while num_open:
                 try:
-                    # Not `wait_for`, which forgets a cancellation that comes with an event.
+                    # `wait_for` would lose a cancellation that comes together with an event.
                     async with asyncio.timeout_at(self.deadline_s):
                         index, event, now_s = await self._events.get()
                 except TimeoutError:
@@ -161,23 +161,27 @@ class Generation:
                 if piece.finish is not None:
                     choice.finished = True
                     num_open -= 1
-                    self._end(index, choice, piece.finish, now_s)
+                    self.finish_reasons.append(piece.finish)
+                    num_prompt = len(choice.request.prompt_ids)
+                    num_new = choice.text.num_tokens
+                    self.times.ended(index, now_s, num_prompt, num_new, piece.finish)
+                    self._handles[index].cancel()  # the engine does not know stop strings
                 yield index, piece
 
     def _take(self, index: int, choice: AnswerChoice, event: Event, now_s: float) -> Piece | None:
         if isinstance(event, Started):
             self.times.started(index, now_s)
             return None
+        if isinstance(event, PromptRead | NewToken) and event.routing is not None:
+            choice.routing.append(event.routing)
         if isinstance(event, PromptRead):
             choice.prompt = event
-            choice.routing += [] if event.routing is None else [event.routing]
             if choice.is_first:
                 self.usage.cached_tokens += event.cached_tokens
             return None
         if isinstance(event, NewToken):
             self.usage.completion_tokens += 1
             self.times.token(index, now_s)
-            choice.routing += [] if event.routing is None else [event.routing]
             return choice.text.add(event)
         assert isinstance(event, Finished)
         if event.is_constrained:
@@ -194,16 +198,10 @@ class Generation:
             raise shutting_down()
         return choice.text.end(event.reason)
 
-    def _end(self, index: int, choice: AnswerChoice, reason: str, now_s: float) -> None:
-        self.finish_reasons.append(reason)
-        num_prompt = len(choice.request.prompt_ids)
-        self.times.ended(index, now_s, num_prompt, choice.text.num_tokens, reason)
-        # Where a stop string ended it, the engine does not know yet.
-        self._handles[index].cancel()
-
 
 def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> SamplingOptions:
-    """How tokens are chosen: as the body says, else the checkpoint, else OpenAI."""
+    """Options of the body; defaults are those of the checkpoint, then OpenAI's."""
+    size = model.vocabulary.size
 
     def value(name: str) -> float:
         given = getattr(body, name)
@@ -217,12 +215,9 @@ def sampling_of(body: GenerationFields, model: ServedModel, number: int = 0) -> 
         repetition_penalty=value("repetition_penalty"),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        # in the range of 64 bits with a sign
+        # Signed 64 bits.
         seed=None if body.seed is None else (body.seed + number + 2**63) % 2**64 - 2**63,
-        logit_bias={
-            _token(key, model.vocabulary.size): bias
-            for key, bias in (body.logit_bias or {}).items()
-        },
+        logit_bias={_token(key, size): bias for key, bias in (body.logit_bias or {}).items()},
     )
 
 
@@ -236,24 +231,22 @@ def _token(text: str, size: int) -> int:
 def encode_text(
     text: str, model: ServedModel, param: str, *, add_special_tokens: bool
 ) -> list[int]:
-    """Tokens of a text that may be empty.
+    """Tokens of a text, which may be empty.
 
-    A text that is far too long is refused before all of it is encoded, which takes hundreds of
-    bytes a token that no budget has.
+    Encoding takes hundreds of bytes a token, so a text that is far too long is refused before.
     """
     most = model.engine.most_request_tokens
     vocabulary = model.vocabulary
-    # A character has a byte at least: most texts that are too long are seen without a copy.
-    is_too_long = len(text) > most * vocabulary.longest_token or (
-        len(text.encode(errors="replace")) > most * vocabulary.longest_token
-    )
+    most_bytes = most * vocabulary.longest_token
+    # The number of characters is a lower bound of the bytes, and needs no copy.
+    is_too_long = len(text) > most_bytes or len(text.encode(errors="replace")) > most_bytes
     if is_too_long or vocabulary.is_longer(text, most):
         raise too_long(f"{len(text)} characters", most, param)
     return vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
-    """Refuses more answers than one request may have."""
+    """Limits the answers of one request."""
     wanted = num_prompts * (body.n or 1)
     if wanted > most:
         param = "n" if num_prompts == 1 else "prompt"
@@ -261,7 +254,7 @@ def check_choices(body: GenerationFields, num_prompts: int, most: int) -> None:
 
 
 def check_tokens(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """Refuses a prompt that is empty, longer than any may be, or has unknown tokens."""
+    """Refuses prompts that are empty or too long, or have unknown tokens."""
     if not ids:
         raise FieldError(param, "is empty, expected at least one token")
     size, most = model.vocabulary.size, model.engine.most_request_tokens
@@ -284,15 +277,19 @@ def choices_for(
     pictures: tuple[PlacedPicture, ...] = (),
     shown_tokens: Sequence[str] = (),
 ) -> list[AnswerChoice]:
-    """The sequences of a request: ``n`` for each prompt, as long as there is room by default.
+    """The sequences of a request: ``n`` for each prompt.
 
-    ``matcher`` is a grammar that answers keep to; ``shown_tokens`` are special tokens in their
-    text. ``pictures`` are in the one prompt.
+    Args:
+        max_tokens: of each answer; None for all that fit into the context.
+        matcher: grammar of the answers.
+        pictures: of the only prompt.
+        shown_tokens: special tokens that stay in the text of answers.
     """
     vocabulary = model.vocabulary
     end_ids = frozenset() if body.ignore_eos else vocabulary.end_ids
     stop_ids = end_ids | frozenset(body.stop_token_ids or ())
-    stops = (*body.stop_strings, *(() if body.ignore_eos else vocabulary.stop_strings))
+    stops = [body.stop] if isinstance(body.stop, str) else [*(body.stop or ())]
+    stops += [] if body.ignore_eos else vocabulary.stop_strings
     given = body.stop_token_ids or ()
     if wrong := [token for token in given if not 0 <= token < vocabulary.size]:
         raise FieldError(
@@ -331,15 +328,8 @@ def choices_for(
     return choices
 
 
-_LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
-
-
 class Answers(ABC):
-    """JSON of what a generation gives: one object, or the events of a stream.
-
-    ``closing`` are bytes after the last event.
-    """
+    """JSON of answers: one object, or the events of a stream and ``closing`` bytes."""
 
     closing = b"data: [DONE]\n\n"
 
@@ -360,10 +350,13 @@ class Answers(ABC):
 
 
 class ChoiceAnswers(Answers):
-    """Several choices, in the forms of OpenAI's completions and chats."""
+    """Several choices, in the forms of OpenAI's completions and chats.
+
+    ``kinds`` are the types of a whole answer and of a chunk.
+    """
 
     def __init__(
-        self, body: GenerationFields, generation: Generation, kinds: tuple[str, str], prefix: str
+        self, generation: Generation, body: GenerationFields, kinds: tuple[str, str], prefix: str
     ) -> None:
         super().__init__(generation)
         self._has_ids = bool(body.return_token_ids)
@@ -372,64 +365,61 @@ class ChoiceAnswers(Answers):
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_all_usage = options is not None and bool(options.continuous_usage_stats)
         self._kinds = kinds
-        self._id = f"{prefix}-{uuid.uuid4().hex}"
+        self._frame = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": self._created_s,
+            "model": generation.model.name,
+            "system_fingerprint": f"moe-runtime-{moe_runtime.__version__}",
+        }
         self.tokens: list[list[AnswerToken]] = [[] for _ in generation.choices]
         self.reasons: list[str | None] = [None] * len(generation.choices)
+        self._silent = set(range(len(generation.choices)))  # answers without a chunk so far
 
     async def whole(self) -> dict[str, Any]:
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
-                self.reasons[index] = self.take(index, piece) or self.reasons[index]
+                self.reasons[index] = self.collect(index, piece) or self.reasons[index]
                 self.tokens[index] += piece.tokens
         usage = self.generation.usage.body()
-        more = {}
-        if len(self.tokens) == 1 and self._has_routing:  # what SGLang has for one answer
+        found = {"object": self._kinds[0], **self._frame, **self.collected(), "usage": usage}
+        if len(self.tokens) == 1 and self._has_routing:  # SGLang's form, for a single answer
             ids = self._routed(0).astype("<i4").tobytes()
-            more = {"sglext": {"routed_experts": base64.b64encode(ids).decode()}}
-        return {**self._frame(self._kinds[0]), **self.taken(), "usage": usage, **more}
+            found["sglext"] = {"routed_experts": base64.b64encode(ids).decode()}
+        return found
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        frame, usage = self._frame(self._kinds[1]), self.generation.usage
+        frame, usage = {"object": self._kinds[1], **self._frame}, self.generation.usage
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
-                for fields in self.grown(index, piece):
+                for fields in self.chunk_fields(index, piece):
                     shown = {"usage": usage.body() if self._has_all_usage else None}
                     yield {**frame, **fields, **(shown if self._has_usage else {})}
         if self._has_usage:
             yield {**frame, "choices": [], "usage": usage.body()}
 
     @abstractmethod
-    def take(self, index: int, piece: Piece) -> str | None:
-        """Adds a piece to an answer; gives why the answer ends with it, if it does."""
+    def collect(self, index: int, piece: Piece) -> str | None:
+        """Adds a piece to an answer; returns the finish reason if it is the last piece."""
 
     @abstractmethod
-    def taken(self) -> dict[str, Any]: ...
+    def collected(self) -> dict[str, Any]:
+        """The choices, once all pieces are taken."""
 
     @abstractmethod
-    def grown(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The fields of the chunks that a piece of an answer makes."""
-
-    def _frame(self, kind: str) -> dict[str, Any]:
-        name = self.generation.model.name
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created_s,
-            "model": name,
-            "system_fingerprint": f"moe-runtime-{moe_runtime.__version__}",
-        }
+    def chunk_fields(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The fields of the chunks for a piece of an answer."""
 
     def _ids(self, index: int, tokens: Iterable[AnswerToken], reason: str | None) -> dict[str, Any]:
-        """Of tokens, and at the end of an answer of the experts, in the form of vLLM."""
-        ids: dict[str, Any] = (
-            {"token_ids": [one.token_id for one in tokens]} if self._has_ids else {}
-        )
+        """Token ids and, at the end of an answer, ids of experts, in vLLM's form."""
+        ids: dict[str, Any] = {}
+        if self._has_ids:
+            ids["token_ids"] = [one.token_id for one in tokens]
         if self._has_routing and reason is not None:
             ids["routed_experts"] = encode_routing(self._routed(index))
         return ids
 
     def _routed(self, index: int) -> np.ndarray:
-        """Experts of the tokens of prompt and answer but for the last: `[T - 1, L, K]`."""
+        """Experts of all tokens of prompt and answer except the last: `[T - 1, L, K]`."""
         choice = self.generation.choices[index]
         num_tokens = len(choice.request.prompt_ids) + choice.text.num_tokens
         return np.concatenate(choice.routing)[: max(num_tokens - 1, 0)]
@@ -449,8 +439,7 @@ class PartAnswers(Answers):
         super().__init__(generation)
         self._sections = sections
         self._has_begun = False
-        self._num_thought = 0
-        """Tokens of pieces that hold reasoning alone."""
+        self._num_thought = 0  # tokens of pieces with reasoning alone
         self._tokens: list[AnswerToken] = []
 
     async def whole(self) -> dict[str, Any]:
@@ -468,9 +457,7 @@ class PartAnswers(Answers):
         if not self._has_begun:
             self._has_begun = True
             yield from self.begin()
-        parts = [*self._sections.add(piece.text)]
-        if piece.finish is not None:
-            parts += self._sections.end(cut_by=piece.cut_by)
+        parts = [*parts_of(piece, self._sections)]
         kinds = {None if isinstance(part, ParsedCall) else part[0] for part in parts}
         if kinds == {"reasoning"}:
             self._num_thought += len(piece.tokens)
@@ -486,7 +473,7 @@ class PartAnswers(Answers):
 
     @abstractmethod
     def add(self, part: Part, tokens: Sequence[AnswerToken]) -> Iterator[dict[str, Any]]:
-        """Takes a part, and the tokens since the one before."""
+        """Takes a part, and the tokens since the previous part."""
 
     @abstractmethod
     def end(self, piece: Piece) -> Iterator[dict[str, Any]]: ...
@@ -495,19 +482,25 @@ class PartAnswers(Answers):
     def result(self) -> dict[str, Any]: ...
 
 
-Prepared = tuple[list[AnswerChoice], Callable[[Any, Generation], Answers]]
-"""What is asked, ready for the engine; and what makes JSON of the answers to a body."""
+Prepared = tuple[list[AnswerChoice], Callable[[Generation], Answers]]
+"""Sequences for the engine, and the JSON of their answers. Preparing is slow: not in the loop."""
+
+
+def parts_of(piece: Piece, sections: Sections) -> Iterator[Part]:
+    """The parts of the next piece of an answer."""
+    yield from sections.add(piece.text)
+    if piece.finish is not None:
+        yield from sections.end(cut_by=piece.cut_by)
 
 
 def completion_logprobs(
-    tokens: Iterable[AnswerToken], vocabulary: Vocabulary, first_offset: int = 0
+    tokens: Sequence[AnswerToken], vocabulary: Vocabulary, first_offset: int = 0
 ) -> dict[str, Any]:
-    found = list(tokens)
     return {
-        "tokens": [vocabulary.token_text(one.token_id) for one in found],
-        "token_logprobs": [None if one.logprob is None else finite(one.logprob) for one in found],
-        "top_logprobs": [_top(one, vocabulary) for one in found],
-        "text_offset": [first_offset + one.offset for one in found],
+        "tokens": [vocabulary.token_text(one.token_id) for one in tokens],
+        "token_logprobs": [None if one.logprob is None else _finite(one.logprob) for one in tokens],
+        "top_logprobs": [_top(one, vocabulary) for one in tokens],
+        "text_offset": [first_offset + one.offset for one in tokens],
     }
 
 
@@ -516,8 +509,8 @@ def _top(token: AnswerToken, vocabulary: Vocabulary) -> dict[str, float] | None:
         return None
     top: dict[str, float] = {}
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
-        # Of two tokens that are written alike, the more likely one comes first.
-        top.setdefault(vocabulary.token_text(token_id), finite(logprob))
+        # Two tokens may have the same text: the first one is the more likely.
+        top.setdefault(vocabulary.token_text(token_id), _finite(logprob))
     return top
 
 
@@ -538,10 +531,10 @@ def chat_logprobs(tokens: Iterable[AnswerToken], vocabulary: Vocabulary) -> dict
 def _entry(token_id: int, logprob: float, vocabulary: Vocabulary) -> dict[str, Any]:
     return {
         "token": vocabulary.token_text(token_id),
-        "logprob": finite(logprob),
+        "logprob": _finite(logprob),
         "bytes": list(vocabulary.token_bytes(token_id)),
     }
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+def _finite(logprob: float) -> float:
+    return max(logprob, -9999.0)  # JSON has no infinity

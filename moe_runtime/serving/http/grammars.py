@@ -1,17 +1,18 @@
-"""Grammars that answers keep to: JSON, a JSON schema, a grammar in Lark, calls of tools."""
+"""Grammars that constrain answers: JSON, JSON schemas, grammars in Lark, calls of tools."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llguidance
 import llguidance.hf
@@ -38,14 +39,15 @@ if TYPE_CHECKING:
 _OF_NAMES = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )
-"""Keys whose value has a schema for each of some names."""
+"""Keywords whose value has one schema per name."""
 _OF_VALUES = frozenset({"enum", "const", "default", "example", "examples"})
+"""Keywords whose value is not a schema."""
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-"""Formats of texts that the library enforces; any other says what a text means."""
+"""Formats of texts that llguidance enforces; others are only descriptions."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As chat templates show calls. Room for spaces is room for a model that finds no next word."""
+"""The spacing of chat templates. Flexible spaces let weak models write spaces without end."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _OUTER = "root"
 _PATTERN_PART = re.compile(r"(?P<unreadable>\\[1-9]|\\k[<{']|\(\?(?:<?[=!]|[>(]))|\\.", re.DOTALL)
@@ -53,10 +55,9 @@ _PATTERN_PART = re.compile(r"(?P<unreadable>\\[1-9]|\\k[<{']|\(\?(?:<?[=!]|[>(])
 
 
 def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]:
-    """Adds the library's settings to a schema, and removes unknown formats of texts.
+    """Adds llguidance's settings to a schema, and removes unknown formats of texts.
 
-    Strict schemas keep keywords that the library refuses; patterns that it cannot read are left out
-    otherwise.
+    Unless strict, also removes patterns that llguidance cannot read.
     """
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def grammar_schema(schema: dict[str, Any], *, is_strict: bool) -> dict[str, Any]
 
 
 def schema_within(part: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema as a schema of its own, whose references still lead into the root."""
+    """A part of a schema as a schema whose references still resolve."""
 
     def change(one: dict[str, Any]) -> dict[str, Any]:
         to = one.get("$ref")
@@ -92,7 +93,7 @@ def schema_within(part: Any, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Applies a change to a schema and to all schemas within it."""
+    """Applies a change to a schema and all schemas within it."""
     if isinstance(schema, list):
         return [_changed(one, change) for one in schema]
     if not isinstance(schema, dict):
@@ -109,35 +110,34 @@ def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
 
 
 def _is_readable(pattern: Any) -> bool:
-    """Whether a pattern has nothing that no finite automaton matches."""
+    """Whether a finite automaton can match a pattern."""
     parts = _PATTERN_PART.finditer(pattern) if isinstance(pattern, str) else ()
     return not any(part["unreadable"] for part in parts)
 
 
 _MOST_CHARACTERS = 1 << 17
 _COMPILE_S, _COMPILE_BYTES = 2.0, 128 << 20
-"""What a grammar may take of a processor, and of memory beside the stack that it is compiled on."""
+"""Limits of compiling a grammar: CPU time, and memory beyond the stack."""
 _VOCABULARY_S, _VOCABULARY_BYTES = 60.0, 2 << 30
 _QUICK_MASK_S, _SLOW_MASKS_S = 0.05, 2.0
-"""Masks are computed in the thread of all requests: those of one answer may take so long beyond."""
+"""Masks hold up all requests. An answer has a total of 2 s for masks slower than 50 ms."""
 _MOST_KEPT = 16
 _ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 _ANY_VALUE = {"type": ["string", "number", "boolean", "object", "array", "null"]}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
-"""A slash that no backslash stands before, or a character that one does."""
+"""An escaped character, or a slash that is not escaped."""
 _WHOLE = re.compile(r"\^(\(\?:.*\))\$", re.DOTALL)
 """A pattern of a whole text."""
 _LARK_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:NAME|ARGUMENTS)\b')
-"""A text of a grammar, or what stands for parts of a call."""
+"""A text of a grammar, or a placeholder of a call."""
 _ERROR_PLACE = re.compile(r"\n\s+\d+ \| |<state>|\. Enable ")
-"""Where an error of the library goes on with lines of the grammar, the parser's state, or its own
-options."""
+"""The rest of llguidance's error: lines of the grammar, the parser's state, or its options."""
 _SCHEMA_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
 class GrammarConstraint:
-    """What a grammar allows after the tokens of one answer; a `TokenConstraint`."""
+    """The tokens that a grammar allows next in one answer; a `TokenConstraint`."""
 
     def __init__(
         self,
@@ -183,14 +183,14 @@ class Grammars:
         self._making = threading.Lock()
 
     def compile(self, lark: str, param: str, owner: str = "") -> llguidance.LLMatcher:
-        """Compiles a grammar in llguidance's Lark, or finds one of the last of the same owner.
+        """Compiles a grammar in llguidance's Lark, or finds a recent one of the same owner.
 
         Raises:
-            FieldError: it is no grammar, too large, takes too much, or is one that no text is of.
+            FieldError: it is invalid, too large or too slow, or no text matches it.
         """
         if len(lark) > _MOST_CHARACTERS:
-            problem = f"a grammar of {len(lark)} characters, at most {_MOST_CHARACTERS} may be"
-            raise FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
+            problem = f"a grammar of {len(lark)} characters, expected at most {_MOST_CHARACTERS}"
+            raise _unusable(param, problem)
         found = self._kept.pop((owner, lark), None)
         if found is None:
             self._try(lark, param)
@@ -201,7 +201,7 @@ class Grammars:
         return found
 
     def _try(self, lark: str, param: str) -> None:
-        """Compiles it where that may be ended."""
+        """Compiles a grammar in the other process first, which has limits."""
         tokenizer = getattr(self.vocabulary.tokenizer, "backend_tokenizer", None)
         if self._process is None or tokenizer is None:
             return
@@ -216,8 +216,7 @@ class Grammars:
                 self._process.ask(given, cpu_s=_VOCABULARY_S, memory_bytes=_VOCABULARY_BYTES)
                 ask()
         except LimitError as error:
-            problem = f"cannot be used: compiling it {error}"
-            raise FieldError(param, problem, code="invalid_grammar") from None
+            raise _unusable(param, f"compiling it {error}") from None
 
     def _compile(self, lark: str, param: str) -> llguidance.LLMatcher:
         with self._making:
@@ -229,32 +228,33 @@ class Grammars:
         except MemoryError as error:
             raise ApiError(str(error), status=503) from None
         if (problem := _dead_end(trial)) is not None:
-            raise FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
+            raise _unusable(param, problem)
         return matcher
 
     def constraint(self, matcher: llguidance.LLMatcher) -> GrammarConstraint:
         return GrammarConstraint(matcher.deep_copy(), self.vocabulary)
 
 
-def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
-    """The library's tokenizer, in which added tokens are special as their flags say.
+def _unusable(param: str, problem: str) -> FieldError:
+    return FieldError(param, f"cannot be used: {problem}", code="invalid_grammar")
 
-    By itself it takes all that look like ``<...>`` for special, which no text can have.
+
+def _tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """llguidance's tokenizer, with the added tokens' own flags.
+
+    By default it treats all tokens like ``<...>`` as special, which no text can have.
     """
-    ends = sorted(vocabulary.end_ids)
-    with blamed_on("this model's tokenizer cannot be used with grammars", ApiError):
-        found = llguidance.hf.from_tokenizer(
-            vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=ends
-        )
+    size, ends = vocabulary.size, sorted(vocabulary.end_ids)
+    found = llguidance.hf.from_tokenizer(vocabulary.tokenizer, n_vocab=size, eos_token=ends)
     plain = {at: text for at, text in vocabulary.plain_tokens.items() if found.is_special_token(at)}
     if not plain:
         return found
-    wrapper = llguidance.TokenizerWrapper(_FlaggedTokenizer(found, vocabulary.size, plain))
-    return llguidance.LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=ends)
+    wrapper = llguidance.TokenizerWrapper(_FlaggedTokenizer(found, size, plain))
+    return llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
 
 
 class _FlaggedTokenizer:
-    """What `llguidance.TokenizerWrapper` asks of a tokenizer."""
+    """The interface that `llguidance.TokenizerWrapper` expects; ``plain`` are not special."""
 
     bos_token_id = None
 
@@ -273,19 +273,13 @@ class _FlaggedTokenizer:
 
 
 def of_response_format(asked: dict[str, Any]) -> str | None:
-    """The grammar that ``response_format`` asks for; None where any text will do."""
-    kind = asked.get("type")
-    known: dict[Any, tuple[str, ...]] = {
-        "text": (),
-        "json_object": (),
-        "json_schema": ("json_schema",),
-        "grammar": ("grammar",),
-        "regex": ("regex",),
-    }
-    if not isinstance(kind, str) or kind not in known:
+    """The grammar of a ``response_format``; None for any text."""
+    kind, known = asked.get("type"), ("text", "json_object", "json_schema", "grammar", "regex")
+    if kind not in known:
         expected = ", ".join(known)
         raise FieldError("response_format.type", f"expected one of {expected}, got {kind!r}")
-    for field in asked.keys() - {"type", *known[kind]}:
+    own = {"type"} if kind in ("text", "json_object") else {"type", kind}
+    for field in asked.keys() - own:
         raise FieldError(f"response_format.{field}", "is no field of this response format")
     if kind == "text":
         return None
@@ -293,14 +287,16 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
         return f"start: {_json(_ANY_OBJECT)}"
     value = asked.get(kind)
     if kind == "json_schema":
-        schema = value.get("schema") if isinstance(value, dict) else None
-        if not isinstance(schema, dict):
+        given = value if isinstance(value, dict) else {}
+        for field in given.keys() - {"name", "description", "schema", "strict"}:
+            raise FieldError(f"response_format.json_schema.{field[:64]}", "is no field of it")
+        if not isinstance(given.get("schema"), dict):
             raise FieldError("response_format.json_schema.schema", "expected a JSON schema")
-        return f"start: {_json(schema)}"
+        return f"start: {_json(given['schema'])}"
     if not isinstance(value, str) or not value:
         raise FieldError(f"response_format.{kind}", f"expected a text, got {value!r}")
     if kind == "regex":
-        return f"start: TEXT\nTEXT: /{_BARE_SLASH.sub(_slashed, value)}/"
+        return f"start: TEXT\nTEXT: /{_slashed(value)}/"
     return value
 
 
@@ -312,14 +308,14 @@ def of_tools(
     is_needed: bool,
     may_repeat: bool,
 ) -> str:
-    """A grammar of answers that call tools as their schemas say.
+    """A grammar of answers with calls of tools, whose arguments follow the schemas.
 
-    Where calls have no mark, an answer that begins as one does is a call.
+    If calls have no mark, an answer that begins like a call is a call.
 
     Args:
-        tokens: ids of the vocabulary's marks; a mark that is a token comes as that token.
-        is_needed: the answer is nothing but calls; text may stand around them otherwise.
-        may_repeat: several calls may come.
+        tokens: ids of marks that are tokens of the vocabulary.
+        is_needed: the answer has only calls; otherwise it may have text, too.
+        may_repeat: allows several calls.
     """
     writing, opens = how.writing, _mark(how.opens[0], tokens)
     rules: list[str] = []
@@ -349,17 +345,15 @@ def of_tools(
 
 
 def _schema_of(function: Function) -> dict[str, Any]:
-    """What its arguments are: an object, and none where it names no parameters, as in OpenAI's
-    API."""
+    """The schema of the arguments. As in OpenAI's API, without a schema there are none."""
     return _NO_ARGUMENTS if function.enforced is None else _ANY_OBJECT | function.enforced
 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Arguments of one function that are written one by one.
+    """Separate arguments of one function; names of its rules begin with ``rule``.
 
-    Names of its rules begin with ``rule``. What cannot be enforced is left out, or refused if
-    strict.
+    Constraints that cannot be enforced are refused if strict, and ignored otherwise.
     """
 
     schema: dict[str, Any]
@@ -369,9 +363,9 @@ class _Arguments:
     is_strict: bool
 
     def grammar(self, rules: list[str]) -> str:
-        """The arguments in the order of the schema, those left out that it does not require.
+        """The arguments in the order of the schema; those that are not required may be absent.
 
-        A schema that names no properties allows any, unless it says otherwise.
+        A schema without properties allows any, unless ``additionalProperties`` is false.
         """
         found, seen = self.schema, set[int]()
         while isinstance(found, dict) and "$ref" in found and id(found) not in seen:
@@ -415,14 +409,10 @@ class _Arguments:
         if self.is_strict and any(bounded) and (whole is None or has_others):
             raise self._refused("bounds or a pattern of a text")
         opens = _lark(writing.opens_text, self.tokens)
-        if self.is_strict and whole is not None:
-            rules.append(
-                _ended(f"{rule}_text", _BARE_SLASH.sub(_slashed, whole[1]), ends, self.tokens)
-            )
+        if texts is None or (self.is_strict and whole is not None):
             text = f"{rule}_text"
-        elif texts is None:
-            rules.append(_up_to(f"{rule}_text", ends, self.tokens))
-            text = f"{rule}_text"
+            regex = _slashed(whole[1]) if self.is_strict and whole is not None else None
+            rules.append(_up_to(text, ends, self.tokens, regex=regex))
         else:
             text = f"({' | '.join(map(_text, texts))}) {_mark(ends, self.tokens)}"
         values = [f"{opens} {text}"]
@@ -439,7 +429,7 @@ class _Arguments:
 
 
 def _has_bounds(schema: dict[str, Any]) -> bool:
-    """Whether a text of a schema is held to something that one without quotes cannot be."""
+    """Whether a schema bounds a text in ways that cannot be enforced without quotes."""
     return bool(schema.keys() & {"pattern", "minLength", "maxLength"}) or (
         schema.get("format") in FORMATS
     )
@@ -453,7 +443,7 @@ def after_reasoning(
     is_open: bool,
     opens_calls: Sequence[str] = (),
 ) -> str:
-    """A grammar whose text may follow reasoning; must, where the prompt has opened it."""
+    """Allows reasoning before a grammar; requires it if the prompt has opened it."""
     body = grammar.replace("start:", "answer:", 1)
     first = "thought GAP" if is_open else f"({_mark(marks.opens, tokens)} thought GAP)?"
     thought = _up_to("thought", marks.closes, tokens, opens_calls)
@@ -462,15 +452,18 @@ def after_reasoning(
 
 def of_function(function: Function) -> str:
     """The grammar of one function's arguments in JSON."""
-    return f"start: {_json(_schema_of(function), is_strict=function.is_strict)}"
+    return f"start: {_json_arguments(function)}"
+
+
+def _json_arguments(function: Function) -> str:
+    return _json(_schema_of(function), is_strict=function.is_strict)
 
 
 def of_harmony_call(functions: Sequence[Function], *, is_needed: bool = True) -> str:
-    """A grammar of one call as gpt-oss writes it, arguments as their schema says; or of its final
-    message, unless the call ``is_needed``."""
+    """A grammar of one call in gpt-oss's form, or of its final message unless ``is_needed``."""
     calls = [
         f'<|channel|> {_text(f"commentary to=functions.{function.name} ")} <|constrain|> "json" '
-        "<|message|> " + _json(_schema_of(function), is_strict=function.is_strict)
+        f"<|message|> {_json_arguments(function)}"
         for function in functions
     ]
     call = " | ".join(f"({call})" for call in calls)
@@ -482,7 +475,7 @@ def of_harmony_call(functions: Sequence[Function], *, is_needed: bool = True) ->
 
 
 def after_analysis(grammar: str, *, is_call: bool) -> str:
-    """A grammar whose text gpt-oss may write after its analysis: a call, or its final message."""
+    """Allows gpt-oss's analysis before a grammar of a call or of its final message."""
     body = grammar.replace("start:", "answer:", 1)
     header = "" if is_call else '<|channel|> "final" <|message|> '
     analysis = '<|channel|> "analysis" <|message|> THOUGHT <|end|> <|start|> "assistant"'
@@ -490,7 +483,7 @@ def after_analysis(grammar: str, *, is_call: bool) -> str:
 
 
 def _dead_end(matcher: llguidance.LLMatcher) -> str | None:
-    """Why no text can follow, where none can and what there is is not whole."""
+    """Why no text can follow an incomplete answer; None if one can."""
     if not matcher.is_error():
         return None
     problem = " ".join(_ERROR_PLACE.split(matcher.get_error())[0].split())[:500]
@@ -532,30 +525,25 @@ def _up_to(
     tokens: Mapping[str, int],
     others: Sequence[str] = (),
     begins: str = "",
+    regex: str | None = None,
 ) -> str:
-    """A rule of any text that ends with the first mark; for the rest see `_without`."""
+    """A rule of a text and the first mark after it: any text as in `_without`, or a ``regex``."""
     if mark in tokens:
         before = f"BEFORE_{rule.upper()}"  # a grammar may have several such rules
-        without = _without((mark, *others), begins)
-        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {without}"
+        text = f"/{regex}/" if regex else _without((mark, *others), begins)
+        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: {text}"
     without = f" & {_lacks(others, begins)}" if others or begins else ""
-    return f"{rule}[lazy]: /(.|\\n)*{_escaped(mark)}/{without}"
+    text = regex or r"(.|\n)*"
+    return f"{rule}[lazy]: /{text}{_escaped(mark)}/{without}"
 
 
-def _ended(rule: str, regex: str, mark: str, tokens: Mapping[str, int]) -> str:
-    """A rule of a text of an expression, and the first mark after it."""
-    if mark in tokens:
-        before = f"BEFORE_{rule.upper()}"
-        return f"{rule}: {before} <[{tokens[mark]}]>\n{before}: /{regex}/"
-    return f"{rule}[lazy]: /{regex}{_escaped(mark)}/"
-
-
-def _slashed(found: re.Match[str]) -> str:
-    return found[1] or r"\/"
+def _slashed(regex: str) -> str:
+    """Escapes slashes, which end an expression in Lark."""
+    return _BARE_SLASH.sub(lambda found: found[1] or r"\/", regex)
 
 
 def _without(marks: Sequence[str], begins: str = "") -> str:
-    """A terminal of any text that has none of the marks, and does not begin so."""
+    """A terminal of any text that has none of the marks, and does not start with ``begins``."""
     return rf"/(.|\n)*/ & {_lacks(marks, begins)}"
 
 
@@ -566,3 +554,176 @@ def _lacks(marks: Sequence[str], begins: str = "") -> str:
 
 def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+_TOKEN = re.compile(
+    r"""
+      (?P<define>^[ \t]*[?!]*(?P<defined>[A-Za-z_][\w-]*)[ \t]*:)
+    | (?P<order>^[ \t]*%[^\n]*)
+    | (?P<skip>\s*\n|[ \t\r]+|//[^\n]*|\#[^\n]*|->[ \t]*[\w-]+)
+    | (?P<string>"(?:[^"\\\n]|\\.)*"i?)
+    | (?P<regex>/(?:[^/\\\n]|\\.)+/[a-z]*)
+    | (?P<name>[A-Za-z_][\w-]*)
+    | (?P<times>[?*+]|\{\d*,?\d*\}|~[ \t]*\d+(?:\.\.\d+)?)
+    | (?P<sign>\.\.|[|()\[\]])
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_IMPORT = re.compile(r"[ \t]*%import[ \t]+common\.(\w+)(?:[ \t]*->[ \t]*(\w+))?[ \t]*")
+_COMMON = {
+    **{"LF": r"\n", "CR": r"\r", "NEWLINE": r"(?:\r?\n)+", "WS_INLINE": r"[ \t]+"},
+    **{"WS": r"[ \t\f\r\n]+", "DIGIT": "[0-9]", "HEXDIGIT": "[0-9a-fA-F]", "INT": "[0-9]+"},
+    **{"SIGNED_INT": "[+-]?[0-9]+", "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)"},
+    **{"LETTER": "[a-zA-Z]", "LCASE_LETTER": "[a-z]", "UCASE_LETTER": "[A-Z]"},
+    **{"WORD": "[a-zA-Z]+", "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*"},
+    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\.)*"',
+}
+"""Terminals of Lark's library."""
+_CLOSING = {"(": ")", "[": "]"}
+_EXPRESSION_PART = re.compile(r"\\.|\[\^?\]?|\(\?[a-zA-Z-]*x|[\])(]", re.DOTALL)
+_MOST_REGEX = 1 << 16
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+
+
+def regex_of(grammar: str) -> str:
+    """The regular expression of a Lark grammar: JSON strings can only be held to such.
+
+    Raises:
+        ValueError: it is not a grammar, or not a regular one.
+    """
+    try:
+        return _Rules(grammar).of("start", ())
+    except (SyntaxError, RecursionError) as error:  # bad escapes; too deep nesting
+        raise ValueError(f"cannot be read: {error.args[0]}") from None
+
+
+def balanced(regex: str) -> str:
+    """An expression, if its brackets match. Raises ValueError otherwise, and for comments."""
+    depth = num_sets = 0
+    for found in _EXPRESSION_PART.finditer(regex):
+        part = found[0]
+        if part[0] == "[":
+            num_sets += 1
+        elif num_sets:
+            num_sets -= part == "]"
+        elif part[0] == "(":
+            if part != "(":
+                raise ValueError("comments in expressions (flag x) cannot be enforced")
+            depth += 1
+        elif part == ")":
+            depth -= 1
+            if depth < 0:
+                break
+    if depth or num_sets:
+        raise ValueError(f"its brackets do not match: {regex[:60]!r}")
+    return regex
+
+
+class _Rules:
+    def __init__(self, grammar: str) -> None:
+        self._rules: dict[str, list[_Token]] = {}
+        self._found: dict[str, str] = {}
+        own: list[_Token] | None = None
+        for found in _tokens(grammar):
+            if found["skip"] is not None:
+                continue
+            if (name := found["defined"]) is not None:
+                if name in self._rules:
+                    raise ValueError(f"{name} is defined twice")
+                own = self._rules[name] = []
+            elif (order := found["order"]) is not None:
+                imported = _IMPORT.fullmatch(order)
+                if imported is None or imported[1] not in _COMMON:
+                    raise ValueError(f"{order.strip()} cannot be enforced")
+                self._found[imported[2] or imported[1]] = _COMMON[imported[1]]
+            elif own is None:
+                raise ValueError("expected NAME: at its beginning")
+            else:
+                own.append(_Token(str(found.lastgroup), found[0]))
+        if both := self._rules.keys() & self._found.keys():
+            raise ValueError(f"{min(both)} is defined and imported")
+
+    def of(self, name: str, within: tuple[str, ...]) -> str:
+        if name in within:
+            raise ValueError(f"{name} is part of itself, which no expression of a text can be")
+        if name not in self._found:
+            if name not in self._rules:
+                raise ValueError(f"has no {name}")
+            pending = self._rules[name][::-1]
+            self._found[name] = self._choice(pending, (*within, name))
+            if pending:
+                raise ValueError(f"{name} has a {pending[-1].text} too many")
+        return self._found[name]
+
+    def _choice(self, pending: list[_Token], within: tuple[str, ...]) -> str:
+        """Alternatives, up to a bracket that closes or the end."""
+        found, size = [""], 0
+        while pending and pending[-1].text not in (")", "]"):
+            if pending[-1].text == "|":
+                pending.pop()
+                found.append("")
+                continue
+            item = self._item(pending, within)
+            found[-1] += item
+            size += len(item)
+            if size > _MOST_REGEX:
+                raise ValueError("is too large to be enforced")
+        return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+
+    def _item(self, pending: list[_Token], within: tuple[str, ...]) -> str:
+        kind, text = pending.pop()
+        if kind == "name":
+            found = self.of(text, within)
+        elif kind == "string":
+            found = _literal(text)
+            if pending and pending[-1].text == "..":
+                pending.pop()
+                last = pending.pop() if pending else _Token("", "")
+                if last.kind != "string":
+                    raise ValueError(f"expected a text after {text}..")
+                for end in (text, last.text):
+                    if end.endswith("i") or len(ast.literal_eval(end)) != 1:
+                        raise ValueError(f"expected one character at each end, got {end}")
+                found = f"[{found}-{_literal(last.text)}]"
+        elif kind == "regex":
+            body, _, flags = text[1:].rpartition("/")
+            if "x" in flags:
+                raise ValueError("comments in expressions (flag x) cannot be enforced")
+            found = f"(?{flags}:{balanced(body)})"
+        elif text in _CLOSING:
+            found = self._choice(pending, within)
+            if not pending or pending.pop().text != _CLOSING[text]:
+                raise ValueError(f"has a {text} that nothing closes")
+            if text == "[":
+                found = f"(?:{found})?"
+        else:
+            raise ValueError(f"{text} cannot be enforced")
+        while pending and pending[-1].kind == "times":
+            found = f"(?:{found}){_times(pending.pop().text)}"
+        return found
+
+
+def _tokens(grammar: str) -> Iterator[re.Match[str]]:
+    at = 0
+    while at < len(grammar):
+        found = _TOKEN.match(grammar, at)
+        if found is None:
+            raise ValueError(f"{grammar[at : at + 20]!r} cannot be enforced")
+        yield found
+        at = found.end()
+
+
+def _literal(text: str) -> str:
+    found = re.escape(ast.literal_eval(text.removesuffix("i"))).replace("\\\n", r"\n")
+    return f"(?i:{found})" if text.endswith("i") else found
+
+
+def _times(text: str) -> str:
+    if text[0] not in "{~":
+        return text
+    least, _, most = text.strip("{~} \t").replace("..", ",").partition(",")
+    return f"{{{least or 0},{most}}}" if "," in text or ".." in text else f"{{{least}}}"

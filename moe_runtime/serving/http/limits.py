@@ -1,7 +1,7 @@
-"""Limits on time and memory for templates and grammars, which a request could make endless.
+"""Limits on time and memory for templates and grammars, which a hostile request could make endless.
 
-Neither can be ended within a process, so `LimitedProcess` starts this module as a program, which
-the system's limits end.
+Only the system can end such work. `LimitedProcess` starts this module as a program with the
+system's limits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,49 +26,51 @@ from moe_runtime.errors import MoERuntimeError, blamed_on
 if TYPE_CHECKING:
     import llguidance
 
-_HEAD_BYTES = 8
 _TIMES_LENGTH = 64
-"""Memory that is taken for each byte of what is asked, its JSON and its values."""
+"""Memory for each byte of a request, for its JSON and its values."""
 _MOST_ANSWER, _TIMES_ANSWER = 4 << 20, 8
-"""Bytes of an answer that are read, and more for each byte of what is asked."""
+"""Limit of an answer: bytes, and more for each byte of the request."""
 _STACK_BYTES, _STACK_BYTES_A_CHARACTER = 8 << 20, 2 << 10
-"""llguidance goes into rules and references of schemas by recursion, and a stack that is too small
-ends the process: up to 750 bytes for each character of a grammar were seen."""
+"""llguidance is recursive, and too small a stack ends the process. The most that was measured is
+750 bytes for each character of a grammar."""
 _MIB = 1 << 20
 _MOST_STATES = 1 << 16
-"""Of a grammar's automaton, which grows with the texts that it sees: 1 to 2 KiB each."""
+"""States of a grammar's automaton, which grows with the texts that it sees: 1 to 2 KiB each."""
 
 
 class LimitError(MoERuntimeError):
-    """Work took more time or memory than it may."""
+    """Work exceeded its limits."""
 
 
 class LimitedProcess:
-    """Work of one kind in a process of its own, which is started again where a limit ended it."""
+    """Work of one kind in a process, which starts again after a limit has ended it."""
 
     def __init__(self, kind: str, python: str = sys.executable) -> None:
         self._words = [python, "-P", "-m", "moe_runtime.serving.http.limits", kind]
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
         self._asking = threading.Lock()
 
     def start(self) -> None:
-        """Starts the program, without waiting until it is ready."""
-        if self._process is not None and self._process.poll() is not None:
-            self._end()  # others killed it
-        if self._process is None:
-            # away from the terminal, whose Ctrl-C is for the server
+        """Starts the program unless it runs; does not wait until it is ready."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        self._pipe, theirs = Pipe()
+        with theirs:
+            # In a session of its own: Ctrl-C is for the server.
             self._process = subprocess.Popen(
                 self._words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
 
     def ask(self, work: dict[str, Any], *, cpu_s: float, memory_bytes: int) -> dict[str, Any]:
-        """Has some work of JSON done, after all that was asked before.
+        """Does work given as JSON, after all earlier work.
 
-        ``memory_bytes`` are beyond what the program has already and what is asked takes.
+        ``memory_bytes`` are beyond what the program has already and what the request takes.
 
         Raises:
             LimitError: it took more.
@@ -90,33 +94,25 @@ class LimitedProcess:
             self._end()
 
     def _exchange(self, text: bytes) -> bytes | None:
-        """The answer to a text; None where the program ended over it, or says too much."""
-        for _ in range(2):  # it may be killed just now
+        """The answer to a request; None if a limit ended the program, or the answer is too long."""
+        for _ in range(2):  # others may have killed it
             self.start()
-            process = self._process
-            assert process is not None
-            assert process.stdin is not None
-            assert process.stdout is not None
             try:
-                process.stdin.write(len(text).to_bytes(_HEAD_BYTES, "little") + text)
-                process.stdin.flush()
-            except BrokenPipeError:
+                self._pipe.send_bytes(text)
+            except OSError:
                 self._end()
                 continue
-            head = process.stdout.read(_HEAD_BYTES)
-            size = int.from_bytes(head, "little")
-            if not 0 < size <= _MOST_ANSWER + _TIMES_ANSWER * len(text):
-                return None
-            answer = process.stdout.read(size)
-            return answer if len(answer) == size else None
+            with contextlib.suppress(EOFError, OSError):
+                return self._pipe.recv_bytes(_MOST_ANSWER + _TIMES_ANSWER * len(text))
+            break
         return None
 
     def _end(self) -> None:
         if self._process is not None:
-            process, self._process = self._process, None
-            process.kill()
-            with contextlib.suppress(BrokenPipeError):
-                process.communicate()
+            self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+            self._process = None
 
 
 def stack_bytes(lark: str) -> int:
@@ -126,8 +122,7 @@ def stack_bytes(lark: str) -> int:
 def compile_grammar(
     tokenizer: llguidance.LLTokenizer, lark: str
 ) -> tuple[llguidance.LLMatcher, llguidance.LLMatcher]:
-    """A grammar, and a copy of it whose first mask is computed; MemoryError without room for the
-    stack."""
+    """A grammar, and a copy after its first mask. Raises MemoryError without room for the stack."""
     with ThreadPoolExecutor(1) as thread:
         before = threading.stack_size(-(-stack_bytes(lark) // _MIB) * _MIB)
         try:
@@ -154,24 +149,21 @@ def _compile(
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the server, not before
+        signal.signal(number, signal.SIG_IGN)  # it ends with the server
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     do = _templates() if sys.argv[1] == "templates" else _grammars()
     page_bytes = resource.getpagesize()
-    while head := sys.stdin.buffer.read(_HEAD_BYTES):
-        text = sys.stdin.buffer.read(int.from_bytes(head, "little"))
-        cpu_s, memory_bytes, work = json.loads(text)
-        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * page_bytes
-        _limit_memory(used + memory_bytes)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        try:
+    pipe = Connection(sys.stdin.fileno())
+    with contextlib.suppress(EOFError, MemoryError):
+        while True:
+            cpu_s, memory_bytes, work = json.loads(pipe.recv_bytes())
+            used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * page_bytes
+            _limit_memory(used + memory_bytes)
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
             answer = json.dumps(do(work)).encode()
-        except MemoryError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _limit_memory(resource.RLIM_INFINITY)
-        sys.stdout.buffer.write(len(answer).to_bytes(_HEAD_BYTES, "little") + answer)
-        sys.stdout.buffer.flush()
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _limit_memory(resource.RLIM_INFINITY)
+            pipe.send_bytes(answer)
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -195,7 +187,7 @@ def _templates() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _grammars() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Compiles grammars, to see whether that can be done; vocabularies come before."""
+    """Compiles grammars as a trial; a vocabulary is sent once, before its first grammar."""
     import llguidance
 
     vocabularies: dict[str, llguidance.LLTokenizer] = {}

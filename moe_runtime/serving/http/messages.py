@@ -13,12 +13,7 @@ from pydantic import Field
 from moe_runtime.serving.http import chat
 from moe_runtime.serving.http.answer_text import AnswerToken, Part, Piece
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, TooLongError
-from moe_runtime.serving.http.generating import (
-    Generation,
-    PartAnswers,
-    Prepared,
-    Sections,
-)
+from moe_runtime.serving.http.generating import Generation, PartAnswers, Prepared, Sections
 from moe_runtime.serving.http.schema import (
     Body,
     ChatBody,
@@ -30,9 +25,8 @@ from moe_runtime.serving.http.schema import (
     StopStrings,
     ToolCall,
     TranslatedBody,
-    Unused,
+    client_fields,
     joined,
-    named,
     part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
@@ -47,20 +41,20 @@ _NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
 }
-"""Fields of the chat, and what they are called here."""
+"""Fields of the chat, and their names here."""
 
 
 class _Block(Body):
-    """A part of a message; what concerns Anthropic's cache and tools changes no answer."""
+    """A part of a message. Fields for Anthropic's cache and tools change no answer."""
 
     droppable = None
-    cache_control: Unused = None
+    unused = frozenset({"cache_control"})
 
 
 class TextBlock(_Block):
+    unused = _Block.unused | {"citations"}
     type: Literal["text"]
     text: str
-    citations: Unused = None
 
 
 class Base64Source(Body):
@@ -90,17 +84,17 @@ _Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
 class ThinkingBlock(_Block):
+    unused = _Block.unused | {"signature"}
     type: Literal["thinking"]
     thinking: str
-    signature: Unused = None
 
 
 class ToolUseBlock(_Block):
+    unused = _Block.unused | {"caller"}
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: Unused = None
 
 
 class ToolResultBlock(_Block):
@@ -122,15 +116,14 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(_Block):
+    unused = _Block.unused | {
+        *("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples")
+    }
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    allowed_callers: Unused = None
-    defer_loading: Unused = None
-    eager_input_streaming: Unused = None
-    input_examples: Unused = None
 
 
 class ToolChoice(Body):
@@ -140,7 +133,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """The model decides how long it thinks: ``budget_tokens`` is a hint that it does not get."""
+    """``budget_tokens`` is ignored: the model decides how long it thinks."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Count | None = None
@@ -163,9 +156,13 @@ class Metadata(Body):
 
 
 class MessagesBody(TranslatedBody):
-    """``max_tokens`` is needed where an answer is asked for, and not to count tokens."""
+    """``max_tokens`` is required for an answer, but not to count tokens."""
 
     names = _NAMES
+    unused = frozenset(
+        {"cache_control", "context_management", "diagnostics", "inference_geo", "service_tier"}
+        | {"speed"}
+    )
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Count | None = None
@@ -179,12 +176,6 @@ class MessagesBody(TranslatedBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
-    cache_control: Unused = None
-    context_management: Unused = None
-    diagnostics: Unused = None
-    inference_geo: Unused = None
-    service_tier: Unused = None
-    speed: Unused = None
 
     @property
     def response_format(self) -> dict[str, Any] | None:
@@ -199,19 +190,17 @@ class MessagesBody(TranslatedBody):
 
 
 def prepare(body: MessagesBody, model: ServedModel, most_choices: int, owner: str = "") -> Prepared:
-    """What the engine is asked. Takes a while: not in the loop."""
     if body.max_tokens is None:
         raise FieldError("max_tokens", "is missing", code="missing_required_parameter")
-    with named(body.names):
+    with client_fields(body.names):
         asked = chat_of(body, model)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
-    is_omitted = body.thinking is not None and body.thinking.display == "omitted"
     return choices, partial(
         MessageAnswers,
         sections=sections[0],
         stops=body.stop_sequences or (),
         most_new=body.max_tokens,
-        shows_thoughts=not is_omitted,
+        shows_thoughts=body.thinking is None or body.thinking.display != "omitted",
     )
 
 
@@ -224,7 +213,16 @@ def chat_of(body: MessagesBody, model: ServedModel, owner: str = "") -> ChatBody
     effort = body.output_config and body.output_config.effort
     if effort is not None and template.knows("reasoning_effort"):
         variables["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
-    tools: Any = [_tool(tool) for tool in body.tools or ()] or None
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {
+                **tool.model_dump(include={"name", "description", "strict"}, exclude_none=True),
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in body.tools or ()
+    ] or None
     choice = body.tool_choice
     continues = messages[-1].role == "assistant"
     return ChatBody(
@@ -235,7 +233,7 @@ def chat_of(body: MessagesBody, model: ServedModel, owner: str = "") -> ChatBody
         top_k=body.top_k,
         top_p=body.top_p,
         tools=tools,
-        tool_choice=_choice(body.tool_choice),
+        tool_choice=_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         response_format=body.response_format,
         chat_template_kwargs=variables,
@@ -254,17 +252,6 @@ def _choice(asked: ToolChoice | None) -> Literal["none", "auto", "required"] | N
     return NamedTool(type="function", function=FunctionName(name=asked.name))
 
 
-def _tool(tool: AnthropicTool) -> dict[str, Any]:
-    fields = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
-    return {"type": "function", "function": {**fields, "parameters": tool.input_schema}}
-
-
-def _text(content: str | Sequence[TextBlock] | None, gap: str = "\n") -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return gap.join(block.text for block in content)
-
-
 def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> list[Any]:
     return [
         part_of(block.text) if isinstance(block, TextBlock) else part_of(url=block.url)
@@ -276,11 +263,13 @@ def _conversation(body: MessagesBody) -> ChatMessages:
     found = ChatMessages()
     system = body.system or ""
     if not isinstance(system, str):
-        # A line for Anthropic's accounts: it differs from task to task, and what follows is a
-        # prefix to share.
-        system = [one for one in system if not one.text.startswith("x-anthropic-billing-header:")]
-    if text := _text(system):
-        found.say("system", text)
+        # The billing line differs between tasks, and would hide the common prefix behind it.
+        lines = (one.text for one in system)
+        system = "\n".join(
+            line for line in lines if not line.startswith("x-anthropic-billing-header:")
+        )
+    if system:
+        found.say("system", system)
     for at, message in enumerate(body.messages):
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -341,7 +330,6 @@ class MessageAnswers(PartAnswers):
 
     def __init__(
         self,
-        _: MessagesBody,
         generation: Generation,
         sections: Sections,
         stops: Sequence[str],
@@ -387,7 +375,7 @@ class MessageAnswers(PartAnswers):
 
     def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
         yield from self._close()
-        if not self._blocks and piece.finish != "length":  # clients look for one
+        if not self._blocks and piece.finish != "length":  # clients expect one
             yield from self._open({"type": "text", "text": ""})
             yield from self._close()
         reason = "end_turn"
@@ -397,9 +385,9 @@ class MessageAnswers(PartAnswers):
             reason = "tool_use"
         elif piece.cut_by and piece.cut_by in self._stops:
             reason = "stop_sequence"
-        self._message["stop_reason"] = reason
-        self._message["stop_sequence"] = piece.cut_by if reason == "stop_sequence" else None
-        delta = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
+        stop = piece.cut_by if reason == "stop_sequence" else None
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        self._message |= delta
         yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
         yield {"type": "message_stop"}
 
@@ -421,7 +409,7 @@ class MessageAnswers(PartAnswers):
     def _close(self) -> Iterator[dict[str, Any]]:
         if self._is_open:
             self._is_open = False
-            if self._blocks[-1]["type"] == "thinking":  # clients wait for one, if an empty one
+            if self._blocks[-1]["type"] == "thinking":  # clients expect one; it may be empty
                 yield self._delta({"type": "signature_delta", "signature": ""})
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 

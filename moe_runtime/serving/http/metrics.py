@@ -51,7 +51,7 @@ _COUNTERS = {
     "moe:steps": ("steps", "Forward passes."),
     "moe:draft_steps": ("draft_steps", "Steps of an answer that drafts may go with."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Drafted tokens that were verified."),
-    "vllm:spec_decode_num_accepted_tokens": ("accepted_drafts", "Those that were right."),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted_drafts", "Drafted tokens that were right."),
     "moe:draft_failures": ("draft_failures", "Errors after which nothing more is drafted."),
 }
 _EXPERT_COUNTERS = {
@@ -67,7 +67,7 @@ _EXPERT_COUNTERS = {
     "moe:expert_stall_seconds": ("stall_s", "Seconds that computation waited for experts."),
     "moe:prefetch_useful": ("useful_guesses", "Prefetched experts that were ready when needed."),
     "moe:prefetch_late": ("late_guesses", "Prefetched experts that were on their way."),
-    "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that nobody asked for."),
+    "moe:prefetch_wasted": ("wasted_guesses", "Prefetched experts that were never needed."),
 }
 _EXPERT_GAUGES = {
     "moe:expert_slots": ("expert_slots", "Experts that fit into the fastest tier."),
@@ -75,57 +75,19 @@ _EXPERT_GAUGES = {
     "moe:expert_bytes": ("expert_bytes", "Bytes of all experts of the model."),
     "moe:memory_budget_bytes": ("budget_bytes", "Bytes that the model may take on the host."),
 }
-
-
-class EngineCollector:
-    def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
-        self._engines = engines
-
-    def collect(self) -> Iterable[Metric]:
-        found = {name: engine.statistics() for name, engine in self._engines().items()}
-        experts = {name: one.experts for name, one in found.items()}
-        for kind, table, counted in (
-            (GaugeMetricFamily, _GAUGES, found),
-            (CounterMetricFamily, _COUNTERS, found),
-            (CounterMetricFamily, _EXPERT_COUNTERS, experts),
-            (GaugeMetricFamily, _EXPERT_GAUGES, experts),
-        ):
-            for metric, (field, text) in table.items():
-                values = {(name,): getattr(one, field) for name, one in counted.items()}
-                yield _family(kind, metric, text, values)
-        read = {(name, "disk"): one.bytes_read for name, one in experts.items()}
-        copied = ((name, one.copied_bytes) for name, one in experts.items())
-        read |= {(name, "host"): num_bytes for name, num_bytes in copied if num_bytes}
-        text = "Bytes of experts read, by tier."
-        yield _family(CounterMetricFamily, "moe:expert_bytes_read", text, read, "tier")
-        text = "How experts are kept; always 1."
-        policies = {(name, one.policy): 1.0 for name, one in experts.items()}
-        yield _family(GaugeMetricFamily, "moe:expert_cache_info", text, policies, "policy")
-        text = "How keys and values are kept; always 1."
-        forms = {(name, one.kv_cache): 1.0 for name, one in experts.items()}
-        yield _family(GaugeMetricFamily, "moe:kv_cache_info", text, forms, "form")
-
-
-def _family(
-    kind: Callable[..., Any],
-    metric: str,
-    text: str,
-    values: Mapping[tuple[str, ...], float],
-    *labels: str,
-) -> Metric:
-    """A metric of all engines; values are by the engine's name and further labels."""
-    family = kind(metric, text, labels=[*_LABELS, *labels])
-    for (name, *others), value in values.items():
-        family.add_metric([name, "0", *others], value)
-    return family
+_INFOS = (
+    ("moe:expert_cache_info", "policy", "policy", "How experts are kept; always 1."),
+    ("moe:kv_cache_info", "kv_cache", "form", "How keys and values are kept; always 1."),
+)
 
 
 class Metrics:
-    """The metrics of one server; ``engines`` gives those of models that are loaded, by name."""
+    """The metrics of one server; ``engines`` returns those of loaded models, by name."""
 
     def __init__(self, engines: Callable[[], Mapping[str, Engine]]) -> None:
+        self._engines = engines
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engines))  # pyright: ignore[reportArgumentType]
+        self._registry.register(self)  # pyright: ignore[reportArgumentType]
         self.seconds, self.tokens = (
             {
                 name: Histogram(
@@ -150,6 +112,41 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Statistics of the engines; the registry calls it."""
+        found = {name: engine.statistics() for name, engine in self._engines().items()}
+        experts = {name: one.experts for name, one in found.items()}
+        for kind, table, counted in (
+            (GaugeMetricFamily, _GAUGES, found),
+            (CounterMetricFamily, _COUNTERS, found),
+            (CounterMetricFamily, _EXPERT_COUNTERS, experts),
+            (GaugeMetricFamily, _EXPERT_GAUGES, experts),
+        ):
+            for metric, (field, text) in table.items():
+                values = {(name,): getattr(one, field) for name, one in counted.items()}
+                yield _family(kind, metric, text, values)
+        read = {(name, "disk"): one.bytes_read for name, one in experts.items()}
+        copied = ((name, one.copied_bytes) for name, one in experts.items())
+        read |= {(name, "host"): num_bytes for name, num_bytes in copied if num_bytes}
+        text = "Bytes of experts read, by tier."
+        yield _family(CounterMetricFamily, "moe:expert_bytes_read", text, read, "tier")
+        for metric, field, label, text in _INFOS:
+            values = {(name, getattr(one, field)): 1.0 for name, one in experts.items()}
+            yield _family(GaugeMetricFamily, metric, text, values, label)
+
+
+def _family(
+    kind: Callable[..., Any],
+    metric: str,
+    text: str,
+    values: Mapping[tuple[str, ...], float],
+    *labels: str,
+) -> Metric:
+    family = kind(metric, text, labels=[*_LABELS, *labels])
+    for (name, *others), value in values.items():
+        family.add_metric([name, "0", *others], value)
+    return family
 
 
 class RequestTimes:
@@ -178,10 +175,9 @@ class RequestTimes:
     def ended(
         self, index: int, now_s: float, prompt_tokens: int, new_tokens: int, reason: str
     ) -> None:
-        """One of the answers is whole.
+        """An answer has ended. Queue, prefill and decode time add up to its last token.
 
-        Queue, prefill and decode time add up to the time of the last token. An answer without a
-        token has no prefill and no decode time.
+        Without a token there is no prefill and no decode time.
         """
         metrics, labels = self._metrics, self._labels
         self._observe("e2e_request_latency_seconds", now_s - self._arrived_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +35,7 @@ from moe_runtime.serving.http.dividing import (
     with_server,
 )
 from moe_runtime.serving.http.limits import LimitedProcess
-from moe_runtime.serving.http.model_table import Place
-from moe_runtime.serving.http.served_model import ServedModel, serve_model
+from moe_runtime.serving.http.served_model import Place, ServedModel, serve_model
 from moe_runtime.serving.http.server import Access, Limits
 from moe_runtime.serving.prefixes import PrefixDisk, identity_of
 from moe_runtime.serving.requests import EngineOptions
@@ -43,20 +43,19 @@ from moe_runtime.serving.requests import EngineOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """All that is said about a server before it starts.
+    """Settings of a server.
 
     Attributes:
-        adapters: ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models.
-        loading: options of ``moe_runtime.load``; the budget is that of all models together.
-        drain_s: seconds for taken requests once the server stops; None for as long as they take.
-        prefix_disk_bytes: of prefixes in the user's cache; None for none.
-        adapter_bytes: of a model's adapters that are in memory at a time; None for that of all.
-        loads_adapters: from folders that requests name.
-        body_bytes: of the longest body; None for what `Limits` has, more where a model takes
-            pictures.
-        fetches_pictures: from addresses that requests name.
-        on_demand: models are loaded when they are asked for, not before.
-        idle_s: seconds after which a model that was not asked for is unloaded; None for never.
+        adapters: ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` for several models.
+        loading: options of ``moe_runtime.load``; all models share the budget.
+        drain_s: seconds for running requests once the server stops; None for no limit.
+        prefix_disk_bytes: for prefixes in the user's cache folder; None for none.
+        adapter_bytes: memory for a model's adapters; None for all of them.
+        loads_adapters: requests may name folders of adapters.
+        body_bytes: limit of a body; None for that of `Limits`, more if a model accepts pictures.
+        fetches_pictures: requests may name URLs of pictures.
+        on_demand: loads a model with its first request.
+        idle_s: unloads models without requests for so many seconds; None for never.
     """
 
     models: Sequence[str]
@@ -79,13 +78,13 @@ class ServeSettings:
 
     @property
     def is_divided(self) -> bool:
-        """Whether processes divide the model, which then has no adapters and takes no pictures."""
+        """Whether several processes hold the model; then it has no adapters and no pictures."""
         return self.loading.get("group") is not None
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterChoice:
-    """An adapter that requests can name, and the name of its model."""
+    """An adapter, and the name of its model."""
 
     name: str
     model: str
@@ -93,7 +92,7 @@ class AdapterChoice:
 
 
 def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The names by which requests ask for models, in their order."""
+    """The names of models in requests."""
     if names and len(names) != len(models):
         raise ValueError(
             f"--name: expected one for each of {len(models)} models in their order, or none, "
@@ -109,7 +108,7 @@ def names_of(models: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoice]:
-    """Reads ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` where there are several models."""
+    """Reads ``NAME=FOLDER``, or ``MODEL:NAME=FOLDER`` for several models."""
     found = []
     for word in words:
         name, equals, folder = word.partition("=")
@@ -133,18 +132,17 @@ def adapters_of(words: Sequence[str], models: Sequence[str]) -> list[AdapterChoi
 
 
 def _twice(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 class ModelLoader:
-    """Loads models by name within the budget of all; closes itself.
+    """Loads models by name within one budget. Methods except `cancel` run in one thread.
 
-    On a CPU models that are loaded share the budget. A GPU has one model at a time.
+    On a CPU, loaded models share the budget. A GPU has one model at a time.
 
     Raises:
-        MoERuntimeError, ValueError: a checkpoint or an adapter cannot be used, or the budget is too
-            small: for any model alone with ``on_demand``, else for all together.
+        MoERuntimeError, ValueError: a checkpoint or adapter cannot be used. Or the budget is too
+            small: with ``on_demand`` for one of the models, else for all together.
     """
 
     def __init__(
@@ -185,7 +183,6 @@ class ModelLoader:
                 for name, need in self._needs.items():
                     divide_host_memory({name: need}, loading)
         self._sharing = SlotSharing(Turns(), total_bytes)
-        self._room_bytes = 0
         self._open: dict[str, tuple[Any, contextlib.ExitStack]] = {}
         self._stack = contextlib.ExitStack()
         self._templates, self._trials = (
@@ -200,36 +197,34 @@ class ModelLoader:
             budgets = divide_host_memory(self._needs, self._settings.loading)
         for place, budget in zip(self.places, budgets, strict=True):
             place.served = {model.name: model for model in self._load(place.name, budget)}
-        self._progress = None  # what is loaded later is loaded unseen
+        self._progress = None  # models that load later show no progress
 
     def loaded(self) -> list[Any]:
-        """The models that are loaded now."""
         return [model for model, _ in self._open.values()]
 
     def make_room(self, name: str) -> bool:
-        """Takes experts' memory from loaded models for another; gives whether that is enough."""
+        """Takes memory of experts from loaded models; returns whether it suffices for another."""
         if not self._needs:
             return not self._open
-        self._room_bytes = self._sharing.make_room(self._needs[name])
-        return self._room_bytes > 0
+        return self._sharing.make_room(self._needs[name])
 
     def load(self, name: str) -> Sequence[ServedModel]:
-        """A model and its adapters, in the memory that `make_room` found."""
+        """Loads a model and its adapters into the memory that `make_room` found."""
+        loading = self._settings.loading
         try:
             if not self._needs:
-                return self._load(name, rest_for_model(self._settings.loading))
-            need, loading = self._needs[name], self._settings.loading
-            if self._room_bytes:
-                return self._load(name, part_for(loading, self._room_bytes, need))
-            (budget,) = divide_host_memory({name: need}, loading)
+                budget = rest_for_model(loading)
+            elif room_bytes := self._sharing.room_bytes:
+                budget = part_for(loading, room_bytes, self._needs[name].adapter_bytes)
+            else:
+                (budget,) = divide_host_memory({name: self._needs[name]}, loading)
             return self._load(name, budget)
         finally:
-            _collect()  # also what the start of a model that failed has left
+            _collect()  # also the remains of a model that failed to load
             self._sharing.leave_room()
-            self._room_bytes = 0
 
     def add_adapter(self, base: ServedModel, name: str, folder: Path) -> ServedModel:
-        """A loaded model with an adapter more; one of the same name stays until requests end."""
+        """Adds an adapter. An earlier one of this name stays until its requests end."""
         found = AdapterFolder(folder)
         key = f"{name} {next(self._keys)}"
         base.engine.add_adapter(key, found)
@@ -240,7 +235,7 @@ class ModelLoader:
         del self._adapters[model][name]
 
     def unload(self, name: str) -> None:
-        """Closes a model, and gives its memory back to the system, then to other models."""
+        """Closes a model; its memory goes back to the system, then to other models."""
         stack = self._open.pop(name)[1]
         try:
             stack.close()
@@ -249,7 +244,7 @@ class ModelLoader:
             self._sharing.leave_room()
 
     def cancel(self) -> None:
-        """Ends loading that is under way with an error; from any thread."""
+        """Ends loading with an error; from any thread."""
         self._is_cancelled = True
 
     def close(self) -> None:
@@ -261,7 +256,7 @@ class ModelLoader:
         settings, folder, own = self._settings, self._folders[name], self._adapters[name]
         tokenizer = load_tokenizer(folder)
         if tokenizer.chat_template is not None:
-            self._templates.start()  # it is ready when the model is
+            self._templates.start()  # while the model loads
         options = {**settings.loading, "host_memory": budget}
         with contextlib.ExitStack() as stack:
             try:
@@ -274,16 +269,12 @@ class ModelLoader:
                 need = self._needs.get(name)
                 turns = self._sharing.add(loaded.moe, 0 if need is None else need.adapter_bytes)
                 stack.callback(self._sharing.remove, loaded.moe)
+            most, takes_more = settings.adapter_bytes, settings.loads_adapters
             engine = Engine(
                 loaded,
                 settings.engine,
                 turns=turns,
-                adapters=Adapters(
-                    loaded,
-                    own,
-                    max_bytes=settings.adapter_bytes,
-                    takes_more=settings.loads_adapters,
-                ),
+                adapters=Adapters(loaded, own, max_bytes=most, takes_more=takes_more),
                 prefix_disk=_prefix_disk(settings, folder, loaded),
             )
             stack.enter_context(engine)
@@ -314,10 +305,10 @@ class ModelLoader:
 
 
 def _collect(*, unfreezes: bool = False) -> None:
-    """Gives the memory of a closed model, of which some is in cycles, back to the system.
+    """Gives the memory of a closed model back to the system, cycles included.
 
-    A server's objects are frozen again at once, so that no later look passes over them. Cycles of
-    requests that run now may so stay until the next model is unloaded.
+    The server's objects are frozen again at once, so that later collections skip them. Cycles of
+    running requests may therefore stay until the next model is unloaded.
     """
     freezes = gc.get_freeze_count() > 0
     if unfreezes:
@@ -329,7 +320,7 @@ def _collect(*, unfreezes: bool = False) -> None:
 
 
 def load_to_follow(settings: ServeSettings) -> Any:
-    """The model of a server in a process that is not the first one."""
+    """The model of a divided server, in a process other than the first."""
     budget = rest_for_model(settings.loading)
     return moe_runtime.load(settings.models[0], **{**settings.loading, "host_memory": budget})
 

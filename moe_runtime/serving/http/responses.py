@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
 from moe_runtime.checkpoints.strict_json import clipped
 from moe_runtime.serving.http import chat
@@ -26,8 +26,7 @@ from moe_runtime.serving.http.generating import (
     chat_logprobs,
     sampling_of,
 )
-from moe_runtime.serving.http.kept_responses import KeptResponses
-from moe_runtime.serving.http.lark import regex_of, whole
+from moe_runtime.serving.http.grammars import balanced, regex_of
 from moe_runtime.serving.http.schema import (
     AllowedTools,
     Body,
@@ -43,12 +42,12 @@ from moe_runtime.serving.http.schema import (
     ToolList,
     TopLogprobs,
     TranslatedBody,
-    Unused,
+    client_fields,
     joined,
-    named,
     part_of,
 )
 from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.server import KeptResponses
 from moe_runtime.serving.http.tool_formats import ParsedCall, json_text
 
 _NAMES = {
@@ -57,30 +56,29 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     ".function": "",
 }
-"""Fields of the chat, and what they are called here."""
+"""Fields of the chat, and their names here."""
 
 
 class _Item(Body):
-    """A part of a conversation; what a server says of its own items changes no answer."""
+    """A part of a conversation. Fields that servers add to their items change no answer."""
 
     droppable = None
+    unused = frozenset({"status"})
     id: str | None = None
-    status: Unused = None
 
 
 class InputText(Body):
     droppable = None
+    unused = frozenset({"annotations", "logprobs"})
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Unused = None
-    logprobs: Unused = None
 
 
 class InputImage(Body):
     droppable = None
+    unused = frozenset({"detail"})
     type: Literal["input_image"]
     image_url: str
-    detail: Unused = None
 
 
 _Part = Annotated[InputText | InputImage, Field(discriminator="type")]
@@ -88,10 +86,10 @@ _Parts = str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
 class InputMessage(_Item):
+    unused = frozenset({"status", "phase"})
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
-    phase: Unused = None
 
 
 class FunctionCallItem(_Item):
@@ -111,7 +109,7 @@ class CustomCallItem(_Item):
 
     @property
     def arguments(self) -> str:
-        """Those of the function that stands for the tool."""
+        """The arguments of the function that the chat has for this tool."""
         return json_text({"input": self.input})
 
 
@@ -163,29 +161,26 @@ class CustomFormat(Body):
         return self
 
     def schema_of_call(self, place: str) -> dict[str, Any] | None:
-        """What calls are held to; None where any text will do. ``place`` is its definition's."""
+        """The schema of calls, None for any text. Errors name the field ``place``."""
         if self.definition is None:
             return None
         try:
             if self.syntax == "lark":
                 regex = regex_of(self.definition)
             else:
-                regex = whole(_ANCHORS.sub(r"\1", self.definition))
+                regex = balanced(_ANCHORS.sub(r"\1", self.definition))
         except ValueError as error:
             raise FieldError(place, str(error)) from None
-        text = {"type": "string", "pattern": f"^(?:{regex})$"}
-        return {
-            **{"type": "object", "properties": {"input": text}, "required": ["input"]},
-            "additionalProperties": False,
-        }
+        schema = _schema_of_text({"type": "string", "pattern": f"^(?:{regex})$"})
+        return {**schema, "additionalProperties": False}
 
 
 _ANCHORS = re.compile(r"\A\^|(?<!\\)((?:\\\\)*)\$\Z")
-"""Of a whole text, which calls are held to anyway."""
+"""Anchors at both ends are redundant: the expression must match the whole text."""
 
 
 class CustomTool(Body):
-    """A tool that takes a text. The model is told its grammar, and held to it."""
+    """A tool whose input is a text. The prompt shows its grammar, and calls must follow it."""
 
     droppable = None
     type: Literal["custom"]
@@ -195,19 +190,23 @@ class CustomTool(Body):
 
     def function(self) -> FunctionTool:
         """A function whose one argument is the text."""
-        text, about = {"type": "string"}, self.description
+        about = self.description
         if self.format is not None and self.format.type == "grammar":
             grammar = f"The input keeps to this {self.format.syntax}:\n{self.format.definition}"
             about = joined(about, grammar, "\n\n")
-        schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        schema = _schema_of_text({"type": "string"})
         return FunctionTool(type="function", name=self.name, description=about, parameters=schema)
+
+
+def _schema_of_text(text: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
 _Callable = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
 class NamespaceTool(Body):
-    """Functions under one name; what it says of them all is told with the first."""
+    """Functions under one name. The description of its first function begins with its own."""
 
     droppable = None
     type: Literal["namespace"]
@@ -259,30 +258,31 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """How much a model thinks, where its template knows of that; it thinks aloud in any case."""
+    """``effort`` has an effect if the chat template knows it. Answers always show reasoning."""
 
     droppable = None
+    unused = frozenset({"summary", "generate_summary"})
     effort: str | None = None
-    summary: Unused = None
-    generate_summary: Unused = None
 
 
 class ResponsesBody(TranslatedBody):
-    """Fields that name a request, or concern what OpenAI keeps and bills, change no answer."""
+    """Fields that name a request, or concern OpenAI's storage and billing, change no answer."""
 
     names = _NAMES
+    unused = frozenset(
+        {"max_tool_calls", "stream_options", "client_metadata", "service_tier"}
+        | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    )
 
     input: str | _Items
     instructions: str | None = None
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     max_output_tokens: Count | None = None
-    max_tool_calls: Unused = None
     metadata: TextMap | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
-    stream_options: Unused = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
@@ -292,13 +292,8 @@ class ResponsesBody(TranslatedBody):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    client_metadata: Unused = None
     user: str | None = None
-    prompt_cache_key: Unused = None
-    prompt_cache_options: Unused = None
-    prompt_cache_retention: Unused = None
     safety_identifier: str | None = None
-    service_tier: Unused = None
 
     @property
     def response_format(self) -> dict[str, Any] | None:
@@ -311,19 +306,14 @@ class ResponsesBody(TranslatedBody):
         return {"type": "json_schema", "json_schema": fields}
 
 
-_KINDS: dict[str, type[_Item]] = {
-    **{"message": InputMessage, "reasoning": ReasoningItem},
-    **{"function_call": FunctionCallItem, "custom_tool_call": CustomCallItem},
-}
-"""Of what an answer has."""
+_ITEM = TypeAdapter[_Item](_AnyItem)
 
 
 def prepare(
     body: ResponsesBody, model: ServedModel, most_choices: int, owner: str, kept: KeptResponses
 ) -> Prepared:
-    """What the engine is asked. Takes a while: not in the loop."""
     messages = _all_messages(body, owner, kept)
-    with named(body.names):
+    with client_fields(body.names):
         asked = _chat(body, model, messages)
         choices, sections = chat.prepare_parts(asked, model, most_choices, owner, fits=True)
     return choices, partial(
@@ -344,12 +334,20 @@ def chat_of(
 
 def _all_messages(body: ResponsesBody, owner: str, kept: KeptResponses) -> list[Message]:
     before: list[Message] = []
-    items: list[Any] = []
+    items: list[_Item] = []
+    found = ChatMessages()
+    if isinstance(body.input, str):
+        found.say("user", body.input)
+    else:
+        items += body.input
+    for item in items:
+        _add_item(found, item)
     if body.previous_response_id is not None:
         response, before = kept.conversation(owner, body.previous_response_id)
-        items += [item for item in response["output"] if item["type"] in _CALLS]
-    _check_results([*items, *([] if isinstance(body.input, str) else body.input)], before)
-    return [*before, *_conversation(body).end()]
+        calls = [item for item in response["output"] if item["type"] in _CALLS]
+        items = [*map(_ITEM.validate_python, calls), *items]
+    _check_results(items, before)
+    return [*before, *found.end()]
 
 
 def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
@@ -357,35 +355,27 @@ def _check_results(items: Sequence[Any], before: Sequence[Message]) -> None:
     found = {call.id: "" for message in before for call in message.tool_calls or ()}
     pending: dict[str, str] = {}
     for item in items:
-        kind, name = (
-            (item["type"], item["call_id"])
-            if isinstance(item, dict)
-            else (item.type, getattr(item, "call_id", ""))
-        )
-        if kind in _CALLS:
-            found[name] = pending[name] = kind
+        if isinstance(item, FunctionCallItem | CustomCallItem):
+            found[item.call_id] = pending[item.call_id] = item.type
         elif isinstance(item, FunctionOutputItem):
-            if found.get(name, "?") not in ("", kind.removesuffix("_output")):
-                raise _unmatched(f"call found for {kind}", "with call_id ", name)
-            pending.pop(name, None)
+            if found.get(item.call_id, "?") not in ("", item.type.removesuffix("_output")):
+                raise _unmatched("call", item.type, " with call_id", item.call_id)
+            pending.pop(item.call_id, None)
     for name, kind in pending.items():
-        raise _unmatched(f"output found for {kind}", "", name)
+        raise _unmatched("output", kind, "", name)
 
 
-def _unmatched(what: str, which: str, name: str) -> ApiError:
-    message = f"No tool {what.replace('_', ' ')} {which}{clipped(name)[1:-1]}."
-    return ApiError(message, param="input")
+def _unmatched(what: str, kind: str, by: str, name: str) -> ApiError:
+    which = f"{kind.replace('_', ' ')}{by} {clipped(name)[1:-1]}"
+    return ApiError(f"No tool {what} found for {which}.", param="input")
 
 
 def _keep(
-    kept: KeptResponses,
-    owner: str,
-    messages: Sequence[Message],
-    response: dict[str, Any],
+    kept: KeptResponses, owner: str, messages: Sequence[Message], response: dict[str, Any]
 ) -> None:
     answer = ChatMessages()
     for item in response["output"]:
-        _add_item(answer, _KINDS[item["type"]].model_validate(item))
+        _add_item(answer, _ITEM.validate_python(item))
     kept.put(owner, response, [*messages, *answer.messages])
 
 
@@ -394,7 +384,7 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
     if body.instructions:
         lead = Message(role="system", content=body.instructions)
         if messages and messages[0].role in ("system", "developer"):
-            # Many templates take one such message.
+            # Many templates accept only one system message.
             lead.content = f"{body.instructions}\n\n{messages[0].content}"
             messages = messages[1:]
         messages = [lead, *messages]
@@ -410,7 +400,7 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
     ] or None
     include = {*(body.include or ())} - {"reasoning.encrypted_content"}
     if unknown := include - {"message.output_text.logprobs"}:
-        raise unsupported("include", f"{clipped(sorted(unknown)[0])} is not known")
+        raise unsupported("include", f"{clipped(min(unknown))} is not known")
     effort = body.reasoning and body.reasoning.effort
     choice: Any = body.tool_choice
     if isinstance(choice, FunctionChoice):
@@ -441,8 +431,10 @@ def _chat(body: ResponsesBody, model: ServedModel, messages: list[Message]) -> C
 
 
 class _Offered(NamedTuple):
-    """A function by the name that it has in a chat, what items of its calls have here, the format
-    of its text, and the place of what calls are held to."""
+    """A tool of the request as a function of the chat.
+
+    ``item`` has the fields of its calls here, ``place`` the field of its grammar or schema.
+    """
 
     function: FunctionTool
     item: dict[str, str]
@@ -503,16 +495,6 @@ def _parts(content: str | Sequence[InputText | InputImage]) -> str | list[Any]:
     ]
 
 
-def _conversation(body: ResponsesBody) -> ChatMessages:
-    found = ChatMessages()
-    if isinstance(body.input, str):
-        found.say("user", body.input)
-    else:
-        for item in body.input:
-            _add_item(found, item)
-    return found
-
-
 def _add_item(found: ChatMessages, item: Any) -> None:
     if isinstance(item, FunctionOutputItem):
         found.result(_parts(item.output), item.call_id)
@@ -532,8 +514,7 @@ def _add_item(found: ChatMessages, item: Any) -> None:
     else:
         message = found.answer()
         if message.content is not None or message.tool_calls:
-            found.end_turn()  # it thinks anew
-            message = found.answer()
+            message = found.answer(is_new=True)
         thought = _text(item.content or item.summary or ())
         message.reasoning_content = joined(message.reasoning_content, thought, "\n")
 
@@ -542,7 +523,6 @@ def _echoed(body: ResponsesBody, asked: ChatBody, model: ServedModel) -> dict[st
     """The request's settings, which a response repeats."""
     sampling = sampling_of(asked, model)
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
-    tools = [tool.model_dump() for tool in body.tools or ()]
     choice = body.tool_choice
     plain = choice.model_dump() if isinstance(choice, Body) else choice
     return {
@@ -557,7 +537,7 @@ def _echoed(body: ResponsesBody, asked: ChatBody, model: ServedModel) -> dict[st
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": plain or "auto",
-        "tools": tools,
+        "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
@@ -570,7 +550,6 @@ class ResponseAnswers(PartAnswers):
 
     def __init__(
         self,
-        _: ResponsesBody,
         generation: Generation,
         sections: Sections,
         echoed: dict[str, Any],
@@ -600,7 +579,8 @@ class ResponseAnswers(PartAnswers):
         async with contextlib.aclosing(super().chunks()) as events:
             async for event in events:
                 if self._keep is not None and event["type"] in _LAST:
-                    await asyncio.to_thread(self._keep, self.result())  # before clients hear of it
+                    # A client may ask for it as soon as it gets the event.
+                    await asyncio.to_thread(self._keep, self.result())
                 yield event
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -645,8 +625,8 @@ class ResponseAnswers(PartAnswers):
 
     def end(self, piece: Piece) -> Iterator[dict[str, Any]]:
         is_whole = piece.finish != "length"
-        yield from self._close("completed" if is_whole else "incomplete")
         status = "completed" if is_whole else "incomplete"
+        yield from self._close(status)
         usage = self.generation.usage
         self._response |= {
             "status": status,
@@ -707,7 +687,7 @@ class ResponseAnswers(PartAnswers):
 
 
 def _input_of(arguments: str) -> str:
-    """The text for a tool that takes one, as the model meant it."""
+    """The input of a custom tool, from the arguments of its function."""
     found = json.loads(arguments)
     text = found.get("input") if isinstance(found, dict) else None
     return text if isinstance(text, str) else arguments
@@ -715,10 +695,10 @@ def _input_of(arguments: str) -> str:
 
 _LAST = ("response.completed", "response.incomplete")
 _CALLS = {"function_call": ("fc", "arguments"), "custom_tool_call": ("ctc", "input")}
-"""Of each kind of call: the beginning of its id, and what is in it."""
+"""The prefix of ids, and the field with the input, of each kind of call."""
 _PREFIXES = {"message": "msg", "reasoning": "rs"}
 _TEXTS = {
     "content": ("message", "output_text", "response.output_text"),
     "reasoning": ("reasoning", "reasoning_text", "response.reasoning_text"),
 }
-"""Of each kind of text: its item, the part of it, and its events."""
+"""The item, its part and its events, of each kind of text."""

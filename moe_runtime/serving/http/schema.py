@@ -1,6 +1,6 @@
-"""The bodies of requests: fields, types and ranges; what is not here is refused by name.
+"""The bodies of requests: fields, types and ranges. Any other field is refused by its name.
 
-`TranslatedBody` and below: what dialects share whose requests are translated into chats.
+`TranslatedBody` and below serve the dialects whose requests become chats.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -27,11 +27,10 @@ from pydantic_core import PydanticCustomError
 from moe_runtime.checkpoints.strict_json import clipped, nests_deeper, parse_value
 from moe_runtime.serving.http.api_errors import ApiError, FieldError, unsupported
 
-_DEEPEST = 200
-"""Levels of a body; what renders, dumps or compiles a part of it goes down by recursion."""
-_MOST_NAME = 64
-"""Characters of a field's name in a message; the longest name that is known has fewer."""
-MOST_LOGPROBS = 20
+_MOST_LEVELS = 200
+"""Nesting of a body; rendering, dumping and compiling its parts are recursive."""
+_MOST_NAME_CHARACTERS = 64
+"""Error messages cut longer names of fields; all known names are shorter."""
 _MOST_STOPS = 16
 
 _KNOWN_BUT_UNSUPPORTED = frozenset(
@@ -42,9 +41,9 @@ _KNOWN_BUT_UNSUPPORTED = frozenset(
         *("truncate_prompt_tokens", "include_stop_str_in_output"),
     }
 )
-"""Fields that other servers have; a client that sends them would not get what it asks for."""
+"""Fields of other servers that would change the answer, and that this server does not have."""
 _RENAMED = {key: ["max_tokens"] for key in ("max_completion_tokens", "max_new_tokens")}
-"""What unknown fields are called where they are known."""
+"""Names that other servers use, and our names for them."""
 _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "cache_prompt": (True, False),
     "include_stop_str_in_output": (False,),
@@ -53,27 +52,32 @@ _NO_EFFECT: dict[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
 }
-"""Values of unknown fields that ask for what is done in any case."""
+"""Values of unsupported fields that ask for the usual behaviour; they are ignored."""
 
 
 class Body(BaseModel):
     """A JSON object. Every list in it stops at its first wrong element (``fail_fast``).
 
-    ``droppable`` are unknown fields that may be null; None for any.
+    Attributes:
+        unused: fields that are accepted and dropped: they change no answer.
+        droppable: unknown fields that may be null; None for any.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    unused: ClassVar[frozenset[str]] = frozenset()
     droppable: ClassVar[frozenset[str] | None] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _bounded(cls, given: Any) -> Any:
-        """Leaves out nulls that ask for nothing, and all unknown fields but the first: one error is
+        """Drops fields that ask for nothing, and all unknown fields but the first: one error is
         enough."""
         if not isinstance(given, dict):
             return given
         kept, has_unknown = {}, False
         for name, value in given.items():
+            if name in cls.unused:
+                continue
             if name not in cls.model_fields:
                 is_nothing = cls.droppable is None or name in cls.droppable
                 if has_unknown or (value is None and is_nothing):
@@ -89,32 +93,11 @@ def _has_no_effect(name: str, value: Any) -> bool:
     return any(type(value) is type(one) and value == one for one in _NO_EFFECT.get(name, ()))
 
 
-def _only(name: str, value: object) -> Callable[[Any], Any]:
-    """Takes null and one value; `Literal` takes true for 1, which Python holds equal."""
-
-    def check(given: Any) -> Any:
-        if given is not None and (type(given) is not type(value) or given != value):
-            raise FieldError(name, f"input should be {value}, got {clipped(given)}")
-        return given
-
-    return check
-
-
 def _biases(given: dict[str, Any]) -> dict[str, float]:
     for token, bias in given.items():
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             problem = f"expected a number from -100 to 100, got {clipped(bias)}"
             raise FieldError(f"logit_bias.{_cut(token)}", problem)
-    return given
-
-
-def _known_fields(given: dict[str, Any]) -> dict[str, Any]:
-    schema = given.get("json_schema")
-    known = ("name", "description", "schema", "strict")
-    for name in schema if isinstance(schema, dict) else ():
-        if name not in known:
-            place = f"response_format.json_schema.{_cut(name)}"
-            raise FieldError(place, f"is no field of it; known are {', '.join(known)}")
     return given
 
 
@@ -132,7 +115,7 @@ def _texts(given: dict[str, Any]) -> dict[str, str]:
 
 
 def _integer(least: int, most: int = 2**63 - 1) -> BeforeValidator:
-    """Takes integers of a range, and says which range that is of whatever else comes."""
+    """Accepts integers of a range; the error message says the range."""
 
     def check(given: Any) -> int:
         if type(given) is not int or not least <= given <= most:
@@ -144,16 +127,33 @@ def _integer(least: int, most: int = 2**63 - 1) -> BeforeValidator:
 
 
 Count = Annotated[int, _integer(0)]
-TopLogprobs = Annotated[int, _integer(0, MOST_LOGPROBS)]
+TopLogprobs = Annotated[int, _integer(0, 20)]
 TextMap = Annotated[dict[str, Any], AfterValidator(_texts)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True), AfterValidator(_few)]
 
 
-_ANSWERED = frozenset(
-    {"n", "echo", "logprobs", "return_token_ids", "return_routed_experts", "stream"}
-    | {"stream_options"}
-)
+class AnswerBody(Body):
+    """A request for an answer, in any dialect."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+    @property
+    def client_user(self) -> str | None:
+        """The user that the client names."""
+        return getattr(self, "user", None) or getattr(self, "safety_identifier", None)
+
+    @property
+    def may_have_grammar(self) -> bool:
+        """Whether a grammar may have to be compiled for the answer."""
+        return any(getattr(self, name, None) for name in ("tools", "response_format"))
+
+    @property
+    def stays_large(self) -> bool:
+        """Whether the engine may keep more of the request than the tokens of its prompts."""
+        large = ("logit_bias", "stop_token_ids")
+        return self.may_have_grammar or any(getattr(self, name, None) for name in large)
 
 
 class StreamOptions(Body):
@@ -162,15 +162,14 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(Body):
-    """What completions and chats have in common.
+class GenerationFields(AnswerBody):
+    """Fields that completions and chats share.
 
-    Fields that name a request, or concern what OpenAI keeps and bills, change no answer.
+    Fields that name a request, or concern OpenAI's storage and billing, change no answer.
     """
 
     droppable = _KNOWN_BUT_UNSUPPORTED
 
-    model: str | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: float | None = None
@@ -187,10 +186,9 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, _integer(-(2**63))] | None = None
-    response_format: Annotated[dict[str, Any], AfterValidator(_known_fields)] | None = None
+    response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     return_routed_experts: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: TextMap | None = None
@@ -200,52 +198,30 @@ class GenerationFields(Body):
     service_tier: str | None = None
     store: bool | None = None
 
-    @property
-    def stays_large(self) -> bool:
-        """Whether more may stay of it while it is answered than the tokens of its prompts."""
-        return bool(self.response_format or self.logit_bias or self.stop_token_ids)
-
-    @property
-    def may_have_grammar(self) -> bool:
-        """Whether a grammar may have to be compiled for it."""
-        return self.response_format is not None
-
-    def without_texts(self) -> Self:
-        """What is needed of it while it is answered; the rest is as if it were not given."""
-        return self.model_construct(**{name: value for name, value in self if name in _ANSWERED})
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
 
 class CompletionBody(GenerationFields):
     prompt: Any
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
-    best_of: Annotated[Any, AfterValidator(_only("best_of", 1))] = None
-
-
-Unused = Annotated[Any, Field(exclude=True)]
-"""What other servers do something with that changes no answer; templates do not see it."""
+    best_of: Annotated[int, _integer(1, 1)] | None = None
 
 
 class TextPart(Body):
+    unused = frozenset({"cache_control"})
     type: Literal["text"]
     text: str
-    cache_control: Unused = None
 
 
 class ImageUrl(Body):
+    unused = frozenset({"detail"})
     url: str
-    detail: Unused = None
 
 
 class ImagePart(Body):
+    unused = frozenset({"cache_control"})
     type: Literal["image_url"]
     image_url: ImageUrl
-    cache_control: Unused = None
 
 
 _Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -257,15 +233,16 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
+    unused = frozenset({"index"})
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Unused = None
 
 
 class Message(Body):
-    """A message; OpenAI's client dumps those of answers with fields that are null."""
+    """A message. OpenAI's client sends the messages of answers with null fields."""
 
+    unused = frozenset({"annotations", "cache_control"})
     droppable = None
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -276,12 +253,10 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
-    annotations: Unused = None
-    cache_control: Unused = None
 
     @model_validator(mode="after")
     def _one_reasoning(self) -> Self:
-        """Some servers give it another name in their answers, some give it both."""
+        # Answers of some servers call the field `reasoning`, and some have both.
         if self.reasoning is not None:
             if self.reasoning_content not in (None, self.reasoning):
                 raise FieldError("messages.reasoning", "differs from reasoning_content; give one")
@@ -297,9 +272,11 @@ class Function(Body):
     _enforced: dict[str, Any] | None = PrivateAttr(default=None)
     _place: str = PrivateAttr(default="")
 
-    def enforce(self, schema: dict[str, Any] | None, place: str = "") -> None:
-        """Has a grammar hold calls to a schema that the model is not shown; ``place`` is its field
-        in the request."""
+    def enforce(self, schema: dict[str, Any] | None, place: str) -> None:
+        """Constrains calls to ``schema``, which the prompt does not show.
+
+        Errors name the field ``place`` of the request.
+        """
         self._enforced, self._place = schema, place
 
     @property
@@ -312,7 +289,7 @@ class Function(Body):
 
     @property
     def enforced(self) -> dict[str, Any] | None:
-        """The schema that calls are held to."""
+        """The schema that constrains calls."""
         return self.parameters if self._enforced is None else self._enforced
 
     @model_validator(mode="after")
@@ -324,9 +301,9 @@ class Function(Body):
 
 
 class Tool(Body):
+    unused = frozenset({"cache_control"})
     type: Literal["function"]
     function: Function
-    cache_control: Unused = None
 
 
 class FunctionName(Body):
@@ -344,7 +321,7 @@ class ToolList(Body):
 
 
 class AllowedTools(Body):
-    """Calls of some tools alone; the model is shown all of them."""
+    """The model may call only these tools; the prompt shows all of them."""
 
     type: Literal["allowed_tools"]
     allowed_tools: ToolList
@@ -363,14 +340,6 @@ class ChatBody(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    @property
-    def stays_large(self) -> bool:
-        return bool(self.tools) or super().stays_large
-
-    @property
-    def may_have_grammar(self) -> bool:
-        return bool(self.tools) or super().may_have_grammar
 
 
 class TokenizeBody(Body):
@@ -393,13 +362,13 @@ class DetokenizeBody(Body):
 
 
 class ModelBody(Body):
-    """Of a request to load or unload a model."""
+    """Load or unload a model."""
 
     model: str
 
 
 class AdapterBody(Body):
-    """Of a request to load or unload an adapter, as vLLM has them."""
+    """Load or unload an adapter, with vLLM's fields."""
 
     lora_name: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
     lora_path: str | None = None
@@ -411,13 +380,17 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
-    """Reads a request; an `ApiError` says what is wrong. Long bodies take a while."""
+    """Reads a request. Long bodies are slow.
+
+    Raises:
+        ApiError: the first problem of the body.
+    """
     try:
         given = parse_value(raw)
     except ValueError as error:
-        raise ApiError(f"the body is no JSON that is taken: {error}") from None
-    if nests_deeper((given,), _DEEPEST):
-        raise ApiError(f"the body nests deeper than {_DEEPEST} levels")
+        raise ApiError(f"the body is not valid JSON: {error}") from None
+    if nests_deeper((given,), _MOST_LEVELS):
+        raise ApiError(f"the body nests deeper than {_MOST_LEVELS} levels")
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -425,13 +398,14 @@ def parse_body(kind: type[BodyT], raw: bytes) -> BodyT:
 
 
 def known_place(param: str) -> str:
-    """The beginning of a field's place that is made of names of ours, and of numbers."""
+    """The first parts of a field's path that are known names or numbers."""
     known = itertools.takewhile(lambda part: part.isdigit() or part in _NAMES, param.split("."))
     return ".".join(known)
 
 
 def _names(kind: type[Body]) -> Iterator[str]:
     yield from kind.model_fields
+    yield from kind.unused
     for narrower in kind.__subclasses__():
         yield from _names(narrower)
 
@@ -440,10 +414,10 @@ _NAMES = _KNOWN_BUT_UNSUPPORTED.union(_names(Body))
 
 
 def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
-    """What a client reads of a body that is not one of a kind."""
+    """The error that a client gets for a body that is not a valid ``kind``."""
     problems = error.errors(include_url=False, include_context=False)
-    # Of a field with several types, the alternative that went farthest says most; of several, the
-    # one whose `type` was given.
+    # A field with several types has one problem for each: the deepest one is the clearest. Among
+    # equally deep ones, prefer the alternative whose `type` was given.
     others = {
         one["loc"][:-1]
         for one in problems
@@ -453,7 +427,7 @@ def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
         (one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]),
         key=lambda one: (len(one["loc"]), one["loc"][:-1] not in others),
     )
-    # Alternatives of a type are named in the place too: `stop.str`.
+    # The path also names the alternatives of a type: `stop.str`.
     inner = [part for part in problem["loc"][1:] if not _names_a_type(part)]
     place = [*problem["loc"][:1], *inner]
     if not place:
@@ -487,7 +461,6 @@ _LEAST = {
 
 
 def _shown(value: object) -> str:
-    """A value for a message; null, true and false by themselves as JSON has them."""
     return json.dumps(value) if value is None or isinstance(value, bool) else clipped(value)
 
 
@@ -498,41 +471,25 @@ def _names_a_type(part: int | str) -> bool:
 
 
 def _cut(name: str) -> str:
-    return name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}..."
+    most = _MOST_NAME_CHARACTERS
+    return name if len(name) <= most else f"{name[:most]}..."
 
 
-class TranslatedBody(Body):
-    """A body that becomes a `ChatBody`; unknown fields of it may be null."""
+class TranslatedBody(AnswerBody):
+    """A body that becomes a `ChatBody`.
+
+    ``names`` maps fields of the chat to fields of this body, as `client_fields` needs them.
+    """
 
     droppable = None
     names: ClassVar[Mapping[str, str]] = {}
-    """Of fields of the chat, as `named` takes them."""
-
-    model: str | None = None
-    stream: bool | None = None
-
-    @property
-    def response_format(self) -> dict[str, Any] | None:
-        """The chat's field."""
-        return None
-
-    @property
-    def may_have_grammar(self) -> bool:
-        return bool(getattr(self, "tools", None)) or self.response_format is not None
-
-    @property
-    def stays_large(self) -> bool:
-        return self.may_have_grammar
-
-    def without_texts(self) -> Self:
-        return self.model_construct(stream=self.stream)
 
 
 class ChatMessages:
-    """Messages of a chat out of smaller items: those of one assistant's turn become one message.
+    """Builds the messages of a chat from smaller items.
 
-    Pictures that tools give follow their results in a message of the user, where templates and
-    models know them.
+    The items of one turn of the assistant become one message. Pictures from tools follow their
+    results in a message of the user, because templates expect pictures there.
     """
 
     def __init__(self) -> None:
@@ -552,28 +509,23 @@ class ChatMessages:
         self._is_open = False
 
     def result(self, parts: str | list[Any], call: str, lead: str = "") -> None:
-        """What a tool gave."""
         parts = [part_of(parts)] if isinstance(parts, str) else parts
         texts = [part.text for part in parts if isinstance(part, TextPart)]
         self.say("tool", lead + "\n".join(texts), tool_call_id=call)
         self._pictures += [part for part in parts if isinstance(part, ImagePart)]
 
     def end(self) -> list[Message]:
-        """All messages."""
         if self._pictures:
             self.say("user", [])
         return self.messages
 
-    def answer(self) -> Message:
-        """The assistant's message that further items belong to."""
-        if not self._is_open:
+    def answer(self, *, is_new: bool = False) -> Message:
+        """The open message of the assistant; a new one if there is none or with ``is_new``."""
+        if is_new or not self._is_open:
             self.end()
             self.messages.append(Message(role="assistant"))
             self._is_open = True
         return self.messages[-1]
-
-    def end_turn(self) -> None:
-        self._is_open = False
 
 
 def joined(first: str | None, second: str, gap: str = "") -> str:
@@ -581,11 +533,11 @@ def joined(first: str | None, second: str, gap: str = "") -> str:
 
 
 @contextlib.contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Gives a field of the chat that an error names the name that the client knows.
+def client_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Translates the fields of a chat in error messages into the fields of the client's request.
 
     Args:
-        names: beginnings of fields, or parts of them with a point before.
+        names: beginnings of fields, or inner parts with a leading point, and their translations.
     """
     try:
         try:

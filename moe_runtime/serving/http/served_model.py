@@ -1,10 +1,12 @@
-"""A model as the server knows it: its engine, its words, its chat template, its defaults."""
+"""A served model: its engine, vocabulary, chat template and defaults; its place in the server."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,25 +33,23 @@ _OWN_VARIABLES = frozenset(
         *("return_assistant_tokens_mask", "processor_kwargs", "load_audio_from_video"),
     }
 )
-"""What a request may not set by ``chat_template_kwargs``: it has fields for them, or none."""
-
-
+"""Variables that ``chat_template_kwargs`` may not set."""
 _RENDER_S, _RENDER_BYTES = 2.0, 128 << 20
-"""Seconds of a processor, and memory, without what the conversation itself takes."""
+"""Limits of rendering: CPU time, and memory beyond that of the conversation."""
 _ASKED_OF_ALL = frozenset({"enable_thinking"})
-"""What clients send to every model; one whose template lacks it answers as it does anyway."""
+"""Clients send these variables to every model; templates without them ignore them."""
 
 
 class ChatTemplate:
-    """Renders conversations, and knows from its source what the model's answers look like.
+    """Renders conversations. The template's source tells how the model writes its answers.
 
-    ``process`` renders within limits; None does it here and without. ``reasoning`` and ``tools``
-    are None where the template has none that are known; with ``is_harmony`` both are.
+    ``process`` renders within limits; without it there are none. ``reasoning`` and ``tools`` are
+    None if the template has no known form of them, and always with ``is_harmony``.
     """
 
     def __init__(self, tokenizer: Any, process: LimitedProcess | None = None) -> None:
         self._tokenizer = tokenizer
-        # some tokenizers have no template in Jinja, but a way of their own
+        # Some tokenizers render without Jinja.
         own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         self._process = None if own else process
         found = tokenizer.chat_template
@@ -94,7 +94,7 @@ class ChatTemplate:
         return self.write(conversation, **given)
 
     def write(self, conversation: list[dict[str, Any]], **given: Any) -> str:
-        """A conversation as the template writes it, within the limits of the process."""
+        """Renders a plain conversation within the limits of the process."""
         if self._process is None:
             with blamed_on("messages: this model's chat template refuses them", ApiError):
                 return self._tokenizer.apply_chat_template(conversation, tokenize=False, **given)
@@ -115,8 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_later_systems(self) -> bool:
-        """Whether a system message that is not the first is written; some templates refuse it, and
-        some leave it out."""
+        # Some templates refuse system messages after the first message, or omit them.
         turns = (("system", "first"), ("user", "Hi"), ("system", "later"), ("user", "Hi"))
         with contextlib.suppress(ApiError):
             tried = [{"role": role, "content": text} for role, text in turns]
@@ -135,7 +134,7 @@ class ChatTemplate:
             plain["role"] = "system"
         content = message.content
         if self.is_harmony and message.reasoning_content and not (content and message.tool_calls):
-            # gpt-oss's template has this name for it, and takes one of the two beside calls.
+            # gpt-oss's template has its own name, and accepts only one of the two with calls.
             plain["thinking"] = plain.pop("reasoning_content")
         is_text = isinstance(content, str)
         plain["content"] = content if is_text else _parts(content or ())
@@ -148,7 +147,7 @@ class ChatTemplate:
 
 
 def _with_systems_first(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One system message at the beginning; later ones are the user's, where they are."""
+    """Merges the first system messages; later ones become messages of the user."""
     found: list[dict[str, Any]] = []
     for message in conversation:
         if message["role"] not in ("system", "developer"):
@@ -157,25 +156,26 @@ def _with_systems_first(conversation: Sequence[dict[str, Any]]) -> list[dict[str
         last = found[-1] if found else None
         is_first = last is None or (len(found) == 1 and last["role"] in ("system", "developer"))
         if last is not None and (is_first or last["role"] == "user"):
-            found[-1] = {**last, "content": _after(last["content"], message["content"])}
+            before, added = last["content"], message["content"]
+            is_text = isinstance(before, str)
+            joined = f"{before}\n\n{added}" if is_text else [*before, _text_part(added)]
+            found[-1] = {**last, "content": joined}
         else:
             found.append(message if is_first else {**message, "role": "user"})
     return found
 
 
-def _after(first: Any, second: Any) -> Any:
-    if isinstance(first, str):
-        return f"{first}\n\n{second}"
-    return [*first, {"type": "text", "text": second}]
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _parts(content: Sequence[TextPart | ImagePart]) -> str | list[dict[str, str]]:
-    """What templates are given: one text, or parts where some are pictures."""
+    """Content for templates: one text, or parts if there are pictures."""
     texts = [part.text for part in content if isinstance(part, TextPart)]
     if len(texts) == len(content):
         return "\n".join(texts)
     return [
-        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+        _text_part(part.text) if isinstance(part, TextPart) else {"type": "image"}
         for part in content
     ]
 
@@ -195,10 +195,13 @@ _OPENAI = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model that requests can name, or a ``parent`` with an adapter.
+    """A loaded model that requests can name, or its ``parent`` with an adapter.
 
-    ``defaults`` are of sampling, as the checkpoint says, else as OpenAI does. ``pictures`` reads
-    those of requests, None for a model without; with ``fetches_pictures`` from addresses too.
+    Attributes:
+        defaults: sampling options of the checkpoint, else OpenAI's.
+        adapter: its key in the engine.
+        pictures: reads pictures; None if the model accepts none.
+        fetches_pictures: from URLs too.
     """
 
     name: str
@@ -208,9 +211,41 @@ class ServedModel:
     grammars: Grammars
     defaults: Mapping[str, float] = field(default_factory=_OPENAI.copy)
     parent: str | None = None
-    adapter: str | None = None  # as the engine calls it
+    adapter: str | None = None
     pictures: PictureReader | None = None
     fetches_pictures: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A model that requests may name, loaded or not.
+
+    Attributes:
+        adapters: their names.
+        served: the model and its adapters by name; empty while it is not loaded.
+        num_users: requests that hold it.
+        failure: why loading failed the last time; empty if it succeeded.
+        used_s: time of its last use, by the table's clock.
+        waiting: requests that wait until it is loaded.
+    """
+
+    name: str
+    adapters: list[str] = field(default_factory=list)
+    takes_pictures: bool = False
+    served: dict[str, ServedModel] = field(default_factory=dict)
+    num_users: int = 0
+    failure: str = ""
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    used_s: float = 0.0
+    is_loading: bool = False
+    is_closing: bool = False
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """``unloaded``, ``loading`` or ``loaded``."""
+        is_there = self.served or self.is_closing
+        return "loading" if self.is_loading else "loaded" if is_there else "unloaded"
 
 
 def serve_model(

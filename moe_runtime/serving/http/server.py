@@ -1,45 +1,51 @@
-"""What all endpoints share: models, limits, metrics, the log, and whether the server is ready."""
+"""The state that all endpoints share: models, limits, metrics, the log, and readiness."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-from collections import deque
+import json
+import threading
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from pydantic_core import from_json, to_json
+
 from moe_runtime.checkpoints.strict_json import clipped
+from moe_runtime.serving.digest_files import DIGEST_BYTES, DigestFiles
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.api_errors import ApiError, shutting_down
 from moe_runtime.serving.http.generating import AnswerChoice, Generation, too_slow
-from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
-from moe_runtime.serving.http.model_table import ModelTable, Place
-from moe_runtime.serving.http.served_model import ServedModel
+from moe_runtime.serving.http.model_table import ModelTable
+from moe_runtime.serving.http.schema import Message
+from moe_runtime.serving.http.served_model import Place, ServedModel
 
 Log = Callable[[str, Mapping[str, Any]], None]
 
 ValueT = TypeVar("ValueT")
 
 _BODIES_AT_ONCE = 4
-"""Bodies of the greatest length that are read at a time; no memory is reserved for more."""
+"""Bodies of the greatest length that may be in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one request may ask for.
+    """Limits of one request.
 
     Attributes:
-        head_seconds: until its head is whole, from the connection's beginning or its own.
-        body_seconds: from its head to the end of its body.
-        sending_seconds: in which its client takes nothing of what is sent.
-        choices: sequences, all prompts and ``n`` of each.
-        seconds: from its arrival to the end of its answer.
+        head_seconds: from the beginning of the connection or the head to the end of the head.
+        body_seconds: from the head to the end of the body.
+        sending_seconds: while the client reads nothing.
+        choices: sequences: ``n`` for each prompt.
+        seconds: from the arrival to the end of the answer.
     """
 
     body_bytes: int = 1 << 20
@@ -55,10 +61,10 @@ class Access:
     """Which requests are accepted.
 
     Attributes:
-        keys: one of them must come with a request; any request is accepted where there is none.
-        origins: pages of other origins that may read answers in a browser; ``*`` for all.
-        hosts: names by which the server may be called; None for any.
-        shares_prefixes: requests find the prefixes that requests with another key left.
+        keys: requests must have one of them; without keys every request is accepted.
+        origins: origins of pages that may read answers in a browser; ``*`` for all.
+        hosts: valid names of the server; None for any.
+        shares_prefixes: requests with different keys share the prefix cache.
     """
 
     keys: Sequence[str] = ()
@@ -67,19 +73,19 @@ class Access:
     shares_prefixes: bool = False
 
     def owner_of(self, key: str) -> str:
-        """The name under which what a key left is kept: nothing of the key can be read."""
-        if not self.keys:
-            return ""
-        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        """The owner of prefixes and responses: a digest that does not reveal the key."""
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if self.keys else ""
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """One request of HTTP while it is answered; ``scope["asked"]`` of its connection.
+class RequestState:
+    """A request while it is answered: ``scope["request_state"]`` of its connection.
 
-    ``client`` is whose turn it takes: the number of a key, or an address. ``owner`` is whose
-    responses and grammars it finds, and whose prefixes unless those are shared. ``body_bytes``
-    count as long as they are held. ``place`` has the model that it holds.
+    Attributes:
+        client: number of its key, or its address; clients take turns.
+        owner: finds its responses and grammars, and its prefixes unless these are shared.
+        body_bytes: memory of its body and pictures that it holds now.
+        place: of the model that it holds.
     """
 
     request_id: str
@@ -94,17 +100,98 @@ class Asked:
     is_stream: bool = False
 
     @staticmethod
-    def of(scope: Mapping[str, Any]) -> Asked:
-        return scope["asked"]
+    def of(scope: Mapping[str, Any]) -> RequestState:
+        return scope["request_state"]
+
+
+_KEPT_BYTES = 64 << 20
+
+
+class KeptResponses:
+    """The latest responses and their conversations, by owner.
+
+    They are in ``files``, where later servers find them. Without files, or if writing fails, they
+    are in memory, up to ``most_bytes``. Thread-safe and slow: not for the event loop.
+    """
+
+    def __init__(self, files: DigestFiles | None = None, most_bytes: int = _KEPT_BYTES) -> None:
+        self._files = files
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, owner: str, response: dict[str, Any], messages: Sequence[Message]) -> None:
+        plain = to_json(messages, exclude_none=True)  # json would hold the GIL for longer
+        kept = json.dumps(response).encode() + b"\n" + plain
+        if self._files is not None:
+            try:
+                return self._files.write(_file(self._files, owner, response["id"]), kept)
+            except OSError as error:
+                self._files.failed(error)
+        with self._lock:
+            self._kept[owner, response["id"]] = kept
+            self._num_bytes += len(kept)
+            while self._num_bytes > self._most_bytes:
+                self._num_bytes -= len(self._kept.popitem(last=False)[1])
+
+    def response(self, owner: str, name: str) -> dict[str, Any]:
+        return json.loads(self._find(owner, name, "response_id")[0])
+
+    def conversation(self, owner: str, name: str) -> tuple[dict[str, Any], list[Message]]:
+        """The response, and the messages up to its end."""
+        response, messages = self._find(owner, name, "previous_response_id")
+        return json.loads(response), [Message(**message) for message in from_json(messages)]
+
+    def delete(self, owner: str, name: str) -> None:
+        self._find(owner, name, "response_id")
+        if self._files is not None:
+            try:
+                _file(self._files, owner, name).unlink(missing_ok=True)
+            except OSError as error:
+                message = f"the response cannot be removed from the disk: {error.strerror}"
+                raise ApiError(message, status=500, code="internal_error") from None
+        with self._lock:
+            self._num_bytes -= len(self._kept.pop((owner, name), b""))
+
+    def _find(self, owner: str, name: str, param: str) -> list[bytes]:
+        """JSON of the response and of the messages."""
+        found = self._kept.get((owner, name))
+        if found is None and self._files is not None:
+            file = _file(self._files, owner, name)
+            data = self._files.read(file)
+            found = None if data is None else data.numpy().tobytes()
+            if found is not None:
+                self._files.use([file])
+        if found is None:
+            # OpenAI's words and codes.
+            is_before = param == "previous_response_id"
+            what = "Previous response" if is_before else "Response"
+            end = "it ends" if self._files is None else "others take their place"
+            raise ApiError(
+                f"{what} with id {clipped(name)} not found. This server keeps the latest, until "
+                f"{end}{'; send the whole conversation as input' * is_before}",
+                status=400 if is_before else 404,
+                param=param,
+                code=f"{what.lower().replace(' ', '_')}_not_found",
+            )
+        return found.split(b"\n", 1)
+
+
+def _file(files: DigestFiles, owner: str, name: str) -> Path:
+    key = json.dumps(["response", owner, name]).encode()
+    return files.folder / hashlib.blake2b(key, digest_size=DIGEST_BYTES).hexdigest()
 
 
 @dataclass(slots=True)
 class Server:
     """The state of one server; the first model answers requests that name none.
 
-    ``is_divided``: among processes, which keep the model. ``has_ended``: what is not answered by
-    now is not answered. ``num_body_bytes`` are of the bodies that are held now, until the engine
-    has the tokens.
+    Attributes:
+        is_divided: several processes hold the model.
+        is_draining: new requests are refused.
+        has_ended: running requests end with an error.
+        num_body_bytes: memory of bodies and pictures, which go when the engine has the tokens.
     """
 
     models: ModelTable
@@ -118,8 +205,8 @@ class Server:
     num_body_bytes: int = 0
     kept: KeptResponses = field(default_factory=KeptResponses)
     metrics: Metrics = field(init=False)
-    # Tokenizers are slow with long texts; one thread keeps them out of the loop. Grammars take
-    # seconds where they are meant to, and have another, which those without a grammar pass by.
+    # Tokenizers are slow with long texts, so they have a thread. Hostile grammars take seconds, so
+    # requests with grammars have another one.
     worker: ThreadPoolExecutor = field(init=False)
     grammar_worker: ThreadPoolExecutor = field(init=False)
     _turns: tuple[ClientTurns, ClientTurns] = field(init=False)
@@ -134,11 +221,10 @@ class Server:
         self.grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def _engines(self) -> dict[str, Engine]:
-        """Those of loaded models."""
         return {model.name: model.engine for model in self.models.values() if model.parent is None}
 
     def name_of(self, name: str | None) -> str:
-        """The name that a request gives a model, which it may leave out."""
+        """The name of a served model; None for the first one."""
         names = self.models.names
         if name is not None and name not in names:
             raise ApiError(
@@ -149,43 +235,43 @@ class Server:
             )
         return names[0] if name is None else name
 
-    async def hold(self, asked: Asked, name: str | None) -> ServedModel:
-        """The model that a request names, once it is loaded; it stays so until the request ends."""
+    async def hold(self, state: RequestState, name: str | None) -> ServedModel:
+        """Waits until a model is loaded; it stays loaded until the request ends."""
         if self.is_draining:
             raise shutting_down()
         name = self.name_of(name)
         late = too_slow(self.limits.seconds)
-        async with self._until(asked.deadline_s, self._preparing, late):
-            asked.place = await self.models.hold(name)
-        if name not in asked.place.served:  # an adapter that was unloaded meanwhile
+        async with self._until(state.deadline_s, self._preparing, late):
+            state.place = await self.models.hold(name)
+        if name not in state.place.served:  # an adapter was unloaded meanwhile
             self.name_of(name)
-        return asked.place.served[name]
+        return state.place.served[name]
 
-    def release(self, asked: Asked) -> None:
-        if asked.place is not None:
-            self.models.release(asked.place)
-            asked.place = None
+    def release(self, state: RequestState) -> None:
+        if state.place is not None:
+            self.models.release(state.place)
+            state.place = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes requests: it does not drain, and no engine has ended by itself."""
+        """Whether the server accepts requests, and all engines run."""
         return not self.is_draining and all(engine.is_open for engine in self._engines().values())
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the engine of a model that is divided among processes."""
+        """The error that ended the engine of a divided model."""
         return next(filter(None, (engine.failure for engine in self._engines().values())), None)
 
     def drain(self) -> None:
-        """Takes no more requests, and waits for no more bodies."""
+        """Refuses new requests, and those whose body has not arrived."""
         self.is_draining = True
         _expire(self._arriving)
 
     def arrival(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within the block a body arrives; an `ApiError` ends it when its time is over."""
+        """Limits the time in which a body may arrive within the block."""
         limit_s = min(self.limits.body_seconds, self.limits.seconds)
         late = ApiError(
-            f"the body did not arrive within the {limit_s:g} seconds that it may take",
+            f"the body did not arrive within {limit_s:g} seconds",
             status=408,
             code="timeout",
             headers={"connection": "close"},
@@ -194,20 +280,24 @@ class Server:
         return self._until(end_s, self._arriving, late)
 
     async def prepare(
-        self, asked: Asked, work: Callable[..., ValueT], *args: Any, has_grammar: bool = False
+        self,
+        state: RequestState,
+        work: Callable[..., ValueT],
+        *args: Any,
+        has_grammar: bool = False,
     ) -> ValueT:
-        """Runs what takes a while in the thread for texts, or in that for grammars.
+        """Runs slow work in the thread for texts or for grammars.
 
         Clients take turns: a client with many requests delays others by one piece of work only.
-        Work that has begun continues after the deadline; its result is dropped.
+        Work that has begun continues after the deadline, and its result is dropped.
         """
         worker = self.grammar_worker if has_grammar else self.worker
         if self.has_ended:
             raise shutting_down()
         late = too_slow(self.limits.seconds)
         async with (
-            self._until(asked.deadline_s, self._preparing, late),
-            self._turns[has_grammar].turn(asked.client),
+            self._until(state.deadline_s, self._preparing, late),
+            self._turns[has_grammar].turn(state.client),
         ):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(worker, partial(work, *args))
@@ -216,7 +306,7 @@ class Server:
     async def _until(
         self, end_s: float, waiting: set[asyncio.Timeout], late: ApiError
     ) -> AsyncGenerator[None, None]:
-        """A block with an end; it is earlier where the server expires those that wait."""
+        """A block with a deadline, which the server may bring forward (`_expire`)."""
         try:
             async with asyncio.timeout_at(end_s) as timeout:
                 waiting.add(timeout)
@@ -229,38 +319,38 @@ class Server:
             raise (shutting_down() if is_ending else late) from None
 
     def begin(
-        self, asked: Asked, model: ServedModel, choices: Sequence[AnswerChoice]
+        self, state: RequestState, model: ServedModel, choices: Sequence[AnswerChoice]
     ) -> Generation:
-        """Hands the answers that a request asks of a model to the engine."""
+        """Submits the sequences of a request to the engine."""
         times = RequestTimes(self.metrics, model.parent or model.name)
-        owner = "" if self.access.shares_prefixes else asked.owner
+        owner = "" if self.access.shares_prefixes else state.owner
         for choice in choices:
-            choice.request = replace(choice.request, client=asked.client, prefix_owner=owner)
-        generation = Generation(model, choices, times, self.limits.seconds, asked.deadline_s)
+            choice.request = replace(choice.request, client=state.client, prefix_owner=owner)
+        generation = Generation(model, choices, times, self.limits.seconds, state.deadline_s)
         generation.submit()
-        asked.generation = generation
+        state.generation = generation
         self._generations.add(generation)
         return generation
 
-    def hold_body(self, asked: Asked, num_bytes: int) -> None:
-        """Counts bytes of a body or of its pictures; those of several requests have a limit."""
-        asked.body_bytes += num_bytes
+    def hold_body(self, state: RequestState, num_bytes: int) -> None:
+        """Counts memory of a body or its pictures; all requests together have a limit."""
+        state.body_bytes += num_bytes
         self.num_body_bytes += num_bytes
         most = _BODIES_AT_ONCE * self.limits.body_bytes
-        if self.num_body_bytes > max(most, asked.body_bytes):
+        if self.num_body_bytes > max(most, state.body_bytes):
             raise ApiError(
-                f"bodies of {most} bytes are being read, as many as may be; try again later",
+                f"bodies of {most} bytes are being read, which is the limit; try again later",
                 status=429,
                 code="queue_full",
                 headers={"retry-after": "1", "connection": "close"},
             )
 
-    def forget_body(self, asked: Asked) -> None:
-        self.num_body_bytes -= asked.body_bytes
-        asked.body_bytes = 0
+    def forget_body(self, state: RequestState) -> None:
+        self.num_body_bytes -= state.body_bytes
+        state.body_bytes = 0
 
     def shut_down(self) -> None:
-        """Ends the answers that are being made or prepared with an error."""
+        """Ends all requests with an error."""
         self.has_ended = True
         _expire(self._preparing)
         for generation in list(self._generations):
@@ -268,7 +358,7 @@ class Server:
 
 
 class ClientTurns:
-    """Lets one piece of work at a time run, each client's next one after one of every other."""
+    """Runs one piece of work at a time; waiting clients take turns."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -282,7 +372,7 @@ class ClientTurns:
             try:
                 await ready
             except asyncio.CancelledError:
-                if not ready.cancelled():  # it had just been given
+                if not ready.cancelled():  # the turn was granted at the same moment
                     self._pass_on()
                 raise
         self._is_taken = True

@@ -1,4 +1,4 @@
-"""From models' names to a server over TCP, until it is stopped and all have their answers."""
+"""Starts a server over TCP from names of models, runs it, and ends it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from moe_runtime.inference.budget import resident_bytes
 from moe_runtime.inference.lossy import LossyRules
 from moe_runtime.serving.digest_files import DigestFiles
 from moe_runtime.serving.http.endpoints import make_app
-from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.model_loader import (
     ModelLoader,
     ServeSettings,
@@ -33,23 +32,24 @@ from moe_runtime.serving.http.model_loader import (
     names_of,
     user_cache,
 )
-from moe_runtime.serving.http.model_table import ModelTable, Place
-from moe_runtime.serving.http.server import Asked, Log, Server
+from moe_runtime.serving.http.model_table import ModelTable
+from moe_runtime.serving.http.served_model import Place
+from moe_runtime.serving.http.server import KeptResponses, Log, RequestState, Server
 
 _LOOK_S = 0.05
 _GIVE_BACK_S = 1.0
-"""Seconds between two times that freed memory is given back, so that the budget holds for days."""
+"""Seconds after which freed memory goes back to the system, so that the budget holds for days."""
 _CHURN_S, _CHURN_BYTES = 0.25, 2 * 2**20
-"""It is given back so often where so much more has become resident meanwhile."""
+"""Freed memory goes back sooner when resident memory grows by so many bytes."""
 _GOODBYE_S = 10
-"""Seconds in which clients may take what was sent, once all answers are there."""
+"""Seconds in which clients may read the ends of their answers."""
 
 
 class AddressError(MoERuntimeError): ...
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Binds an address, before a model is loaded for it; `accept_clients` comes later."""
+    """Binds an address before models load; `accept_clients` follows."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -57,7 +57,15 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         with contextlib.ExitStack() as undo:
             undo.callback(found.close)
-            _bind(found, address)
+            # Without SO_REUSEADDR, a second server is refused while this one loads. Connections of
+            # an earlier server may linger: then the first server that listens gets the address.
+            try:
+                found.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                found.bind(address)
             undo.pop_all()
     except OSError as error:
         raise _unusable(host, port, error) from None
@@ -68,26 +76,11 @@ def accept_clients(listening: socket.socket, backlog: int) -> None:
     """Accepts connections; they wait until the server answers."""
     host, port = listening.getsockname()[:2]
     try:
-        # what an address is bound with, its connections inherit: they are no obstacle afterwards
+        # Connections inherit the option, so that a later server can bind the address.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.listen(backlog)
     except OSError as error:
         raise _unusable(host, port, error) from None
-
-
-def _bind(unbound: socket.socket, address: tuple[Any, ...]) -> None:
-    """Binds an address alone, so that a second server is refused while this one loads.
-
-    Connections of an earlier server may linger; only then is it shared, and the first process that
-    listens gets it.
-    """
-    try:
-        unbound.bind(address)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        unbound.bind(address)
 
 
 def _unusable(host: str, port: int, error: OSError) -> AddressError:
@@ -103,7 +96,7 @@ def address_of(listening: socket.socket) -> str:
 
 
 class _Protocol(H11Protocol):
-    """Ends a connection whose next head is not whole in time; bodies have a limit of their own."""
+    """Limits the time of heads, and finds clients that have disconnected."""
 
     def __init__(self, *, head_seconds: float, **options: Any) -> None:
         super().__init__(**options)
@@ -123,17 +116,17 @@ class _Protocol(H11Protocol):
         self._forget()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it may wait for its answer, or have gone away; both look alike.
+        """The client sends no more: it waits for its answer, or it has disconnected.
 
-        An interim response, or a comment in a stream, which clients pass over, makes the system of
-        one that has gone away refuse the connection. Returns whether the connection stays open.
+        Clients skip interim responses, and comments in streams. Such a message makes the system of
+        a disconnected client reset the connection. Returns whether the connection stays open.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
         cycle.keep_alive = False
         if cycle.response_started:
-            comment = b":\n\n" if Asked.of(cycle.scope).is_stream else b""
+            comment = b":\n\n" if RequestState.of(cycle.scope).is_stream else b""
             self.transport.write(self.conn.send(h11.Data(comment)) or b"")
         elif self.conn.their_http_version == b"1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -161,12 +154,6 @@ class _Protocol(H11Protocol):
             self._waiting = None
 
 
-class _Uvicorn(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def serve(
     server: Server,
     listening: socket.socket,
@@ -175,13 +162,12 @@ def serve(
     drain_s: float | None,
     is_cut_off: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Answers requests until it is told to stop, then those that were taken.
+    """Answers requests until ``is_stopping``, then drains.
 
-    ``drain_s`` are seconds that taken requests may still need, None for as long as they take;
-    ``is_cut_off`` ends that time.
+    Running requests have ``drain_s`` seconds (None for no limit) or until ``is_cut_off``.
 
     Raises:
-        RankFailureError: another process of a divided model died or stalled, and requests ended.
+        RankFailureError: another process of a divided model died or stalled.
     """
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
@@ -192,7 +178,8 @@ def serve(
         lifespan="off",
         server_header=False,
     )
-    running = _Uvicorn(config)
+    running = uvicorn.Server(config)
+    running.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
     async def run() -> None:
         serving = asyncio.ensure_future(running.serve([listening]))
@@ -202,7 +189,7 @@ def serve(
             await asyncio.sleep(_LOOK_S)
         server.drain()
         server.log("draining", {})
-        # Clients hear that it drains until the last answer: uvicorn's end closes the address.
+        # The address stays open, and new requests get an error, until the last answer.
         clock = asyncio.get_running_loop().time
         end_s = math.inf if drain_s is None else clock() + drain_s
         while running.server_state.tasks and not serving.done() and clock() < end_s:
@@ -210,7 +197,7 @@ def serve(
                 end_s = clock()
             await asyncio.sleep(_LOOK_S)
         server.shut_down()
-        # Without a limit, only clients that do not read their answers are waited for.
+        # Without a limit, all answers are complete, and only slow clients are left.
         left_s = _GOODBYE_S if drain_s is None else max(round(end_s - clock()), 1)
         config.timeout_graceful_shutdown = left_s
         running.should_exit = True
@@ -234,10 +221,7 @@ async def _give_back_memory() -> None:
 
 
 def _collect_garbage() -> None:
-    """Collects cycles of requests, which keep blocks all over the heap, then gives free pages back.
-
-    What was there before the first request is frozen, so that no request waits.
-    """
+    # Cycles of requests keep pages all over the heap. Older objects are frozen, so this is fast.
     if gc.get_freeze_count():
         gc.collect()
     give_back_free_pages()
@@ -249,7 +233,7 @@ _BODY_WITH_PICTURES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A server that answers; ``loaded`` are the models themselves, of places that have one."""
+    """A server that answers; ``loaded`` are the models that are loaded."""
 
     address: str
     places: Sequence[Place]
@@ -266,20 +250,19 @@ def run_server(
     on_answered: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Loads models and answers requests until it is told to stop.
+    """Loads models and answers requests until ``is_stopping``.
 
-    ``on_ready`` is called when requests are answered from now on, ``on_answered`` when every client
-    has its answer or its error.
+    Calls ``on_ready`` when the server answers requests, and ``on_answered`` when every client has
+    its answer or error.
 
     Raises:
-        MoERuntimeError: a model cannot be loaded, or the address be taken.
-        ValueError: an option is out of range, or two models or adapters have one name.
+        MoERuntimeError: a model cannot be loaded, or the address cannot be used.
+        ValueError: an option is out of range, or two models or adapters have the same name.
     """
-    if settings.prefix_disk_bytes is not None and not settings.engine.reuses_prefixes:
-        raise ValueError("--prefix-disk keeps what --no-prefix-cache does not: give one of them")
-    if settings.access.shares_prefixes and not (
-        settings.access.keys and settings.engine.reuses_prefixes
-    ):
+    reuses_prefixes = settings.engine.reuses_prefixes
+    if settings.prefix_disk_bytes is not None and not reuses_prefixes:
+        raise ValueError("--prefix-disk needs the prefix cache: leave --no-prefix-cache out")
+    if settings.access.shares_prefixes and not (settings.access.keys and reuses_prefixes):
         raise ValueError(
             "--share-prefixes shares the prefix cache between API keys: give --api-keys, and leave "
             "--no-prefix-cache out"
@@ -314,7 +297,6 @@ def run_server(
             is_divided=settings.is_divided,
             kept=KeptResponses(responses),
         )
-        # Connections from now on are answered, if a moment later.
         accept_clients(listening, _BACKLOG)
         on_ready(Ready(address_of(listening), loader.places, loader.loaded()))
         serve(
@@ -325,6 +307,6 @@ def run_server(
             drain_s=settings.drain_s,
         )
         on_answered()
-    # A process that died while none was answered is missed when the engine ends.
+    # The end of the engine may find that another process has died.
     if server.failure is not None:
         raise server.failure

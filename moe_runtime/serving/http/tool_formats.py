@@ -1,4 +1,4 @@
-"""How families of models write calls of tools, as data, after their published chat templates."""
+"""How families of models write calls of tools, from their published chat templates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _OBJECT = re.compile(r"\s*(\{\s*([\"}]|\Z)|\Z)")
 _BETWEEN = " \t\r\n;"
 CHOICES = ("anyOf", "oneOf", "allOf")
-"""Keys of a schema that have others from which a value may have its types."""
+"""Keywords of a schema that list alternatives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,12 @@ class ParsedCall:
 
 
 class CallReader(NamedTuple):
-    """How the text of calls is read.
+    """Reads the text of calls.
 
-    ``parse`` raises ``ValueError`` where the text is none. Calls that begin with ``begins``,
-    without a mark, must name a given tool: such a text may be the answer itself.
+    Attributes:
+        parse: the calls of a text; raises ``ValueError`` if it is none.
+        may_begin: whether a text may be the beginning of calls.
+        begins: the first character of calls without a mark.
     """
 
     parse: Callable[[str, Sequence[Function]], Iterable[ParsedCall]]
@@ -63,7 +65,15 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 def _json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
     values, rest = _json_values(text)
-    yield from map(_json_call, values)
+    for value in values:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ValueError("expected an object with a name")
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = read_json(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("expected the arguments to be an object")
+        yield ParsedCall(value["name"], json_text(arguments))
     if rest:
         raise ValueError("expected a JSON value")
 
@@ -75,8 +85,11 @@ def _may_be_json_calls(text: str, functions: Sequence[Function]) -> bool:
 
 
 def may_be_object(text: str) -> bool:
-    """Whether text may begin a JSON object; none of it may, too."""
+    """Whether a text may begin a JSON object; an empty text may."""
     return _OBJECT.match(text) is not None
+
+
+# Text without a mark may be the answer itself: it is a call only if it names a given tool.
 
 
 def _bare_json_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
@@ -87,16 +100,14 @@ def _bare_json_calls(text: str, functions: Sequence[Function]) -> Iterator[Parse
 
 def _may_be_bare_json(text: str, functions: Sequence[Function]) -> bool:
     values, rest = _json_values(text)
-    begun = "".join(rest.removeprefix("[").split())
     heads = (
         f'{{{kind}"name":"{one.name}","{key}":'
         for one in functions
         for kind in ("", '"type":"function",')
         for key in ("parameters", "arguments")
     )
-    return all(_is_bare_call(value, functions) for value in values) and any(
-        begun.startswith(head) or head.startswith(begun) for head in heads
-    )
+    is_call = all(_is_bare_call(value, functions) for value in values)
+    return is_call and _begins_one(rest.removeprefix("["), heads)
 
 
 def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
@@ -104,9 +115,16 @@ def _is_bare_call(value: Any, functions: Sequence[Function]) -> bool:
     return is_named and bool(value.keys() & {"arguments", "parameters"})
 
 
+def _begins_one(text: str, heads: Iterable[str]) -> bool:
+    begun = "".join(text.split())
+    return any(begun.startswith(head) or head.startswith(begun) for head in heads)
+
+
 def _json_values(text: str) -> tuple[list[Any], str]:
-    """Values, those of lists one by one; and the text after the last that is whole, which
-    begins with ``[`` where a list does not end."""
+    """The complete values, lists flattened, and the text after them.
+
+    The text begins with ``[`` if a list does not end.
+    """
     values, rest, is_list = [], text.strip(_BETWEEN), False
     while rest or is_list:
         if is_list and rest.startswith("]"):
@@ -128,19 +146,8 @@ def _json_values(text: str) -> tuple[list[Any], str]:
     return values, "[" * is_list + rest
 
 
-def _json_call(value: Any) -> ParsedCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError("expected an object with a name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = read_json(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError("expected the arguments to be an object")
-    return ParsedCall(value["name"], json_text(arguments))
-
-
 JSON_CALLS = CallReader(_json_calls, _may_be_json_calls)
-"""JSON objects, one after another or in lists, with ``;`` or spaces between them."""
+"""JSON objects in sequence or in lists, separated by ``;`` or spaces."""
 BARE_JSON_CALLS = CallReader(_bare_json_calls, _may_be_bare_json, begins="{")
 
 
@@ -148,8 +155,8 @@ BARE_JSON_CALLS = CallReader(_bare_json_calls, _may_be_bare_json, begins="{")
 class _NamedCalls:
     """Reads calls that name the function before its arguments.
 
-    ``begun`` is what a call that has only begun looks like. ``argument`` has groups ``key`` and
-    ``value``; None for one JSON object.
+    ``begun`` matches an incomplete call. ``argument`` has groups ``key`` and ``value``; None if the
+    arguments are one JSON object.
     """
 
     head: re.Pattern[str]
@@ -188,7 +195,7 @@ class _NamedCalls:
     def _tagged(
         self, text: str, head: re.Match[str], functions: Sequence[Function]
     ) -> tuple[dict[str, Any], int]:
-        """Arguments that are written one by one, and where they end."""
+        """Separate arguments, and the position of their end."""
         assert self.argument is not None
         schema = next((one.parameters for one in functions if one.name == head["name"]), None) or {}
         properties = schema.get("properties")
@@ -202,7 +209,7 @@ class _NamedCalls:
 
 
 def named_calls(head: str, tail: str, begins: str, argument: str | None = None) -> CallReader:
-    """A reader of `_NamedCalls`; ``begins`` is a text, or an expression with ``^`` before it."""
+    """A reader of `_NamedCalls`; ``begins`` is a text, or an expression after ``^``."""
     if not begins.startswith("^"):
         cut = "|".join(re.escape(begins[:length]) for length in range(len(begins)))
         begins = rf"\s*(?:{cut}|{re.escape(begins)}.*)"
@@ -221,9 +228,9 @@ def _python_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCa
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes such as "\d", which are none
+            warnings.simplefilter("ignore")  # invalid escapes such as "\d"
             body = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, MemoryError):  # the latter where brackets nest too deep
+    except (SyntaxError, MemoryError):  # MemoryError: brackets nest too deep
         raise ValueError("expected a list of calls") from None
     calls = body.elts if isinstance(body, ast.List) and body.elts else [body]
     for call in calls:
@@ -262,13 +269,11 @@ def _bare_python_calls(text: str, functions: Sequence[Function]) -> list[ParsedC
 
 
 def _may_be_bare_python(text: str, functions: Sequence[Function]) -> bool:
-    begun = "".join(text.split())
-    heads = [f"[{one.name}(" for one in functions]
-    return any(begun.startswith(head) or head.startswith(begun) for head in heads)
+    return _begins_one(text, (f"[{one.name}(" for one in functions))
 
 
 PYTHON_CALLS = CallReader(_python_calls, _may_be_python_calls)
-"""A list of Python's calls whose arguments have names and are literals; or JSON."""
+"""A list of Python calls with named literals as arguments; or JSON."""
 BARE_PYTHON_CALLS = CallReader(_bare_python_calls, _may_be_bare_python, begins="[")
 
 
@@ -279,7 +284,7 @@ _GEMMA_PART = re.compile(
     r"|(?P<none>\bNone\b)",
     re.DOTALL,
 )
-"""A text between marks, a JSON string, a key that has no quotes, Python's None."""
+"""A text between marks, a JSON string, a key without quotes, or Python's None."""
 
 
 def _gemma_calls(text: str, functions: Sequence[Function]) -> Iterator[ParsedCall]:
@@ -297,16 +302,12 @@ def _gemma_part(found: re.Match[str]) -> str:
     return found[0] if text is None else json.dumps(text)
 
 
-def _may_be_gemma_call(text: str, functions: Sequence[Function]) -> bool:
-    return _GEMMA_BEGUN.fullmatch(text) is not None
-
-
-GEMMA_CALLS = CallReader(_gemma_calls, _may_be_gemma_call)
-"""``call:NAME{key:value}``, texts between marks of their own."""
+GEMMA_CALLS = CallReader(_gemma_calls, lambda text, _: _GEMMA_BEGUN.fullmatch(text) is not None)
+"""``call:NAME{key:value}``, texts between special marks."""
 
 
 def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """A value as its schema has it: text where it may be one, and where it is no JSON."""
+    """A value by its schema: a text if the schema allows it, or if the value is not JSON."""
     texts, has_others, has_null = texts_of(schema, root)
     is_text = texts is None or value in texts or (texts and not has_others)
     if is_text and not (value == "null" and has_null):
@@ -318,7 +319,7 @@ def _typed(value: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema, and those that it names where it has no type of its own."""
+    """A schema and, if it has no type, its alternatives and references."""
     pending, seen = [schema], set()
     while pending:
         one = pending.pop()
@@ -333,7 +334,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def texts_of(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bool, bool]:
-    """The texts that a value may be, None for any; and whether it may be no text, or null."""
+    """The texts that a schema allows (None for any); whether it allows other values, and null."""
     texts: dict[str, None] = {}
     is_any = has_others = has_null = False
     for one in alternatives(schema, root):
@@ -350,7 +351,7 @@ def texts_of(schema: Any, root: Mapping[str, Any]) -> tuple[list[str] | None, bo
 
 
 def referred(reference: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within a schema leads to; None where it leads elsewhere."""
+    """The target of a reference within a schema; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -361,7 +362,12 @@ def referred(reference: Any, root: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a call, or several, stands between; ``closes`` is None up to the end of the answer."""
+    """Marks around calls.
+
+    Attributes:
+        closes: None if the calls end with the answer.
+        are_read: the reader's texts include the marks.
+    """
 
     opens: str
     closes: str | None
@@ -370,9 +376,9 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentWriting:
-    """How arguments are written one by one, in llguidance's Lark.
+    """How separate arguments are written, in llguidance's Lark.
 
-    ``ends_text`` is plain: a text has no escapes and goes up to it; None for a JSON string.
+    ``ends_text`` ends a text without escapes, and is not Lark; None for JSON strings.
     """
 
     before_key: str
@@ -386,10 +392,12 @@ class ArgumentWriting:
 
 @dataclass(frozen=True, slots=True)
 class CallWriting:
-    """How calls are written after the mark that opens the first, in llguidance's Lark.
+    """How calls are written after the first opening mark, in llguidance's Lark.
 
-    ``NAME`` and ``ARGUMENTS`` stand for those of a function, which are one JSON object without
-    ``argument``. ``again`` stands before each further call; None where there is one at most.
+    Attributes:
+        call: has ``NAME`` and ``ARGUMENTS``.
+        again: before each further call; None if there is only one.
+        argument: of separate arguments; None if they are one JSON object.
     """
 
     call: str
@@ -404,11 +412,11 @@ class ToolFormat:
     """How a family writes calls.
 
     Attributes:
-        known_by: a regular expression that the chat template of such a model has.
-        marks: around calls: those that templates write, then those that models write alone.
-        inner_marks: further ones, which may be special tokens too.
-        is_json: marks within JSON's strings are text.
-        bare: of calls without marks.
+        known_by: a regular expression that matches chat templates of the family.
+        marks: the marks of templates, then those that models write alone.
+        inner_marks: further marks that may be special tokens.
+        is_json: marks within JSON strings are text.
+        bare: reads calls without marks.
     """
 
     name: str
@@ -487,7 +495,7 @@ _DEEPSEEK, _FENCED_DEEPSEEK = (
 
 
 def _json_writing(key: str = "arguments", after: str = "", **around: Any) -> CallWriting:
-    """A JSON object with name and arguments, after white space where a mark comes after it."""
+    """A JSON object with name and arguments, between line breaks if a mark follows."""
     before = r"\n" if after else ""
     call = rf'"{before}{{\"name\": \"" NAME "\", \"{key}\": " ARGUMENTS "}}{before}" {after}'
     return CallWriting(call, **around)
@@ -708,11 +716,11 @@ TOOL_FORMATS = (
         bare=BARE_JSON_CALLS,
     ),
 )
-"""In the order in which a chat template is searched for them."""
+"""The first format whose ``known_by`` matches a template wins."""
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
-    """The format that a chat template teaches; None where it teaches none that is known."""
+    """The known format of a chat template, or None."""
     if "tools" not in template:
         return None
     found = (one for one in TOOL_FORMATS if re.search(one.known_by, template))

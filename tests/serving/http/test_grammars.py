@@ -21,8 +21,8 @@ from moe_runtime.serving.http.grammars import (
     after_reasoning,
     of_response_format,
     of_tools,
+    regex_of,
 )
-from moe_runtime.serving.http.lark import regex_of
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall
 from moe_runtime.serving.requests import ConstraintError

@@ -10,7 +10,8 @@ import pytest
 
 from moe_runtime.errors import CapacityError
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.model_table import ModelTable, Place
+from moe_runtime.serving.http.model_table import ModelTable
+from moe_runtime.serving.http.served_model import Place
 
 
 class ScriptedLoader:

@@ -150,30 +150,6 @@ def test_lm_eval_reads_the_likelihood_that_the_model_gives(site, pocket, tokeniz
         assert offsets == [len(tokenizer.decode(ids[:at])) for at in range(len(ids) + 1)]
 
 
-def test_an_answer_keeps_to_a_schema(client):
-    schema = {
-        "type": "object",
-        "properties": {"kind": {"enum": ["list", "tuple"]}, "size": {"enum": [1, 23]}},
-        "required": ["kind", "size"],
-        "additionalProperties": False,
-    }
-    asked: Any = {"type": "json_schema", "json_schema": {"name": "kind", "schema": schema}}
-    answer = client.chat.completions.create(
-        model="pocket",
-        messages=USER,
-        response_format=asked,
-        max_tokens=250,
-        temperature=0,
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
-    )
-    choice = answer.choices[0]
-    assert choice.finish_reason == "stop"
-    found = json.loads(choice.message.content or "")
-    assert set(found) == {"kind", "size"}
-    assert found["kind"] in ("list", "tuple")
-    assert found["size"] in (1, 23)
-
-
 def test_a_required_tool_is_called(client):
     asked: dict[str, Any] = {
         "model": "pocket",
@@ -224,7 +200,7 @@ def test_errors_are_those_of_openai(client):
     with pytest.raises(openai.BadRequestError, match="suffix: is not supported") as caught:
         client.completions.create(model="pocket", prompt="a", suffix="b")
     assert (caught.value.param, caught.value.code) == ("suffix", "unsupported_parameter")
-    with pytest.raises(openai.BadRequestError, match="best_of: input should be 1, got 2"):
+    with pytest.raises(openai.BadRequestError, match="best_of: expected an integer from 1 to 1"):
         client.completions.create(model="pocket", prompt="a", best_of=2)
     asks_for_nothing = {"suffix": None, "best_of": None, "service_tier": None}
     client.completions.create(model="pocket", prompt="a", max_tokens=1, extra_body=asks_for_nothing)

@@ -1,51 +1,40 @@
-"""Where the time of a request goes, by a clock that the test moves."""
+"""The parts of a request's time, by a clock that the test moves."""
 
 import re
-from collections.abc import Iterator
+
+import pytest
 
 from moe_runtime.serving.http.metrics import Metrics, RequestTimes
 
-
-def _sums(metrics: Metrics) -> dict[str, float]:
-    found = re.findall(rb"vllm:(\w+)_seconds_sum{[^}]*} (\S+)", metrics.text())
-    return {name.decode(): float(value) for name, value in found}
+WITHOUT_TOKENS = dict.fromkeys(("request_prefill_time", "request_decode_time"))
 
 
-def _times(metrics: Metrics, arrived_s: float) -> RequestTimes:
-    clock: Iterator[float] = iter([arrived_s])
-    return RequestTimes(metrics, "pocket", clock=lambda: next(clock))
-
-
-def test_queue_prefill_and_decode_add_up_to_the_last_token():
+@pytest.mark.parametrize(
+    ("started_s", "tokens_s", "ended_s", "expected"),
+    [
+        (
+            103.0,
+            (108.0, 110.0, 116.0),
+            117.0,
+            {
+                **{"request_queue_time": 3, "request_prefill_time": 5, "request_decode_time": 8},
+                **{"request_inference_time": 13, "e2e_request_latency": 17},
+                **{"time_to_first_token": 8, "request_time_per_output_token": 4},
+            },
+        ),
+        (102.0, (), 106.0, {"request_queue_time": 2, "request_inference_time": 4} | WITHOUT_TOKENS),
+        (None, (), 105.0, {"request_queue_time": 5, "request_inference_time": 0} | WITHOUT_TOKENS),
+    ],
+    ids=["tokens", "no token", "never started"],
+)
+def test_queue_prefill_and_decode_add_up_to_the_last_token(started_s, tokens_s, ended_s, expected):
     metrics = Metrics(dict)
-    times = _times(metrics, 100.0)
-    times.started(0, 103.0)
-    for now_s in (108.0, 110.0, 116.0):
+    times = RequestTimes(metrics, "pocket", clock=lambda: 100.0)
+    if started_s is not None:
+        times.started(0, started_s)
+    for now_s in tokens_s:
         times.token(0, now_s)
-    times.ended(0, 117.0, 5, 3, "length")
-    sums = _sums(metrics)
-    assert sums["request_queue_time"] == 3
-    assert sums["request_prefill_time"] == 5
-    assert sums["request_decode_time"] == 8
-    assert sums["request_inference_time"] == 13
-    assert sums["e2e_request_latency"] == 17  # the end comes a second after the last token
-    assert sums["time_to_first_token"] == 8
-    assert sums["request_time_per_output_token"] == 4  # the end behind the last token is no token
-
-
-def test_an_answer_without_tokens_has_only_queue_and_inference_time():
-    metrics = Metrics(dict)
-    times = _times(metrics, 1.0)
-    times.started(0, 2.0)
-    times.ended(0, 6.0, 5, 0, "length")
-    sums = _sums(metrics)
-    assert (sums["request_queue_time"], sums["request_inference_time"]) == (1, 4)
-    assert "request_prefill_time" not in sums
-    assert "request_decode_time" not in sums
-
-
-def test_an_answer_that_never_started_spent_its_time_in_the_queue():
-    metrics = Metrics(dict)
-    _times(metrics, 1.0).ended(0, 6.0, 5, 0, "stop")
-    sums = _sums(metrics)
-    assert (sums["request_queue_time"], sums["request_inference_time"]) == (5, 0)
+    times.ended(0, ended_s, 5, len(tokens_s), "length")
+    found = re.findall(rb"vllm:(\w+)_seconds_sum{[^}]*} (\S+)", metrics.text())
+    sums = {name.decode(): float(value) for name, value in found}
+    assert {name: sums.get(name) for name in expected} == expected

@@ -18,9 +18,8 @@ from http_server import ScriptedEngine, Served, model_of, served
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.serving.digest_files import DigestFiles
 from moe_runtime.serving.http.api_errors import ApiError
-from moe_runtime.serving.http.kept_responses import KeptResponses
 from moe_runtime.serving.http.schema import Message
-from moe_runtime.serving.http.server import Access
+from moe_runtime.serving.http.server import Access, KeptResponses
 from moe_runtime.serving.requests import Finished, GenerationRequest, NewToken, PromptRead
 
 if TYPE_CHECKING:
