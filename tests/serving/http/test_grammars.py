@@ -289,7 +289,7 @@ def test_rules_within_rules_do_not_end_the_process(grammars, tokenizer, asked, t
 
 
 def test_a_grammar_that_is_too_long_is_not_read(grammars):
-    with pytest.raises(FieldError, match="grammar of 200012 characters, at most 131072"):
+    with pytest.raises(FieldError, match="grammar of 200012 characters, expected at most 131072"):
         grammars.compile('start: "a"\n//' + "x" * 199_999, "response_format")
 
 
