@@ -581,7 +581,7 @@ class RebalanceRule:
                 f"expected decay in [0, 1) and least_gain from 0 on, got {decay} and {least_gain}"
             )
         self._num_slots, self._decay, self._least_gain = num_slots, decay, least_gain
-        self._costs, self._trust = costs, 1.0
+        self._costs, self._trust, self._proven = costs, 1.0, 0.0
         self._loads_E: np.ndarray | None = None
         self._promised: tuple[ExpertSlots, ExpertSlots, float] | None = None
 
@@ -612,13 +612,19 @@ class RebalanceRule:
     ) -> bool:
         if self._promised is not None:
             *then, promise = self._promised
-            kept = min(1.0, max(0.0, costs.gain(counted_E, *then) / promise))
-            self._trust = (self._trust + kept) / 2
+            realized = max(0.0, costs.gain(counted_E, *then))
+            self._trust = (self._trust + min(1.0, realized / promise)) / 2
+            self._proven += realized
         gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
         self._promised = (slots, proposed, gain) if gain > 0 else None
-        # savings go on after the next look as far as earlier gains came true
-        saved = self._trust * gain / (1 - _PERSISTENCE * self._trust)
-        return transfers > 0 and saved > costs.cost(transfers)
+        # A gain lasts as long as earlier ones did. A move that the next look does not pay back also
+        # waits until gains of its cost have come true.
+        saved, cost = self._trust * gain, costs.cost(transfers)
+        lasting = saved / (1 - _PERSISTENCE * self._trust)
+        pays = transfers > 0 and (saved > cost or (lasting > cost and self._proven > cost))
+        if pays:
+            self._proven = 0.0
+        return pays
 
 
 class Rebalancer:

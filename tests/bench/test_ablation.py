@@ -228,6 +228,7 @@ def test_a_stop_while_variants_are_prepared_is_asked_about(tmp_path):
     assert results["ended"] == "interrupted"
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_says_so_and_the_others_go_on(tmp_path, capsys):
     path, change = write_run(tmp_path), "optimizer.peak_rate=1e+30"
     words = ["--vary", change, "--seeds", "1", "--steps", "30", "--json"]

@@ -78,6 +78,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(tmp_path):
         dispatch.meet(0, 3, str(tmp_path / "store"), lambda: None, 0.05)
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     with (

@@ -51,6 +51,7 @@ def test_a_heading_names_what_was_measured():
     assert words("serve", model="m", chat=False, ignore_eos=True) == "m, ignore eos"
 
 
+@pytest.mark.long
 def test_settings_of_a_changed_file_may_be_anything(tmp_path):
     odd = put(tmp_path / "odd.json", prompt_tokens=[[64], "a", None, 128, 64, 128])
     assert main(["bench", "compare", odd, odd]) == 0

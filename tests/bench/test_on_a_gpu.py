@@ -151,6 +151,7 @@ def test_an_interrupt_ends_the_part_too(tmp_path, monkeypatch):
     assert started[0].poll() is not None
 
 
+@pytest.mark.long
 def test_who_ends_the_program_ends_its_part(tmp_path):
     """Which has written a result by then."""
     os.mkfifo(tmp_path / "begun")

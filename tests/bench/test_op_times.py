@@ -47,6 +47,7 @@ def test_an_op_that_is_wrong_has_no_numbers(excess):
         op_system({1: sorted_rows}, plan).repeat()
 
 
+@pytest.mark.long
 def test_the_command_measures_ops(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "SIZES", SIZES)
     path = tmp_path / "r.json"

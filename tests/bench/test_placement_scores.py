@@ -85,6 +85,7 @@ def test_scores_are_those_of_a_walk_over_the_tokens(trace, tmp_path, capsys, wor
     assert "balancedness" in (tmp_path / "r.html").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_copies_are_made_beside_and_searches_left_out(trace, tmp_path, capsys):
     write_trace(tmp_path / "t.npz", trace)
     words = ["bench", "placements", str(tmp_path / "t.npz"), "--quick", "--time", "1"]

@@ -136,6 +136,7 @@ def test_numbers_are_those_of_transformers(how, expected, capsys):
     assert len(found["other"]["repetitions"]) == 3  # systems take turns
 
 
+@pytest.mark.long
 def test_repetitions_are_of_their_chunks(expected, capsys):
     """Four chunks in three parts: one, one and two."""
     found = measured(capsys, "other", "--reference", POCKET, "--dtype", "float32")
@@ -146,6 +147,7 @@ def test_repetitions_are_of_their_chunks(expected, capsys):
     assert [len(one["read_bytes"]) for one in found["other"]["repetitions"]] == [1, 1, 2]
 
 
+@pytest.mark.long
 def test_a_small_file_of_logits_gives_the_same(monkeypatch, capsys):
     words = ("other", "--reference", POCKET, "--chunks", "4")
     before = measured(capsys, *words)

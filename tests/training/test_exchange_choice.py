@@ -99,24 +99,29 @@ def test_a_row_takes_the_bytes_of_its_wire(wire, precision, expected):
 
 
 class Balance:
-    """Gains by the load of the busiest rank; a move costs 8."""
+    """Gains by the load of the busiest rank, and moves of one price."""
+
+    def __init__(self, price: float) -> None:
+        self._price = price
 
     def gain(self, loads_E: np.ndarray, before: ExpertSlots, after: ExpertSlots) -> float:
         return rank_loads(loads_E, before).max() - rank_loads(loads_E, after).max()
 
     def cost(self, num_transfers: int) -> float:
-        return 8.0
+        return self._price
 
 
-def test_gains_count_as_far_as_they_came_true():
-    """Loads that stay are followed; those that change each time are, once. A gain of 7 at first."""
+def test_a_move_waits_for_its_cost_unless_the_next_look_pays_it_back():
+    """Every look promises a gain of 7, which comes true if the loads stay."""
     here = ExpertSlots.contiguous(4, 2)
     still, other = np.array([8.0, 8, 1, 1]), np.array([8.0, 1, 1, 8])
 
-    def moves(loads: list[np.ndarray]) -> list[bool]:
-        rule = RebalanceRule(4, costs=Balance(), decay=0)
+    def moves(price: float, loads: list[np.ndarray]) -> list[bool]:
+        rule = RebalanceRule(4, costs=Balance(price), decay=0)
         return [rule.look(loads_E, here)[0] is not None for loads_E in loads]
 
-    assert moves([still] * 3) == [True] * 3
-    assert moves([still, other] * 3) == [True, *[False] * 5]
-    assert moves([still, other, still, still, still, still]) == [True, *[False] * 2, *[True] * 3]
+    assert moves(6, [still] * 3) == [True] * 3
+    assert moves(8, [still] * 4) == [False, False, True, False]
+    assert moves(6, [still, other] * 3) == [True, *[False] * 5]
+    assert moves(8, [still, other] * 3) == [False] * 6
+    assert moves(8, [still, other, still, still, still, still]) == [*[False] * 4, True, False]
