@@ -119,7 +119,7 @@ def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) 
     reference ``[N, 1]``.
 
     Raises:
-        CheckpointError: logits are NaN, or give a token of the text or the reference no probability.
+        CheckpointError: logits are NaN, or give a token no probability.
     """
     log_q = logits_NV.double().log_softmax(-1)
     columns = [-log_q.gather(1, ids_N[:, None])[:, 0]]

@@ -16,7 +16,7 @@ from moe_runtime.inference.steps import Listener, Step
 class RoutedModel(Listener):
     """Gives a model's experts the choices and weights of a trace instead of its gates'.
 
-    The gates still compute. Each request takes a request of the trace, and each token the row of its
+    The gates still compute. Each request takes a request of the trace, each token the row of its
     position; after the last row they start again. Other listeners see the trace's token ids.
     """
 
