@@ -58,5 +58,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Names offered by completion: what is loaded already, and the lazy public names."""
+    """Names for completion: loaded names and lazy public names."""
     return sorted({*globals(), *__all__})

@@ -27,8 +27,8 @@ def return_freed_blocks() -> None:
 def use_one_heap() -> None:
     """Makes all threads allocate in one heap; call it before they start.
 
-    Otherwise each thread gets a heap of its own, and what it frees no other can use: a server's
-    threads, which pass blocks to each other, keep several times what is in use.
+    Otherwise each thread has its own heap, whose free blocks no other thread can use. A server's
+    threads pass blocks to each other and would keep several times the memory in use.
     """
     _set({_ARENA_MAX: 1})
 

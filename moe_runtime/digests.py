@@ -28,7 +28,7 @@ ZIP_DAMAGE = (
 )
 """Exceptions of zipfile, zlib and numpy for damaged content.
 
-RuntimeError stands for members that are encrypted or packed in a way that zipfile does not know.
+RuntimeError is raised for encrypted members and unknown compression.
 """
 _FOLDER_FILES = "digests*.json"
 _MAX_BYTES = 64 << 20

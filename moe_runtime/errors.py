@@ -1,7 +1,7 @@
 """The errors of the runtime, one class for each kind of failure outside the caller's control.
 
-Mistakes of the caller are `ValueError` or `TypeError`. What lies outside a caller's hands (files,
-memory, unsupported models, other processes) raises one of these.
+Mistakes of the caller are `ValueError` or `TypeError`. Failures of files, memory, models and
+other processes raise one of these.
 """
 
 import contextlib

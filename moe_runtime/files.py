@@ -1,13 +1,13 @@
 """Reads files within bounds, and writes files and folders completely or not at all.
 
-A new version lies beside the old one, as `NAME.<8 hex digits>.partial`, until it is whole; it is
-flushed to the disk and renamed. An output that grows over minutes lies at `NAME.part`, where it can
-be read. Links are followed and stay links; devices and pipes are refused. A process locks what it
-writes (`flock`), so that the next writer can tell what a killed process left.
+A new version is written beside the old one as `NAME.<8 hex digits>.partial`, flushed to the disk,
+and renamed. An output that grows over minutes is `NAME.part`, which others can read. Links are
+followed and stay links; devices and pipes are refused. A process locks its output (`flock`), so
+that the next writer recognises the files of a killed process.
 
-Folders are replaced as a whole: old and new change places in one step (Linux' `renameat2`). Where
-the filesystem cannot exchange, the old folder is first renamed, or copied, to
-`NAME.<8 hex digits>.old`; after a kill in between the next writer puts it back.
+A folder is replaced in one step, in which old and new exchange names (Linux' `renameat2`). If the
+filesystem cannot do this, the old folder is first renamed, or copied, to `NAME.<8 hex digits>.old`;
+after a kill in between, the next writer restores it.
 """
 
 import contextlib
@@ -507,7 +507,7 @@ _OLD_SUFFIX = ".old"
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
-"""What filesystems say that lack the call."""
+"""Errors of filesystems without the call."""
 
 
 @contextlib.contextmanager
@@ -519,8 +519,8 @@ def replace_folder(
 ) -> Iterator[Path]:
     """Yields a new empty folder, which replaces the old one when it is complete.
 
-    When the `with` block fails, the new folder is removed and the old one stays. What cannot be
-    removed of the old one stays beside it, with a warning.
+    If the `with` block fails, the new folder is removed and the old one stays. Parts of the old
+    folder that cannot be removed stay beside the new one, with a warning.
 
     Args:
         folder: to be made or replaced; links to it stay.
@@ -581,7 +581,7 @@ def remove_or_warn(path: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def new_held_folder(new: Path, folder: str | os.PathLike[str]) -> Iterator[int]:
-    """Makes and locks a folder beside another, where its filesystem has locks; its descriptor."""
+    """Makes a folder beside another and locks it if the filesystem can; yields its descriptor."""
     with contextlib.ExitStack() as stack:
         while True:
             try:
@@ -623,7 +623,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def _swap(place: Path, new: Path) -> None:
-    """Puts a new folder in the place of an old one; the old one, if it is left, stays beside it."""
+    """Replaces an old folder by a new one; the old one stays beside it until it is removed."""
     here, old = Path.cwd(), new.with_suffix(_OLD_SUFFIX)
     try:
         if not _exchange(place, new):
@@ -648,7 +648,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False where system or filesystem cannot."""
+    """Exchanges two names in one step; False if the system or filesystem cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -662,7 +662,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _put_back(place: Path, old: Path) -> bool:
-    """Gives the old folder its place again unless the new one is there; whether it did."""
+    """Restores the old folder unless the new one is in its place; whether it did."""
     if not old.exists() or (place.exists() and not old.with_suffix(PARTIAL_SUFFIX).exists()):
         return False
     shutil.rmtree(place, ignore_errors=True)
@@ -672,7 +672,7 @@ def _put_back(place: Path, old: Path) -> bool:
 
 
 def _clean_up(place: Path, new: Path) -> None:
-    """Removes what is not wanted beside a folder: the old one, or a new one that failed."""
+    """Removes the old folder, or a new one that failed."""
     old = new.with_suffix(_OLD_SUFFIX)
     _put_back(place, old)
     for left in (new, old):

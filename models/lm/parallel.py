@@ -145,7 +145,7 @@ def shard_dense(
     Call it after the others, on all ranks.
 
     Args:
-        root: what is called, if not the model's `losses`.
+        root: the module that is called, if it is not the model's `losses`.
         keeps_gathered: parameters stay gathered from the forward to the backward pass.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -303,7 +303,7 @@ class Stage:
 
 
 def piece_of(model: LanguageModel) -> LanguageModel:
-    """A model with the same modules, of which some can be left out."""
+    """A model with the same modules, from which some can be removed."""
     piece = copy.copy(model)
     piece._modules = dict(model._modules)
     piece.blocks = nn.ModuleList(model.blocks)
@@ -340,9 +340,9 @@ def check_stages(config: LanguageModelConfig, num_processes: int, *, per_process
 class StageModule(nn.Module):
     """One stage of a model as `torch.distributed.pipelining` calls it.
 
-    What travels is the residual stream and, where gates read the scores of the gate before (MoE++),
-    those. The losses of gates are added to the gradients where they arise. ``found`` has the losses
-    of every call, as this stage's shares; the cross-entropy is 0 in all stages but the last.
+    Stages pass on the residual stream and, for gates that read the previous gate's scores (MoE++),
+    these scores. Each stage adds its gates' losses to the gradients. ``found`` has this stage's
+    shares of the losses of every call; the cross-entropy is 0 in all stages but the last.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,15 +58,18 @@ _NOT_COPIED = (
 @dataclass
 class _Output:
     path: Path
+    tensors: dict[str, TensorEntry]
     header: bytes = b""  # in the format of safetensors, length included
     offsets: dict[str, int] = field(default_factory=dict)  # first byte of each tensor, by name
-    dtypes: dict[str, torch.dtype | None] = field(default_factory=dict)
     num_bytes: int = 0
 
-    def lay_out(self, tensors: Iterable[TensorEntry]) -> None:
-        offsets, self.header, size = widest_first(tensors)
+    def __post_init__(self) -> None:
+        offsets, self.header, size = widest_first(self.tensors.values())
         self.offsets = {name: len(self.header) + offset for name, offset in offsets.items()}
         self.num_bytes = len(self.header) + size
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        return TORCH_DTYPES.get(self.tensors[name].dtype)
 
 
 class LikeCheckpoint:
@@ -149,28 +152,20 @@ class LikeCheckpoint:
         dense: Mapping[str, Tensor] | None = None,
     ) -> dict[str, _Output]:
         """The place of each tensor, with the named dtypes and the shapes in `dense`."""
-        files: dict[str, list[TensorEntry]] = {}
-        outputs: dict[str, _Output] = {}
+        files: dict[str, dict[str, TensorEntry]] = {}
         for entry in sorted(self._checkpoint.entries.values(), key=lambda entry: entry.offset):
-            kept = TORCH_DTYPES.get(entry.dtype)
-            wanted = kept
-            if kept is not None and kept.is_floating_point:
-                wanted = dtypes.get(entry.name, kept)
-            shape, size = entry.shape, entry.num_bytes
+            shape = entry.shape
             if dense is not None and entry.name in dense:
                 shape = tuple(dense[entry.name].shape)
-            if wanted is not None:
-                size = math.prod(shape) * wanted.itemsize
-            file = file_of[entry.name]
-            output = outputs.setdefault(file, _Output(folder / file))
-            output.dtypes[entry.name] = wanted
-            dtype = entry.dtype if wanted is None else _NAMES[wanted]
-            files.setdefault(file, []).append(
-                TensorEntry(entry.name, output.path, dtype, shape, 0, size)
-            )
-        for file, fields in files.items():
-            outputs[file].lay_out(fields)
-        return outputs
+            dtype, size = TORCH_DTYPES.get(entry.dtype), entry.num_bytes
+            if dtype is not None:
+                if dtype.is_floating_point:
+                    dtype = dtypes.get(entry.name, dtype)
+                size = math.prod(shape) * dtype.itemsize
+            name = entry.dtype if dtype is None else _NAMES[dtype]
+            planned = replace(entry, dtype=name, shape=shape, num_bytes=size)
+            files.setdefault(file_of[entry.name], {})[entry.name] = planned
+        return {file: _Output(folder / file, tensors) for file, tensors in files.items()}
 
     def _write_tensors(
         self,
@@ -191,7 +186,7 @@ class LikeCheckpoint:
                 output = place_of[name]
                 file, offset = files[output.path], output.offsets[name]
                 if name in dense:
-                    content = dense[name].detach().to("cpu", output.dtypes[name]).contiguous()
+                    content = dense[name].detach().to("cpu", output.dtype_of(name)).contiguous()
                     _write_tensor(file, content, offset)
                 elif name not in written:
                     copy_tensor(entry, file, offset)
@@ -206,7 +201,7 @@ class LikeCheckpoint:
             for name, found in zip(self._experts.matrices[key.layer], layout.tensors, strict=True):
                 entry = self._finder.entry_of(found)
                 output = place_of[entry.name]
-                dtype = output.dtypes[entry.name]
+                dtype = output.dtype_of(entry.name)
                 assert dtype is not None, "experts have a dtype to compute with"
                 first = (found.offset - entry.offset) // found.dtype.itemsize
                 start = output.offsets[entry.name] + first * dtype.itemsize

@@ -1,9 +1,9 @@
 """The format of packed checkpoints: ``packed_experts.json``, and the layout of an expert.
 
-An expert is one tensor of bytes, ``experts.LAYER.EXPERT``, in files that hold nothing else: one
-read past the page cache fetches it. A large one begins at a whole block. Its matrices lie one
-after the other in the order of `MATRICES`. In the code `planes` a bf16 matrix is four parts
-(`kernels.lossless.PlanesMatrix`); what is no bf16 matrix is itself.
+An expert is one tensor of bytes, ``experts.LAYER.EXPERT``, in files of experts only, so that one
+read past the page cache fetches it. A large expert begins at a whole block. Its matrices follow
+each other in the order of `MATRICES`. In the code `planes` a bf16 matrix has four parts
+(`kernels.lossless.PlanesMatrix`); other tensors are unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A command that several processes run together, as `torchrun` starts them, or this command.
+"""Commands in several processes, which `torchrun` or the command itself starts.
 
-The first one prints results; whatever goes wrong is one line on the terminal.
+The first process prints results; an error is one line on the terminal.
 """
 
 import contextlib

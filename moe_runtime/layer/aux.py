@@ -1,4 +1,4 @@
-"""What a layer says about its last call: losses and load, as values."""
+"""Losses and load of a layer's last call."""
 
 from __future__ import annotations
 

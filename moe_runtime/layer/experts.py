@@ -33,7 +33,7 @@ class ExpertOptions(TypedDict, total=False):
 
 
 class ExpertNetworks(nn.Module):
-    """What the routed experts of a layer share, however their parameters lie."""
+    """The common part of routed experts with either layout of parameters."""
 
     down_proj: nn.Parameter
 

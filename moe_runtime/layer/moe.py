@@ -316,8 +316,8 @@ class MoELayer(nn.Module):
         return self.begin(x, routing)()
 
     def begin(self, x: Tensor, routing: Routing) -> Callable[[], Tensor]:
-        """As `compute`, in two parts: rows for experts of other processes leave now, and what is
-        returned computes the rest."""
+        """As `compute`, in two parts: sends rows for experts of other processes, and returns a
+        function that computes the rest."""
         x_TD = x.reshape(-1, self.hidden_size)
         own = routing if self.parts is None else self.parts.own_choices(routing, len(x))
         if own.rows_R is not None:
@@ -342,7 +342,7 @@ class MoELayer(nn.Module):
         routing: Routing,
         own: Routing,
     ) -> Tensor:
-        """What comes after the routed experts; `own` are the choices of the rows `x_TD`."""
+        """The part after the routed experts; `own` are the choices of the rows `x_TD`."""
         out_TD = pending()
         if self.zero is not None and own.zero is not None:
             out_TD = out_TD + self.zero(x_TD, own.zero)
@@ -361,8 +361,7 @@ class MoELayer(nn.Module):
         return out_TD if x.ndim == 2 else out_TD.view(x.shape)
 
     def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
-        """What the gate does between optimizer steps (selection bias, annealing): call it after
-        each.
+        """Updates the gate between optimizer steps (selection bias, annealing): call it after each.
 
         Args:
             group: Processes that train copies of this layer; None means those of the
@@ -373,7 +372,7 @@ class MoELayer(nn.Module):
         self.gate.after_step(group, skipped=skipped)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the last call behind: its tensors belong to a graph."""
+        """Copies and pickles drop the last call, whose tensors belong to a graph."""
         return {**self.__dict__, "aux": None}
 
 
@@ -394,7 +393,7 @@ def _check_widths(widths: int | Sequence[int], num_experts: int) -> None:
 def _with_zero_experts(
     gate: str, zero_experts: ZeroExpertCounts | Mapping[str, int] | None, options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """The gate that can choose zero experts, where there are some."""
+    """The gate that can choose zero experts, if there are any."""
     if zero_experts is None:
         return gate, options
     if gate not in ("softmax_topk", "moepp"):

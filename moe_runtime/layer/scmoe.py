@@ -126,12 +126,12 @@ class ScMoEBlock(nn.Module):
         return h + self.shared(self.shared_norm(h)) + pending()
 
     def _start(self, source: Tensor, **arguments: Any) -> Callable[[], Tensor]:
-        """Routes the shortcut and returns what gives the routed experts' output."""
+        """Routes the shortcut; returns a function that gives the routed experts' output."""
         normed = self.shortcut_norm(source)
         routing = self.routed.route(normed, **arguments)
         if self.on_routing is not None:
             self.on_routing(routing)
-        # grad mode and autocast belong to a thread: another one would compute something else
+        # # grad mode and autocast belong to a thread: another thread would compute other numbers
         is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(normed.device.type))
         if self.executor is None or not is_plain:
             return self.routed.begin(normed, routing)

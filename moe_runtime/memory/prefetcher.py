@@ -1,6 +1,6 @@
-"""Live prefetch: reads what a predictor guesses, as far as the link is idle and it pays.
+"""Live prefetching: reads experts that a predictor guesses, while the link is idle and it pays.
 
-A guess changes when an expert is read, never what is computed.
+Prefetching changes when an expert is read. It never changes the output.
 """
 
 import time
@@ -21,15 +21,15 @@ W = TypeVar("W")
 
 
 class LinkState(NamedTuple):
-    """The state of the link between a tier and the one below.
+    """The state of the link between a tier and the tier below; counters start at their reset.
 
     Attributes:
-        transfer_s: of one expert on an idle link, as a running mean; 0 before the first.
-        stall_s: for which computation waited, since the counters were reset.
-        demand_s: in which a demand was under way, since the store was opened.
-        num_missing: misses and late hits, since the counters were reset.
-        came_true: guesses that were asked for, since the counters were reset.
-        num_needed: what would have been missed without guesses, since then.
+        transfer_s: mean seconds for one expert on an idle link; 0 before the first.
+        stall_s: seconds that computation waited.
+        demand_s: seconds with a demand under way, since the store was opened.
+        num_missing: misses and late hits.
+        came_true: guesses that were needed.
+        num_needed: estimated misses without guesses.
     """
 
     transfer_s: float
@@ -41,7 +41,7 @@ class LinkState(NamedTuple):
 
 
 class Guesses(Generic[W]):
-    """The prefetches of one store. A guess never takes the slot of an expert that is leased,
+    """The prefetches of one store. A guess never takes the slot of an expert that is pinned,
     arriving, used by the running step, or about as probable."""
 
     def __init__(self, store: ExpertStore[W]) -> None:
@@ -50,15 +50,15 @@ class Guesses(Generic[W]):
     def start(
         self, guesses: Sequence[Guess], chance: Mapping[ExpertKey, float], admission: Admission
     ) -> int:
-        """Reads guessed experts after all demands; returns how many reads were started.
+        """Reads guessed experts after all demands; returns the number of started reads.
 
-        A guess takes a free slot, that of an unwanted earlier guess, or that of the expert of its
-        layer that the policy values least.
+        A guess takes a free slot, that of a failed guess, or that of the expert of its layer that
+        the policy evicts first.
 
         Args:
             guesses: the most urgent first.
-            chance: probabilities of these and of others; `LEAST_CHANCE` for what is not here.
-            admission: the rules; the reads are paid from its credit.
+            chance: probabilities of these and of others; `LEAST_CHANCE` for absent ones.
+            admission: the rules, and the credit that pays for the reads.
         """
         store, started = self._store, 0
         with store._monitor:
@@ -80,11 +80,11 @@ class Guesses(Generic[W]):
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether a guess may be waiting to be read, as seen without the lock."""
+        """Whether a read of a guess may be waiting; without the lock."""
         return bool(self._store._unadmitted) and self._store._link.under_way > 0
 
     def cancel_except(self, keys: Container[ExpertKey]) -> list[ExpertKey]:
-        """Cancels reads of other guesses that have not begun; returns what was cancelled."""
+        """Cancels reads of other guesses that have not begun, and returns these."""
         store, cancelled = self._store, []
         with store._monitor:
             for key in [key for key in store._unadmitted if key not in keys]:
@@ -100,12 +100,11 @@ class Guesses(Generic[W]):
         return cancelled
 
     def absent(self, guesses: Sequence[Guess], least_probability: float = 0.0) -> list[Guess]:
-        """Guesses at least so likely whose expert is neither resident nor under way."""
+        """Guesses of at least this probability that are neither resident nor being read."""
         entries = self._store._entries  # without the lock: ``start`` looks again
         return [g for g in guesses if g[1] >= least_probability and g[0] not in entries]
 
     def link(self) -> LinkState:
-        """The state of the link to the tier below, as seen without the lock."""
         link, counters = self._store._link, self._store._counters
         came_true = counters.useful_guesses + counters.late_guesses
         return LinkState(
@@ -123,13 +122,12 @@ class PrefetchStats:
     """Counters of prefetching.
 
     Attributes:
-        is_active: whether guesses are being read now; in ``auto`` the controller decides.
+        is_active: guesses are being read now; in ``auto`` the controller decides.
         verdict: the controller's last comparison, in words.
-        recall: share of the experts visited one layer later that were guessed; nan before the
-            first.
-        precision: share of those guesses that were visited.
-        predict_s: seconds spent observing, predicting and choosing what to read.
-        active_steps: decode steps in which guesses were made.
+        recall: share of the next layer's experts that were guessed; nan before the first.
+        precision: share of these guesses that were visited.
+        predict_s: seconds spent on observing, predicting and choosing.
+        active_steps: decode steps with guesses.
     """
 
     mode: str
@@ -149,13 +147,12 @@ class _StepStart:
 
     now_s: float
     predict_s: float
-    link: LinkState | None  # looked at only where the controller asks
+    link: LinkState | None  # only for the controller
 
 
 @dataclass(slots=True)
 class _Look:
-    """The state of the link when it was last accounted for; layers of earlier steps are
-    negative."""
+    """The link at the last account; layers of earlier steps are negative."""
 
     layer: int
     now_s: float
@@ -163,13 +160,13 @@ class _Look:
 
 
 class Prefetcher:
-    """Watches a model's steps and reads experts before their layer asks for them.
+    """Watches a model's steps and reads experts before their layer demands them.
 
-    ``step`` is called before a forward pass, ``routed`` in each layer once its demands are queued,
-    both in the computing thread.
+    The computing thread calls ``step`` before a forward pass, and ``routed`` in each layer once its
+    demands are queued.
 
     Attributes:
-        mode: ``off`` asks nothing, ``observe`` reads nothing, ``enforce`` reads, ``auto`` reads
+        mode: ``off`` predicts nothing, ``observe`` reads nothing, ``enforce`` reads, ``auto`` reads
             while it pays.
     """
 
@@ -254,7 +251,7 @@ class Prefetcher:
 
     def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
         """A forward pass begins: judges the last one and guesses the first layers. ``token_ids`` is
-        a function, since a device may have to be waited for."""
+        a function, since it may wait for a device."""
         start_s = time.perf_counter()
         is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
         if is_prompt:
@@ -265,7 +262,6 @@ class Prefetcher:
             self._end_step(start_s, link)
             self._step_start = _StepStart(start_s, self._predict_s, link)
             self._decode_steps += 1
-        # what goes for all layers of the step
         self._reads = not is_prompt and self.is_active
         self._predicts = self._reads or (not is_prompt and self.mode is PrefetchMode.OBSERVE)
         self._active_steps += self._predicts
@@ -278,7 +274,7 @@ class Prefetcher:
             self._guess(-1, start_s)
 
     def routed(self, event: LayerRouted, keys: Collection[ExpertKey]) -> None:
-        """A layer was routed and has queued its demands; only where ``wants_layers``."""
+        """A layer was routed and has queued its demands; call it only if ``wants_layers``."""
         start_s = time.perf_counter()
         expected = self._expected.pop(event.layer, None)
         if expected is not None:
@@ -308,7 +304,7 @@ class Prefetcher:
         self._predictor.finish(sequence)
 
     def forget(self) -> None:
-        """The running step failed: its notes are dropped."""
+        """The running step failed: forgets it."""
         self._step_start = self._last_look = None
         self._reads = self._predicts = False
         self._expected.clear()
@@ -331,7 +327,7 @@ class Prefetcher:
             )
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Asks for the layers after ``now`` and acts on the answer."""
+        """Predicts the layers after ``now`` and reads guesses."""
         if not self._predicts:
             self._predict_s += time.perf_counter() - now_s
             return
@@ -345,14 +341,13 @@ class Prefetcher:
         self._act_on(made, now, now_s)
 
     def _act_on(self, made: list[Guess], now: int, now_s: float) -> None:
-        """Reads what is likely, useful, absent and affordable."""
         urgent = self._choose(made, now, now_s) if self._reads else []
         self._predict_s += time.perf_counter() - now_s
-        if urgent:  # starting a read costs what it costs when the layer demands it
+        if urgent:  # not a cost of predicting: a demand would start the same read
             self._guesses.start(urgent, dict(made), self._admission)
 
     def _choose(self, made: list[Guess], now: int, now_s: float) -> list[Guess]:
-        """Cancels stale guesses; returns what is worth reading now, the most useful first."""
+        """Cancels stale guesses; returns guesses worth reading now, the most useful first."""
         admission, guesses = self._admission, self._guesses
         if guesses.may_be_stale:
             for stale in guesses.cancel_except([key for key, _ in admission.likely(made)]):
@@ -365,7 +360,7 @@ class Prefetcher:
         return admission.most_useful(absent, now) if admission.room else []
 
     def _begin_account(self, now_s: float) -> None:
-        """A step begins: its layers are numbered from 0, the last step's below that."""
+        """A step begins: the layers of the last step get negative numbers."""
         if not self._reads:
             self._last_look = None
             return
@@ -374,8 +369,8 @@ class Prefetcher:
         self._account(0, now_s)
 
     def _account(self, now: int, now_s: float) -> None:
-        """Credits the time that demands left of the link since the last account. It costs more than
-        a layer's other questions: so it runs once a step, and where credit is short."""
+        """Credits the idle time of the link since the last account: once a step, and when credit is
+        short, since this is expensive."""
         last, link, now = self._last_look, self._guesses.link(), max(now, 0)
         if last is not None:
             idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)

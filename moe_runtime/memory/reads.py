@@ -1,7 +1,7 @@
-"""Reads in flight: the lock of what they fill, the queues that serve them, and their throughput.
+"""Reads: the lock of the state they change, the queues that serve them, and their throughput.
 
-A read is cut into blocks: several threads share it, and a demand overtakes a read-ahead between two
-blocks. Threads of C serve files where there is the native library, threads of Python elsewhere.
+A read consists of blocks: several threads share it, and a demand overtakes a read-ahead between two
+blocks. C threads read files if the native library is there, Python threads otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -30,37 +29,36 @@ from moe_runtime.kernels.native import NativeLibrary
 from moe_runtime.types import ExpertKey
 
 PATIENCE_S = 1.0
-"""A wait ends after this time at the latest, so that what was queued silently is found."""
+"""Longest wait: then a thread looks for reads that were queued without waking it."""
 INTERRUPT_S = 0.1
 """The main thread looks for Ctrl-C this often while it waits."""
 
 _MAIN_THREAD = threading.main_thread().ident
-# signal makes enumerations of what its own functions return, which takes ten times as long
+# `signal` wraps results in enumerations, which takes ten times as long
 _get_handler: Callable[[int], Any] = importlib.import_module("_signal").getsignal
 _set_handler: Callable[[int, Any], Any] = importlib.import_module("_signal").signal
 
 _MONITORS: weakref.WeakSet[Monitor] = weakref.WeakSet()
-"""All of the process, for one handler of forks: Python never removes such a handler."""
+"""All monitors, for one handler of forks: Python never removes such a handler."""
 
 
 class Monitor:
     """The lock around state that reading and computing threads share, and its condition.
 
-    The block of a ``with`` statement is an operation. Ctrl-C is deferred to its end. Any other
-    exception may leave contradictory state: then ``reset`` is called, with the lock held, before
-    the next operation.
+    The block of a ``with`` statement is an operation. Ctrl-C is deferred to its end. After any
+    other exception the next operation first calls ``reset``, with the lock held.
 
     Attributes:
         reset: makes the state consistent; set by its owner.
-        events: counts what happened without the lock; an operation first delivers it.
-        seen: the events that were delivered.
-        has_unstarted: whether submitted reads wait for the operation to end.
-        may_be_interrupted: whether an exception may leave the operation now without a reset.
-        is_forked: whether the state belongs to the process that this one was forked from.
+        events: number of events without the lock; an operation first delivers them.
+        seen: number of delivered events.
+        has_unstarted: submitted reads wait for the end of the operation.
+        may_be_interrupted: an exception may leave the operation now without a reset.
+        is_forked: the state belongs to the parent of this process.
     """
 
     def __init__(self, reset: Callable[[], None] | None = None) -> None:
-        self.reset = reset or _nothing
+        self.reset = reset or (lambda: None)
         self.events = ctypes.c_int64()
         self.seen = 0
         self.has_unstarted = False
@@ -77,7 +75,7 @@ class Monitor:
         if self.is_forked:
             raise MoERuntimeError(FORKED)
         lock = self._lock
-        if lock._is_owned():  # a part of another operation
+        if lock._is_owned():  # nested
             lock.acquire()
             self._depth += 1
             return self
@@ -111,8 +109,8 @@ class Monitor:
                 before(signal.SIGINT, None)
 
     def wait(self) -> None:
-        """Releases the lock until something has changed; may return without a reason. Ctrl-C may
-        leave the operation here, so its state must be consistent."""
+        """Releases the lock until the state may have changed. Ctrl-C may leave the operation here,
+        so the state must be consistent."""
         depth, self.may_be_interrupted = self._depth, True
         self.sleep()
         self._depth = depth
@@ -128,11 +126,11 @@ class Monitor:
         self._condition.notify_all()
 
     def deliver(self) -> None:
-        """Handles what happened since ``seen``; called with the lock held."""
+        """Handles the events since ``seen``; called with the lock held."""
         self.seen = self.events.value
 
     def start(self) -> None:
-        """Starts what was submitted during the operation."""
+        """Starts the reads that the operation submitted."""
         self.has_unstarted = False
 
     def sleep(self) -> None:
@@ -141,7 +139,7 @@ class Monitor:
         self._condition.wait(INTERRUPT_S if is_main else PATIENCE_S)
 
     def leave_to_parent(self) -> None:
-        """Called in a fork: reading threads and lock holders do not exist here."""
+        """Called in a fork, which has neither reading threads nor lock holders."""
         self._make_lock()
         self.is_forked = True
 
@@ -150,24 +148,20 @@ class Monitor:
         self._condition = threading.Condition(self._lock)
 
     def _catch_up(self, *, is_entering: bool = True) -> None:
-        """Resets torn state, and delivers what happened without the lock."""
-        is_done = False
+        """Resets torn state, and delivers events."""
         try:
             if self._is_torn:
                 self.reset()
                 self._is_torn = False
             if self.events.value != self.seen:
                 self.deliver()
-            is_done = True
-        finally:
-            if is_entering and not is_done:
+        except BaseException:
+            if is_entering:
                 self.__exit__(MoERuntimeError, None, None)
+            raise
 
     def _note(self, *_: object) -> None:
         self._is_interrupted = True
-
-
-def _nothing() -> None: ...
 
 
 def _leave_all_to_parent() -> None:
@@ -179,10 +173,10 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 Block = Callable[[], int]
-"""Moves one block and returns its bytes; what it raises becomes the error of its read."""
+"""Moves one block and returns its bytes; its exception becomes the error of the read."""
 
 OnDone = Callable[["Transfer"], None]
-"""Called once when a read has ended, by a reading thread or within an operation of the store."""
+"""Called once when a read has ended, by a reading thread or in an operation of the store."""
 
 
 class Priority(IntEnum):
@@ -196,11 +190,11 @@ class Transfer:
     """One expert on its way into a slot.
 
     Attributes:
-        priority: of the blocks that still wait.
-        passes: the expert is used once: tiers on its way need not keep it.
+        priority: of the waiting blocks.
+        passes: the expert is used once: the tiers below need not keep it.
         num_bytes: moved so far.
-        ended_s: when it ended, by ``time.perf_counter``; 0 before.
-        number: by which the native queue knows it.
+        ended_s: its end by ``time.perf_counter``; 0 before.
+        number: its number in the native queue.
     """
 
     __slots__ = ("_on_done", "ended_s", "error", "num_bytes", "number", "passes", "priority")
@@ -215,19 +209,19 @@ class Transfer:
         self._on_done = on_done
 
     def end(self, ago_s: float = 0.0) -> None:
-        """Announces that it ended some seconds ago."""
+        """Announces its end, which was some seconds ago."""
         self.ended_s = time.perf_counter() - ago_s
         self._on_done(self)
 
     def refuse(self) -> None:
-        """Ends it without data, because the reading threads are gone."""
+        """Ends it without data: the queue is closed."""
         self.error = self.error or MoERuntimeError(CLOSED)
         self.end()
 
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """What is left of a read."""
+    """The rest of a read."""
 
     blocks: deque[Block]  # not begun
     num_blocks: int
@@ -235,7 +229,7 @@ class _Work:
 
 
 class ReadQueue:
-    """Threads that serve the blocks of submitted reads, demands first, in order of submission."""
+    """Threads that serve blocks of reads: demands first, then in order of submission."""
 
     def __init__(self, num_threads: int, *, num_for_demands: int = 0) -> None:
         """Starts the threads, and ``num_for_demands`` more that serve demands alone."""
@@ -255,8 +249,8 @@ class ReadQueue:
             thread.start()
 
     def submit(self, blocks: Sequence[Block], read: Transfer, *, wakes: bool = True) -> None:
-        """Queues a read; without ``wakes`` a thread finds it after ``wake`` or a while. Raises
-        MoERuntimeError: the queue was closed."""
+        """Queues a read; without ``wakes`` it begins after ``wake`` or within `PATIENCE_S`. Raises
+        MoERuntimeError: the queue is closed."""
         if self._closed:
             raise MoERuntimeError(CLOSED)
         with self._monitor:
@@ -265,7 +259,7 @@ class ReadQueue:
             self._push(read, len(waiting), wakes=wakes)
 
     def wake(self) -> None:
-        """Wakes the threads for what was submitted silently."""
+        """Wakes the threads for reads that were submitted without ``wakes``."""
         with self._monitor:
             self._monitor.notify_all()
 
@@ -278,8 +272,8 @@ class ReadQueue:
                 self._push(read, len(work.blocks) if work else 0)
 
     def cancel(self, read: Transfer) -> bool:
-        """Cancels a read of which no block has begun; its end is never announced. Says whether it
-        could."""
+        """Cancels a read if no block of it has begun; its end is then never announced. Returns
+        whether it was cancelled."""
         with self._monitor:
             work = self._works.get(read)
             if work is None or len(work.blocks) < work.num_blocks:
@@ -288,12 +282,13 @@ class ReadQueue:
             return True
 
     def is_under_way(self, read: Transfer) -> bool:
-        """Whether a read was submitted and its end is still to be announced."""
+        """Whether the end of a submitted read is still to be announced."""
         with self._monitor:
             return read in self._works
 
     def close(self) -> None:
-        """Lets running blocks finish, and ends the threads and what waits; nothing in a fork."""
+        """Waits for running blocks, ends the threads and refuses waiting reads; nothing in a
+        fork."""
         if self._monitor.is_forked:
             return
         with self._monitor:
@@ -309,7 +304,7 @@ class ReadQueue:
         for _ in range(num_blocks):
             heapq.heappush(self._tickets, (read.priority, next(self._number), read))
         condition, is_demand = self._monitor._condition, read.priority is Priority.DEMAND
-        if wakes:  # not all serve read-aheads
+        if wakes:  # some threads serve no read-aheads
             condition.notify(num_blocks) if is_demand else condition.notify_all()
 
     def _reset(self) -> None:
@@ -320,13 +315,10 @@ class ReadQueue:
 
     def _serve(self, last: Priority) -> None:
         while not self._closed:
-            with _Reported():
-                self._serve_block(last)
-
-    def _serve_block(self, last: Priority) -> None:
-        found = self._take(last)  # held here alone: a waiting thread keeps no slot
-        if found is not None:
-            self._move(*found)
+            with _Caught(is_reported=True):
+                if (found := self._take(last)) is not None:
+                    self._move(*found)
+                del found  # a waiting thread must hold no slot
 
     def _take(self, last: Priority) -> tuple[Transfer, _Work, Block] | None:
         """Waits for the next block; None once the queue is closed."""
@@ -334,7 +326,7 @@ class ReadQueue:
             while not self._closed:
                 while self._tickets and self._tickets[0][0] <= last:
                     read = heapq.heappop(self._tickets)[2]
-                    # A promoted read has tickets twice; the second ones find nothing to do.
+                    # a promoted read has two tickets for each block; the later ones find none
                     work = self._works.get(read)
                     if work is not None and work.blocks:
                         return read, work, work.blocks.popleft()
@@ -342,64 +334,47 @@ class ReadQueue:
         return None
 
     def _move(self, read: Transfer, work: _Work, block: Block) -> None:
-        attempt = _Attempt()
-        with attempt:
-            attempt.moved = block()
+        moved, caught = 0, _Caught(is_reported=False)
+        with caught:
+            moved = block()
         with self._monitor:
-            read.num_bytes += attempt.moved
-            read.error = read.error or attempt.error
+            read.num_bytes += moved
+            read.error = read.error or caught.error()
             work.unfinished -= 1
             has_ended = work.unfinished == 0
         if has_ended:
-            for _ in range(2):  # after a failure once more, when its store was reset
-                with _Reported():
+            for _ in range(2):  # a failure resets the store; then it is announced again
+                with _Caught(is_reported=True):
                     read.end()
                     break
             self._works.pop(read, None)
 
 
-class _Attempt:
-    """Keeps what a block raises as the error of its read."""
+class _Caught:
+    """Keeps or reports an exception of its block; the reading thread goes on."""
 
-    moved = 0
-    error: MoERuntimeError | None = None
+    def __init__(self, *, is_reported: bool) -> None:
+        self._is_reported = is_reported
+        self._failure: BaseException | None = None
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if isinstance(error, MoERuntimeError):
-            self.error = error
-        elif error is not None:
-            reason = str(error) or "no reason given"
-            self.error = MoERuntimeError(
-                f"a read failed with {type(error).__name__}: {reason.splitlines()[0]}"
-            )
-            self.error.__cause__ = error
+    def __exit__(self, kind: Any, failure: BaseException | None, trace: Any) -> bool:
+        if self._is_reported and kind is not None:
+            found = (kind, failure, trace, threading.current_thread())
+            threading.excepthook(threading.ExceptHookArgs(found))
+        self._failure = failure
         return True
 
-
-class _Reported:
-    """Reports an exception as the end of a thread would, but the thread goes on."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if kind is not None:
-            thread = threading.current_thread()
-            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
-        return True
+    def error(self) -> MoERuntimeError | None:
+        """The exception as the error of a read."""
+        failure = self._failure
+        if failure is None or isinstance(failure, MoERuntimeError):
+            return failure
+        reason = (str(failure) or "no reason given").splitlines()[0]
+        error = MoERuntimeError(f"a read failed with {type(failure).__name__}: {reason}")
+        error.__cause__ = failure
+        return error
 
 
 _BLOCK, _STEP = struct.Struct("5q"), struct.Struct("7q")
@@ -412,27 +387,26 @@ ReadJudge = Callable[[int, OSError | EOFError | None], MoERuntimeError | None]
 
 
 def pack_blocks(blocks: Sequence[tuple[int, int, int, int, int]]) -> bytes:
-    """Blocks as ``reads.c`` takes them: descriptor, file offset, place in the slot, bytes, needed
-    bytes."""
+    """Blocks for ``reads.c``: descriptor, file offset, place in the slot, bytes, needed bytes."""
     return b"".join(_BLOCK.pack(*block) for block in blocks)
 
 
 def pack_reorderings(steps: Iterable[tuple[int, ...]]) -> bytes:
-    """What puts a read in order, as ``reads.c`` takes it: numbers of ``StorageOrder.step``."""
+    """Reorderings for ``reads.c``: numbers of ``StorageOrder.step``."""
     return b"".join(_STEP.pack(*step) for step in steps)
 
 
 class NativeReadQueue(Monitor):
-    """``ReadQueue`` for files, by threads without an interpreter, and its own monitor.
+    """``ReadQueue`` for files, with C threads, and its own monitor.
 
     Every method is called with its lock held. Submitted reads begin together when the operation
-    ends, since waking a thread takes a tenth of a small read. Ended reads are delivered by the next
-    operation of any thread; a waiting thread is woken by the read itself.
+    ends: waking a thread takes a tenth of a small read. The next operation of any thread delivers
+    ended reads; a read wakes waiting threads.
     """
 
     def __init__(self, library: NativeLibrary, num_threads: int, keeps: object = None) -> None:
-        """Starts the threads; ``keeps`` lives until they have ended: the files they read. Raises
-        ValueError: there would be no thread. Raises CapacityError: the system gives no thread."""
+        """Starts the threads; ``keeps`` lives until they end: their files. Raises ValueError for
+        less than one thread, and CapacityError if the system gives no thread."""
         if num_threads < 1:
             raise ValueError(f"io_threads must be at least 1, got {num_threads}")
         queue = library.reads_open(num_threads)
@@ -441,7 +415,7 @@ class NativeReadQueue(Monitor):
         super().__init__()
         self._library = library
         self._queue: int | None = queue
-        # what the threads write into must not be given back before they have ended
+        # slots must not be freed before the threads have ended
         self._close = weakref.finalize(self, _close_queue, library, queue, keeps)
         self._close.atexit = False
         self._numbers = itertools.count(1)
@@ -466,10 +440,8 @@ class NativeReadQueue(Monitor):
         num_blocks, num_steps = len(blocks) // _BLOCK.size, len(steps) // _STEP.size
         is_ahead = read.priority is not Priority.DEMAND
         read.number = next(self._numbers)
-        self._running[read.number] = (
-            read,
-            judge,
-        )  # first: no read may be under way that is unknown
+        # first: no unknown read may be under way
+        self._running[read.number] = read, judge
         self.has_unstarted = True
         if not self._library.reads_submit(
             self._queue, read.number, blocks, num_blocks, steps, num_steps, address, is_ahead
@@ -513,7 +485,7 @@ class NativeReadQueue(Monitor):
             self._close()
 
     def deliver(self) -> None:
-        """Announces the reads that have ended; one whose announcement failed is announced again."""
+        """Announces ended reads; a read whose announcement failed is announced again."""
         assert self._queue is not None
         seen, number = self.events.value, _ROOM
         while number == _ROOM:
@@ -539,7 +511,6 @@ class NativeReadQueue(Monitor):
             self._sleepers -= 1
 
     def notify_all(self) -> None:
-        """Wakes all waiters; closing has woken them already."""
         if self._sleepers and self._queue is not None:
             self._library.reads_kick(self._queue)
 
@@ -573,7 +544,7 @@ def _close_queue(library: NativeLibrary, queue: int, _keeps: object) -> None:
 
 
 FORGET = 0.98
-"""What a transfer leaves of the weight of those before it: about the last fifty count."""
+"""Decay of older transfers at each new one: about the last fifty count."""
 
 
 class LinkMeter:
@@ -581,7 +552,7 @@ class LinkMeter:
 
     Attributes:
         under_way: transfers that have not ended.
-        on_other_link: those of them that use another link.
+        on_other_link: transfers among these that use another link.
     """
 
     def __init__(self) -> None:
@@ -629,7 +600,7 @@ class LinkMeter:
             self._since_s = now_s
 
     def recount(self, under_way: int, demands: int) -> None:
-        """Sets the transfers and demands that are under way."""
+        """Sets the numbers of transfers and demands that are under way."""
         now_s = time.perf_counter()
         self._demand_s = self.demand_s
         self.under_way, self._demands = under_way, demands
@@ -646,18 +617,8 @@ class Fetcher(Protocol):
         """Starts to fill a slot; the end of the read is announced later."""
         ...
 
-    def promote(self, key: ExpertKey, read: Transfer) -> None:
-        """Serves the rest of a read-ahead as a demand."""
-        ...
-
-    def cancel(self, read: Transfer) -> bool:
-        """Takes back a read that has not begun; says whether it could be."""
-        ...
-
-    def is_under_way(self, read: Transfer) -> bool:
-        """Whether a read was started and its end is still to be announced."""
-        ...
-
-    def close(self) -> None:
-        """Ends what is under way: every read ends, with its data or an error."""
-        ...
+    # as of ``ReadQueue``
+    def promote(self, key: ExpertKey, read: Transfer) -> None: ...
+    def cancel(self, read: Transfer) -> bool: ...
+    def is_under_way(self, read: Transfer) -> bool: ...
+    def close(self) -> None: ...

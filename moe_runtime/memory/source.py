@@ -1,9 +1,9 @@
-"""A tier's memory, and the experts that are read into it from the files of a checkpoint.
+"""A tier's memory, and reads of experts into it from the files of a checkpoint.
 
-A slab is one allocation, cut into equal slots, and touched before it is used. An expert is read
-past the page cache as a few extents, ranges of a file grown to whole blocks for direct I/O, which
-lie one after the other in a slot. Its tensors are views into the slot. No byte is moved after the
-read, except quantised numbers whose order no product reads.
+A slab is one allocation of equal slots. An expert is read past the page cache as a few extents:
+ranges of a file, extended to whole blocks for direct I/O, one after another in a slot. Its tensors
+are views of the slot. No byte is moved after the read, except quantised numbers whose order no
+kernel reads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PART_BYTES = 16 * 2**20
 
 class Slab:
     """Preallocated slots of one tier; ``bytes`` is all of them. Host slabs are page-aligned
-    anonymous memory in huge pages, resident once written."""
+    anonymous memory in huge pages."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Slab:
         *,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """Allocates the slab, by ``aligned_bytes`` or ``allocate``. Raises ValueError: a size is
-        not positive. Raises CapacityError: the allocation fails."""
+        """Allocates by ``aligned_bytes`` or ``allocate``. Raises ValueError if a size is not
+        positive, and CapacityError if the allocation fails."""
         if num_slots < 1 or slot_bytes < 1:
             raise ValueError(
                 f"a slab needs a slot of a byte, got {num_slots} of {slot_bytes} bytes"
@@ -84,19 +84,18 @@ class Slab:
         return range(first, self.num_slots)
 
     def close(self) -> None:
-        """Gives the memory up; it lives on as long as there is a view of it."""
+        """Frees the memory once there is no view of it."""
         self._slots, self.bytes = [], self.bytes.new_empty(0)
 
     def parts(self, num_bytes: int) -> Iterator[torch.Tensor]:
-        """All memory as ``uint8`` of this size each, the last one of the rest."""
+        """All memory, in parts of this size."""
         yield from self.bytes.split(num_bytes)
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Page-aligned zeroed ``uint8`` host memory, in huge pages where there are any. Raises
-    CapacityError: the allocation fails."""
+    """Page-aligned zeroed ``uint8`` host memory, in huge pages if possible; or CapacityError."""
     lead = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0
-    # shared memory, which is what Python maps by default, gets no huge pages
+    # shared memory, Python's default, gets no huge pages
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         memory = mmap.mmap(-1, num_bytes + lead, flags=private)
@@ -105,7 +104,7 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
         raise CapacityError(f"cannot allocate {size} of host memory: {error}") from None
     mapped = torch.frombuffer(memory, dtype=torch.uint8)
     start = -mapped.data_ptr() % HUGE_PAGE_BYTES if lead else 0
-    # the last, partly used page stays small, so that no more is taken than was asked for
+    # the last, partly used page stays small
     whole_pages = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if whole_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE, start, whole_pages)
@@ -120,10 +119,10 @@ def host_view(tensor: torch.Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def touched_meanwhile(slab: Slab) -> Iterator[None]:
-    """Touches the pages of a host slab while something else runs, until the block ends.
+    """Touches the pages of a host slab in a thread until the block ends.
 
-    The first write to a page waits for the system to clear it, which in a virtual machine may take
-    longer than reading a page from a disk.
+    The first write to a page waits until the system has cleared it: in a virtual machine that may
+    take longer than reading a page from a disk.
     """
     stop = threading.Event()
     thread = threading.Thread(target=_touch, args=(slab, stop), name="moe-touch", daemon=True)
@@ -153,7 +152,7 @@ def give_back(memory: torch.Tensor) -> None:
 
 
 READ_BYTES = 4 * 2**20
-"""Of one positional read: large enough for full bandwidth, small enough to be overtaken."""
+"""Bytes of one positional read: enough for full bandwidth, few enough to be overtaken."""
 
 
 FileVersion = tuple[int, int, int, int]
@@ -161,17 +160,17 @@ FileVersion = tuple[int, int, int, int]
 
 
 def file_version(file: Path | int) -> FileVersion:
-    """The version of a file, by its path or descriptor; OSError where there is none."""
+    """The version of a file, by its path or descriptor; raises OSError."""
     return FileStamp.of(file).version
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """A file at some moment.
+    """The state of a file at some moment.
 
     Attributes:
-        changed_ns: changes too where the time of writing is restored.
-        num_links: names of the file; a change of their number changes ``changed_ns`` as well.
+        changed_ns: changes even if the time of writing is restored.
+        num_links: number of names; a new one changes ``changed_ns`` too.
     """
 
     version: FileVersion
@@ -180,13 +179,13 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: Path | int) -> FileStamp:
-        """The stamp of a file, by its path or descriptor; OSError where there is none."""
+        """The stamp of a file, by its path or descriptor; raises OSError."""
         found = os.stat(file)
         version = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
         return cls(version, found.st_ctime_ns, found.st_nlink)
 
     def require(self, file: Path | int, path: Path) -> None:
-        """CheckpointError if the file was written or replaced since; the message names the path."""
+        """Raises CheckpointError if the file was written or replaced since."""
         try:
             now = FileStamp.of(file)
         except OSError as error:
@@ -200,11 +199,11 @@ class FileStamp:
 
 
 class CheckpointFile:
-    """One open file, read past the page cache where the file system allows it. The page cache would
-    hold a second copy of every expert within the same memory limit."""
+    """An open file, read past the page cache if the file system allows it: the cache would hold a
+    second copy of every expert within the same memory limit."""
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
-        """CheckpointError where the file cannot be opened."""
+        """Raises CheckpointError if the file cannot be opened."""
         self.path = path
         self.direct = direct and hasattr(os, "O_DIRECT")
         try:
@@ -218,15 +217,14 @@ class CheckpointFile:
     def read(self, offset: int, into: memoryview, needed_bytes: int) -> int:
         """Fills a buffer from whole blocks of the file; returns the bytes read.
 
-        The file may end after ``needed_bytes``. Raises CheckpointError: the file has changed since
-        it was opened. Raises OSError: the disk reports an error. Raises EOFError: it ends too
-        early.
+        The file may end after ``needed_bytes``; before, EOFError is raised. Raises CheckpointError
+        if the file has changed since it was opened, and OSError.
         """
         done = 0
         while done < needed_bytes:
             try:
                 moved = os.preadv(self._fd, [into[done:]], offset + done)
-            except OSError:  # as direct I/O past the end of a file that got shorter
+            except OSError:  # for example direct I/O past the end of a shortened file
                 self.require_unchanged()
                 raise
             if moved == 0:
@@ -241,11 +239,10 @@ class CheckpointFile:
 
     @property
     def version(self) -> FileVersion:
-        """Which file is open, as it was written last."""
         return file_version(self._fd)
 
     def require_unchanged(self) -> None:
-        """CheckpointError if the file was written after it was opened."""
+        """Raises CheckpointError if the file was written after it was opened."""
         found, stamp = os.fstat(self._fd), self._stamp
         times = found.st_size, found.st_mtime_ns, found.st_ctime_ns
         if times != (*stamp.version[2:], stamp.changed_ns):
@@ -259,21 +256,20 @@ class CheckpointFile:
             try:
                 return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             except OSError:
-                # tmpfs and some network file systems know no direct I/O
+                # tmpfs and some network file systems have no direct I/O
                 self.direct = False
         return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class ExpertSource:
-    """The slowest tier: experts read by byte range from the checkpoint's files. ``monitor`` guards
+    """The slowest tier: reads experts by byte range from the checkpoint's files. ``monitor`` guards
     the entries of the tier that is filled."""
 
     def __init__(
         self, layouts: Mapping[ExpertKey, ExpertLayout], *, io_threads: int = 4, direct: bool = True
     ) -> None:
-        """Opens the files; ``direct`` goes past the page cache where possible. Raises
-        CheckpointError: a file cannot be opened. Raises ValueError: there would be no reading
-        thread."""
+        """Opens the files; ``direct`` goes past the page cache if possible. Raises CheckpointError
+        if a file cannot be opened, and ValueError for less than one thread."""
         self._layouts = dict(layouts)
         paths = {extent.file for layout in layouts.values() for extent in layout.extents}
         library = native_library()
@@ -290,8 +286,8 @@ class ExpertSource:
             raise
 
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
-        """Starts to read an expert into a slot. Python threads announce its end themselves; that of
-        native ones is delivered by the next operation under ``monitor``."""
+        """Starts to read an expert into a slot. Python threads announce the end; for native threads
+        the next operation under ``monitor`` does."""
         if self._native:
             packed = self._packed.get(key)
             if packed is None:
@@ -322,7 +318,7 @@ class ExpertSource:
         self._queue.submit(blocks, read)
 
     def read(self, slots: Mapping[ExpertKey, torch.Tensor]) -> None:
-        """Reads experts into slots and waits; CheckpointError where one cannot be read."""
+        """Reads experts into slots and waits; raises CheckpointError."""
 
         def announce(_: Transfer) -> None:
             with self.monitor:
@@ -339,7 +335,7 @@ class ExpertSource:
                 raise read.error
 
     def versions(self) -> set[FileVersion]:
-        """The files that experts are read from, as they were opened."""
+        """The versions of the open files."""
         return {file.version for file in self._files.values()}
 
     def promote(self, key: ExpertKey, read: Transfer) -> None:
@@ -398,7 +394,7 @@ class ExpertSource:
     def _read_in_order(
         self, key: ExpertKey, blocks: list[Callable[[], int]], slot: torch.Tensor
     ) -> int:
-        """Reads an expert and puts its numbers in order, as the native threads do."""
+        """Reads an expert and reorders its numbers, as the native threads do."""
         from moe_runtime.kernels.quantized.storage_order import put_in_order
 
         moved = sum(block() for block in blocks)
@@ -414,7 +410,7 @@ class ExpertSource:
         number: int,
         error: OSError | EOFError | None,
     ) -> CheckpointError | None:
-        """The fault of an expert that native threads have read, if any."""
+        """The error of a read by native threads, if any."""
         try:
             for file in files:
                 file.require_unchanged()
@@ -431,7 +427,7 @@ class ExpertSource:
 
 
 BLOCK_BYTES = 4096
-"""Alignment of file offsets, lengths and addresses that direct I/O accepts everywhere."""
+"""Alignment of offsets, lengths and addresses that every direct I/O accepts."""
 
 MERGE_GAP_BYTES = 64 * 1024
 """Ranges of a file closer than this are read as one."""
@@ -445,7 +441,7 @@ class TensorRange:
         offset: absolute byte offset of the view's first element.
         span_bytes: bytes from the first element to the end of the last one.
         stride: in elements.
-        order: how the numbers lie in the file, if not as the view has them.
+        order: order of the numbers in the file, if it differs from the view's.
     """
 
     file: Path
@@ -481,8 +477,8 @@ class TensorRange:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
     ) -> TensorRange:
-        """A view of elements of a file; ``name`` is that of the tensor, for the message. Raises
-        CheckpointError: the offset is no multiple of the elements' size."""
+        """A view of the tensor ``name`` of a file; raises CheckpointError for an offset that is no
+        multiple of the elements' size."""
         if offset % dtype.itemsize:
             raise CheckpointError(
                 f"{file}: {name} starts at byte {offset}, which is no multiple of its "
@@ -499,7 +495,7 @@ class Extent:
     Attributes:
         offset: in the file, a multiple of the block size.
         num_bytes: a multiple of the block size; the file may end before that.
-        needed_bytes: from ``offset`` to the end of the last tensor; all of them must arrive.
+        needed_bytes: bytes to the end of the last tensor; they must be in the file.
     """
 
     file: Path
@@ -511,13 +507,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """What to read for one expert, and where its tensors are afterwards.
+    """The reads of one expert, and the places of its tensors in a slot.
 
     Attributes:
-        extents: the reads that fill a slot, in slot order.
+        extents: the reads, in slot order.
         slot_offsets: byte offset in the slot of each of ``tensors``.
-        read_offsets: where each was read to, before some are put in order.
-        more_bytes: of the slot after the extents, for tensors that are put in order.
+        read_offsets: the same after the read, before some are reordered.
+        more_bytes: bytes of the slot after the extents, for reordered tensors.
     """
 
     extents: tuple[Extent, ...]
@@ -528,7 +524,6 @@ class ExpertLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that can hold this expert."""
         last = self.extents[-1]
         return last.slot_offset + last.num_bytes + self.more_bytes
 
@@ -539,13 +534,13 @@ class ExpertLayout:
 
     @property
     def reorderings(self) -> list[tuple[StorageOrder, int, int]]:
-        """What is put in order after the read: order, from where, and to where in the slot."""
+        """Reorderings after the read: order, and offsets of source and target in the slot."""
         places = zip(self.tensors, self.read_offsets, self.slot_offsets, strict=True)
         return [(t.order, source, place) for t, source, place in places if t.order is not None]
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Experts of one form have the same views of a slot."""
+        """Equal for experts with the same views of a slot."""
         return self.slot_offsets, tuple((t.dtype, t.shape, t.stride) for t in self.tensors)
 
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
@@ -563,7 +558,7 @@ class ExpertLayout:
 
 
 def lay_out(tensors: Sequence[TensorRange]) -> ExpertLayout:
-    """Plans the reads of one expert: neighbours share a read, and each read takes whole blocks."""
+    """Plans the reads of one expert: neighbours share a read, and a read has whole blocks."""
     extents: list[Extent] = []
     slot_offset = 0
     for file, start, end in _merge_ranges(tensors):

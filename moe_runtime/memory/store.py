@@ -1,10 +1,10 @@
-"""The expert store: which experts lie in a tier's slots, and the leases that hold them there.
+"""The expert store: the experts in a tier's slots, and the leases that pin them there.
 
-Resident: its read has ended, and the slot has its weights.
-Pinned: an open lease holds it, so it cannot be evicted.
-Admitted: the policy holds it; it stays until the policy chooses it as a victim.
-Streamed: it passes through a slot for one lease, without being admitted.
-Prefetched: read on a predictor's guess. Read ahead: read because all of the next layer is wanted.
+Resident: the read has ended, and the slot has the weights.
+Pinned: an open lease holds the expert, so it cannot be evicted.
+Admitted: the policy holds the expert until it chooses it as a victim.
+Streamed: the expert passes through a slot for one lease, and the policy does not hold it.
+Prefetched: read on a predictor's guess. Read ahead: read because the next layer needs all experts.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Entry(Generic[W]):
     """One occupied slot.
 
     Attributes:
-        expected: read ahead, and its layer has not come yet.
+        expected: read ahead, and its layer has not run yet.
         guessed: prefetched and not used since.
-        pins: leases that hold it.
-        arrived: whether the read has ended.
-        weights: what the slot was bound to, once it was used.
+        pins: number of leases that hold it.
+        arrived: the read has ended.
+        weights: the bound slot, once it was used.
     """
 
     slot: int
@@ -55,7 +55,7 @@ class Entry(Generic[W]):
 
 
 def is_resident(entry: Entry[W] | None) -> bool:
-    """Whether an expert is in its slot; without the lock, this may be outdated."""
+    """Whether an expert's weights are in its slot; without the lock, this may be outdated."""
     return entry is not None and entry.arrived and entry.read.error is None
 
 
@@ -81,18 +81,18 @@ class StoreListener(Protocol):
 
 
 class LeaseEndedError(MoERuntimeError):
-    """A lease ended before its block: another operation failed, and the store was emptied."""
+    """A lease ended before its block, because the store was reset."""
 
     def __init__(self) -> None:
         super().__init__("this lease has ended; ask for the experts again")
 
 
 class Lease(Generic[W]):
-    """A hold on some experts of a layer; made by ``ExpertStore.lease`` and used as a context.
+    """Pins some experts of a layer; made by ``ExpertStore.lease`` and used as a context.
 
-    Iterating yields lists of ``(key, weights)``: residents first, then arrivals. When streaming,
-    arrivals go first, so that their slots are free again soon. The experts of a list are released
-    when the next list is asked for.
+    Iterating yields lists of ``(key, weights)``: residents first, then arrivals; when streaming,
+    arrivals first, so that their slots are soon free again. The next iteration releases the experts
+    of a list.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Lease(Generic[W]):
         self._missing: deque[ExpertKey] = deque()  # not demanded yet
         self._held: list[ExpertKey] = []
         self._keep: Collection[ExpertKey] = ()
-        # a policy that may decline an expert decides after the use
+        # a policy that may decline decides after the use
         fits = streaming and len(keys) <= store.slots_of(keys[0].layer)
         self._admits_after_use = store._policy.may_decline and not fits
         self._listener = None if store.listener is None else store.listener.lease()
@@ -128,7 +128,7 @@ class Lease(Generic[W]):
             missing = self._pin_present()
             if self._listener is not None:
                 self._listener.entered([*self._resident], [*self._arriving], missing)
-            # a lease that streams one expert keeps what was read ahead after it
+            # a lease that streams one expert keeps experts that were read ahead after it
             if store._unadmitted and not (self._streaming and len(self._keys) == 1):
                 for layer in {key.layer for key in self._keys}:
                     store._forget_expected(layer)
@@ -168,7 +168,7 @@ class Lease(Generic[W]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the lease was not ended, nor the store emptied."""
+        """Whether neither the lease was ended nor the store reset."""
         return self in self._store._leases
 
     def pinned(self) -> list[ExpertKey]:
@@ -188,13 +188,13 @@ class Lease(Generic[W]):
 
     @property
     def all_started(self) -> bool:
-        """Whether every expert of the lease is resident or on its way."""
+        """Whether every expert of the lease is resident or being read."""
         return not self._missing
 
     @property
     def computes_residents_first(self) -> bool:
-        """Whether residents are computed while the others are read. Then listeners should run in
-        between: after the first group, before the wait."""
+        """Whether residents are computed while the others are read. Then listeners should run after
+        the first group, before the wait."""
         is_partial = bool(self._resident and (self._missing or self._arriving))
         return is_partial and not self._streaming
 
@@ -230,7 +230,7 @@ class Lease(Generic[W]):
         return found
 
     def _pin_present(self) -> list[ExpertKey]:
-        """Pins what is there or on its way; returns the others."""
+        """Pins experts that are resident or being read; returns the others."""
         store, missing = self._store, list[ExpertKey]()
         if not self._keys:  # no token of this process's experts
             return missing
@@ -279,18 +279,18 @@ class Lease(Generic[W]):
             store._monitor.notify_all()
 
     def _demand_missing(self) -> None:
-        """Demands what is missing, as far as there are slots."""
+        """Demands missing experts, as far as there are slots."""
         store, above = self._store, self._above
-        # which may change while a slot is waited for
+        # it may have changed during a wait
         priority = Priority.DEMAND if above is None else above.priority
         while self._missing:
             key = self._missing[0]
             entry = store._entries.get(key)
-            if entry is not None:  # another lease started its read while this one waited for a slot
+            if entry is not None:  # another lease has started its read
                 store._hasten(key, entry, priority)
             else:
                 keep = key in self._keep
-                # a streaming lease has made room for what it keeps
+                # a streaming lease has already made room for experts that it keeps
                 slot = store._take_slot(key, keep=keep and not self._streaming)
                 if slot is None:
                     return
@@ -301,7 +301,7 @@ class Lease(Generic[W]):
             self._arriving.append(self._missing.popleft())
 
     def _take_ready(self) -> list[ExpertKey]:
-        """Takes what may be computed now."""
+        """Takes experts that can be computed now."""
         arrived: list[ExpertKey] = []
         if self._arriving:
             entries, arriving = self._store._entries, list[ExpertKey]()
@@ -314,7 +314,7 @@ class Lease(Generic[W]):
                     try:
                         raise error
                     finally:
-                        del error  # its traceback has this frame: a cycle, which keeps the pass
+                        del error  # its traceback has this frame: a cycle
             self._arriving = arriving
         if self._streaming:
             return arrived or ([self._resident.popleft()] if self._resident else [])
@@ -324,16 +324,17 @@ class Lease(Generic[W]):
 
 
 class ExpertStore(Generic[W]):
-    """Slots of one tier, filled on demand, kept by a policy, held by leases.
+    """Slots of one tier, filled on demand, kept by a policy, pinned by leases.
 
-    All methods may be called from several threads. What a lease yields is valid until the lease
-    asks for more or ends.
+    All methods may be called from several threads. The weights that a lease yields are valid until
+    its next iteration or end.
 
     Attributes:
         listener: called for every read and lease.
-        is_closed: whether its memory was given up, so that leases are refused.
-        num_watched: experts of those evicted last that slots more of that number would have kept.
-        gone: these, the last one last, without those that came back; 1 of each.
+        is_closed: its memory was freed, and leases are refused.
+        num_watched: number of recently evicted experts in ``gone``: so many more slots would have
+            kept them.
+        gone: recently evicted experts that did not come back, the last one last.
     """
 
     def __init__(
@@ -349,9 +350,9 @@ class ExpertStore(Generic[W]):
         """Takes over the fetcher and the slab.
 
         Args:
-            policy: decides which expert gives up a slot; must hold no key yet.
+            policy: chooses experts to evict; must hold no key yet.
             bind: turns a filled slot (``uint8``) into the expert's weights.
-            stream_slots: slots that experts which only pass through may take.
+            stream_slots: slots that streamed experts may take.
         """
         self.listener = listener
         self.is_closed = False
@@ -361,56 +362,54 @@ class ExpertStore(Generic[W]):
         self._bind = bind
         self._stream_slots = max(1, min(stream_slots, slab.num_slots))
         self._entries: dict[ExpertKey, Entry[W]] = {}
-        # streamed, prefetched or read ahead; the policy holds the rest
+        # streamed, prefetched or read ahead; the policy holds the others
         self._unadmitted: set[ExpertKey] = set()
         self._free = list(range(slab.num_slots - 1, -1, -1))
-        self._closed: set[int] = set()  # slots without memory, see `resize`
-        self._leases: set[Lease[W]] = set()  # those that are open
+        self._closed: set[int] = set()  # slots without memory, see ``resize``
+        self._leases: set[Lease[W]] = set()  # open ones
         self._monitor = fetcher.monitor
         self._monitor.reset = self.reset
         self._counters = StoreStats()
-        self._guesses_before = 0  # made before the counters were reset, and not judged by then
+        self._guesses_before = 0  # made before the counters were reset, judged after it
         self._link = LinkMeter()
         self.num_watched, self.gone = 0, OrderedDict[ExpertKey, int]()
-        self._regrets = 0  # misses of them
+        self._regrets = 0  # misses of experts in ``gone``
 
     @property
     def num_slots(self) -> int:
         return self._slab.num_slots - len(self._closed)
 
     def slots_of(self, layer: int) -> int:
-        """Slots of a layer: beyond them the layer has to evict its own experts."""
+        """Slots of a layer: with more experts it evicts its own."""
         return self._policy.share(layer)
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Transfer | None = None
     ) -> Lease[W]:
-        """Holds experts of one layer in their slots while they are used.
-
-        Misses are demanded at once, as far as there are slots.
+        """Pins experts of one layer while they are used, and demands missing ones.
 
         Args:
-            keys: the experts, no one twice, those wanted most last.
-            streaming: missing ones pass through a few slots. The most wanted fill free room; in a
-                lease of more experts than the layer's share they also replace residents that the
-                lease does not use.
-            above: the read of the tier above that the experts are for; its priority is theirs.
+            keys: distinct experts, the most wanted last.
+            streaming: missing experts pass through a few slots. The most wanted fill free room; if
+                the lease has more experts than the layer's share, they also replace residents that
+                it does not use.
+            above: the read of the tier above, which gives the priority.
         """
         return Lease(self, keys, streaming=streaming, above=above)
 
     def use_resident(
         self, keys: Sequence[ExpertKey], use: Callable[[list[W]], R | None]
     ) -> R | None:
-        """Computes from experts of one layer that are all resident, without pins.
+        """Computes with experts of one layer that are all resident, without pins.
 
         The lock is held meanwhile: ``use`` should be short and must not wait for another thread of
-        the store. It is given the weights in the order of the keys, and returns None where it did
-        not use them. Returns the result of ``use``, or None where the experts have to be leased.
+        the store. It takes the weights in the order of the keys, and returns None if it did not use
+        them. Returns the result of ``use``, or None if the experts must be leased.
         """
         if not all(map(self._entries.__contains__, keys)):
             return None
         with self._monitor as monitor:
-            # leases alone settle what streams, was guessed or read ahead
+            # streamed, prefetched and read-ahead experts need a lease
             if self._unadmitted or self.listener is not None:
                 return None
             found: list[W] = []
@@ -431,21 +430,21 @@ class ExpertStore(Generic[W]):
             return result
 
     def missing(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Those that are not resident now; what is on its way is missing."""
+        """Keys that are not resident now, also those being read."""
         with self._monitor:
             entries = self._entries
             return [key for key in keys if not is_resident(entries.get(key))]
 
     def count(self, *, replaced: int = 0, skipped: int = 0, stood_in: int = 0) -> None:
-        """Counts choices that a lossy rule changed."""
+        """Counts choices that lossy options changed."""
         with self._monitor:
             self._counters.replaced_choices += replaced
             self._counters.skipped_choices += skipped
             self._counters.stand_in_choices += stood_in
 
     def read_later(self, keys: Sequence[ExpertKey], at_once: int) -> None:
-        """Reads experts of one layer for later leases, after all demands, as the policy keeps them;
-        with so many reads under way none begins."""
+        """Reads experts of one layer that the policy keeps, after all demands, with at most
+        ``at_once`` reads under way."""
         policy = self._policy
         with self._monitor:
             for key in keys:
@@ -460,7 +459,7 @@ class ExpertStore(Generic[W]):
                     self._start(key, slot, keep=True, priority=Priority.READAHEAD)
 
     def end_leases(self) -> None:
-        """Ends leases of this thread that an exception has left open."""
+        """Ends leases of this thread that an exception left open."""
         if self._leases and not self.is_forked:
             with self._monitor:
                 thread = threading.get_ident()
@@ -469,7 +468,7 @@ class ExpertStore(Generic[W]):
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that the store belongs to."""
+        """Whether the store belongs to the parent of this process."""
         return self._monitor.is_forked
 
     def promote(self, key: ExpertKey) -> None:
@@ -482,8 +481,8 @@ class ExpertStore(Generic[W]):
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
         """Reads experts that will probably be leased next, after all demands.
 
-        Takes free slots only, as many as streaming may use. What was read ahead for another layer
-        and not leased is dropped.
+        Takes only free slots, as many as streaming may use. Drops experts that were read ahead for
+        another layer and not leased.
         """
         with self._monitor:
             expected_layers = {key.layer for key in keys}
@@ -506,7 +505,7 @@ class ExpertStore(Generic[W]):
                 self._policy.watcher.observe(event)
 
     def finish(self, sequence: int) -> None:
-        """Tells the policy that a request ended."""
+        """Passes the end of a request to the policy."""
         if self._policy.watcher:
             with self._monitor:
                 self._policy.watcher.finish(sequence)
@@ -528,7 +527,7 @@ class ExpertStore(Generic[W]):
             )
 
     def waits(self) -> tuple[float, int, int]:
-        """Seconds that leases waited, misses, and those of what had just ``gone``."""
+        """Seconds that leases waited, misses, and misses of experts in ``gone``."""
         return self._counters.stall_s, self._counters.misses, self._regrets
 
     def reset_stats(self) -> None:
@@ -537,9 +536,8 @@ class ExpertStore(Generic[W]):
             self._guesses_before = self._num_open_guesses()
 
     def check(self) -> None:
-        """Proves that free, resident and arriving slots make up the tier, each exactly once; that
-        open leases hold the pins; and that every read will end. Raises AssertionError: the entries
-        contradict each other."""
+        """Proves that every slot is free, resident or arriving, that open leases hold the pins, and
+        that every read will end; else raises AssertionError."""
         with self._monitor:
             entries = self._entries
             slots = [*self._free, *self._closed, *(entry.slot for entry in entries.values())]
@@ -561,15 +559,15 @@ class ExpertStore(Generic[W]):
             self._policy.check()
 
     def resize(self, num_slots: int, *, shared_slots: int, stream_slots: int) -> int:
-        """Changes the number of slots, over a slab of host memory that the store alone uses.
+        """Changes the number of slots in host memory; returns the new number.
 
-        Experts in use or being read keep their slots, and allocating more may fail: the
-        returned number may be another.
+        That is more than asked for if experts are in use or being read, and less if an allocation
+        fails.
 
         Args:
-            num_slots: 1 at least.
-            shared_slots: those of them that the layers divide.
-            stream_slots: those of them that experts which only pass through may take.
+            num_slots: at least 1.
+            shared_slots: slots that the layers divide.
+            stream_slots: slots that streamed experts may take.
         """
         with self._monitor:
             self._policy.divide(shared_slots)
@@ -588,7 +586,7 @@ class ExpertStore(Generic[W]):
                 self._free.append(self._closed.pop())
             with contextlib.suppress(CapacityError):
                 self._free += reversed(self._slab.extend(num_slots - self.num_slots))
-            self.gone.clear()  # whoever divides memory took these slots, not drafts
+            self.gone.clear()
             self._monitor.notify_all()
             return self.num_slots
 
@@ -599,15 +597,15 @@ class ExpertStore(Generic[W]):
         if not self.is_forked:
             with self._monitor:
                 self._slab.close()
-                self._bind = _refuse  # the former one may hold views of slots
+                self._bind = _refuse  # the old one may hold views of slots
                 for entry in self._entries.values():
                     entry.weights = None
 
-    # What follows is called with the lock held.
+    # The following is called with the lock held.
 
     def reset(self) -> None:
-        """Empties the store, after an exception may have left its entries in any state. Open leases
-        end with an error. What is being read keeps its slot until the read has ended."""
+        """Empties the store after an exception. Open leases end with an error. An expert that is
+        being read keeps its slot until the read has ended."""
         for lease in tuple(self._leases):
             self._leases.discard(lease)
             lease.end()
@@ -618,7 +616,7 @@ class ExpertStore(Generic[W]):
             if not entry.read.ended_s and self._fetcher.is_under_way(entry.read)
         }
         self._unadmitted = {*self._entries}
-        self._policy.restore(())
+        self._policy.clear()
         occupied = self._closed.union(entry.slot for entry in self._entries.values())
         self._free = [n for n in reversed(range(self._slab.num_slots)) if n not in occupied]
         reads = [entry.read for entry in self._entries.values()]
@@ -647,7 +645,7 @@ class ExpertStore(Generic[W]):
         return entry
 
     def _hasten(self, key: ExpertKey, entry: Entry[W], priority: Priority) -> None:
-        """A read-ahead is waited for, at that priority."""
+        """Raises the priority of a read-ahead."""
         if priority < entry.read.priority and not entry.arrived:
             self._link.begin_demand()
             self._fetcher.promote(key, entry.read)
@@ -658,7 +656,7 @@ class ExpertStore(Generic[W]):
                 self.listener.read_ended(key, read)
             entry, counters = self._entries.get(key), self._counters
             if entry is None or entry.read is not read or entry.arrived:
-                return  # the store was emptied meanwhile
+                return  # the store was reset meanwhile
             entry.arrived, is_demand = True, read.priority is Priority.DEMAND
             counters.demand_bytes += read.num_bytes * is_demand
             counters.readahead_bytes += read.num_bytes * (not is_demand)
@@ -668,8 +666,11 @@ class ExpertStore(Generic[W]):
             self._monitor.notify_all()
 
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
-        """A slot that is free, or of one that passed through, or of the policy's victim: without
-        ``keep`` only while streaming has not all of its slots. None where nothing may go."""
+        """Takes a free slot, or that of a streamed expert, or that of the policy's victim.
+
+        Without ``keep`` there is a victim only while streaming has slots left. Returns None if
+        nothing can be evicted.
+        """
         if self._free:
             return self._free.pop()
         victim, idle = None, list[ExpertKey]()
@@ -683,7 +684,7 @@ class ExpertStore(Generic[W]):
     def _take_slot_for_guess(
         self, incoming: ExpertKey, gives_way: Callable[[ExpertKey], bool]
     ) -> int | None:
-        """As ``_take_slot``, for a prefetch: evicts within its layer, and only what gives way."""
+        """``_take_slot`` for a prefetch: evicts only experts of its layer that give way."""
         if self._free:
             return self._free.pop()
 
@@ -721,7 +722,7 @@ class ExpertStore(Generic[W]):
         self._free.append(self._entries.pop(key).slot)
 
     def _keep_or_decline(self, key: ExpertKey) -> None:
-        """Decides after the use whether the policy keeps an expert that passed through."""
+        """Decides after the use whether the policy keeps a streamed expert."""
         if self._policy.room(key.layer) == 0:
             victim = self._policy.victim(self._is_idle, key)
             if victim is None or self._policy.declines(key, victim):
@@ -732,10 +733,10 @@ class ExpertStore(Generic[W]):
         self._keep(key)
 
     def _keep_most_wanted(self, keys: Sequence[ExpertKey], *, only_free: bool) -> set[ExpertKey]:
-        """Chooses the experts of a streaming lease that the policy holds from now on.
+        """Chooses the experts of a streaming lease that the policy keeps.
 
-        They fill the free room of their layer. Where they exceed its share, they also replace
-        residents that the lease does not use, as far as enough slots are left to stream through.
+        They fill the free room of their layer. If the lease exceeds its share, they also replace
+        residents that the lease does not use, as far as slots for streaming are left.
         """
         policy, layer = self._policy, keys[0].layer
         newcomers = [key for key in keys if key not in policy]
@@ -761,7 +762,7 @@ class ExpertStore(Generic[W]):
             victim = self._policy.victim_within(
                 keys[0].layer, lambda key: key not in in_use and self._is_idle(key), keys[-1]
             )
-            if victim is None:  # other leases hold the rest
+            if victim is None:  # other leases pin the others
                 return
             self._counters.evictions += 1
             self._drop(victim)
@@ -785,7 +786,7 @@ class ExpertStore(Generic[W]):
         return sum(entry.guessed for entry in self._entries.values())
 
     def _victim_of_resizing(self) -> ExpertKey | None:
-        """One that only passes through, else one of the layer furthest above its share."""
+        """A streamed expert, or one of the layer furthest above its share."""
         found = next(filter(self._is_idle, self._unadmitted), None)
         held = self._policy.layers
         surplus = [len(policy) - self._policy.share(n) for n, policy in enumerate(held)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,19 +21,18 @@ from moe_runtime.types import ExpertKey
 W = TypeVar("W")
 
 COPY_THREADS = 2
-"""Threads that only copy demands: one waits for a read while another uses the link. As many more
-also read ahead."""
+"""Threads for demands alone: one waits for a read while another uses the link. As many more also
+read ahead."""
 
 FORGET = 0.9
-"""What a copy leaves of the weight of those before it: about the last ten count."""
+"""Decay of older copies at each new one: about the last ten count."""
 
 MOST_AHEAD = 4
-"""Experts that are read at a time without a demand."""
+"""Experts that are read at a time without a demand, to have all in memory."""
 
 
 class CopySpeed:
-    """Running mean of seconds per byte on the link alone, by the copies' own events; 0 before the
-    first."""
+    """Running mean of seconds per byte on the link, by the events of copies; 0 before the first."""
 
     def __init__(self) -> None:
         self.seconds_per_byte = 0.0
@@ -44,27 +44,24 @@ class CopySpeed:
         self._last, self.seconds_per_byte = copy, before + (found - before) * (1 - FORGET)
 
 
+@dataclass(slots=True)
 class _Copy:
-    """A copy that is queued on a device, and whether a lease has handed its slot out."""
+    """A copy that is queued on a device; ``has_users`` once work was queued after it."""
 
-    __slots__ = ("event", "has_users")
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        self.has_users = False
+    event: Event
+    has_users: bool = False
 
 
 class TierFetcher:
     """Fills the slots of a tier from the store of the tier below, which it owns.
 
-    An expert is leased below during its copy, so it is not evicted half-way. Read-aheads and
-    streams stay such below. A demand waits for neither: it has threads of its own, and one slot
-    below that no read-ahead takes.
+    A lease below holds an expert during its copy, with the same priority. Demands have their own
+    threads, and one slot below that no read-ahead takes.
 
-    Copies to a device run after the work that was queued when the slot was given up. A demand for
-    what is resident below is queued by the thread that asks. Another thread waits for its end
-    alone, since the copying threads may need the slots below that it releases. Work may be queued
-    after the copy's event before that (``DeviceLease``); until then the slot is not given up.
+    Copies to a device run after the work that was queued when the slot was vacated. The calling
+    thread queues the copy of a demanded expert that is resident below. A thread of its own waits
+    for the end: the copying threads may need the slots below that it releases. ``DeviceLease``
+    queues work after the copy's event before that.
 
     Attributes:
         queued: copies to the device that have not ended; guarded by ``monitor``.
@@ -79,8 +76,8 @@ class TierFetcher:
         """Takes over the tier below.
 
         Args:
-            device: whose slots are filled; None for those of the host.
-            moves: where the bytes of an expert go in a slot of the device; as they lie if omitted.
+            device: owner of the slots, with a ``LowerStore`` below; None for slots of the host.
+            moves: copies that bring an expert to a slot of the device; default: one of all bytes.
         """
         self.lower = lower
         self._moves = moves
@@ -101,29 +98,15 @@ class TierFetcher:
             after = self.vacate(slot) if self._device else ()
             self._copies.submit([partial(self._copy, key, slot, read, after)], read)
 
-    def give_back(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        """An expert leaves its slot of the device: offers it to the tier below."""
-        if isinstance(self.lower, LowerStore):
-            self.lower.take_back(key, slot, self.moves_of(key, slot))
-
-    def has_arrived(self, key: ExpertKey) -> None:
-        """An expert is here, so that the tier below may evict it first."""
-        if isinstance(self.lower, LowerStore):
-            self.lower.spares[key] = None
-
-    def expect(self, keys: Collection[ExpertKey]) -> None:
-        """These are about to be copied: the tier below evicts them last."""
-        if isinstance(self.lower, LowerStore):
-            self.lower.asked = keys
-
     def vacate(self, *slots: torch.Tensor) -> Sequence[Any]:
+        """Events after which nothing uses these slots of the device."""
         assert self._device is not None
-        still = self.lower.leaving(slots) if isinstance(self.lower, LowerStore) else ()
-        return self._device.vacate(*slots, still=still)
+        assert isinstance(self.lower, LowerStore)
+        return self._device.vacate(*slots, still=self.lower.leaving(slots))
 
     def promote(self, key: ExpertKey, read: Transfer) -> None:
         """Serves a copy before all read-aheads, here and below."""
-        self._copies.promote(read)  # first: the thread that has begun it looks at its priority
+        self._copies.promote(read)  # first: a thread that has begun it looks at its priority
         self.lower.promote(key)
 
     def cancel(self, read: Transfer) -> bool:
@@ -133,8 +116,7 @@ class TierFetcher:
         return self._copies.is_under_way(read) or self._ends.is_under_way(read)
 
     def can_hasten(self, read: Transfer) -> bool:
-        """Whether ``promote`` reaches a copy: not one of several experts, which is queued
-        already."""
+        """Whether ``promote`` has an effect: a copy of several experts is queued already."""
         return self._copies.is_under_way(read)
 
     def close(self) -> None:
@@ -148,7 +130,7 @@ class TierFetcher:
     def _copy(
         self, key: ExpertKey, slot: torch.Tensor, read: Transfer, after: Sequence[Any]
     ) -> int:
-        """Waits for an expert and returns its bytes; retries where the tier below was emptied."""
+        """Waits for an expert and returns its bytes; retries if the tier below was reset."""
         while True:
             try:
                 with self.lower.lease([key], streaming=read.passes, above=read) as lease:
@@ -165,21 +147,21 @@ class TierFetcher:
         slot.copy_(source[: len(slot)])
 
     def resident_below(self, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-        """Those that lie in the tier below, without its lock: ``copy_resident`` looks again."""
+        """Keys that are resident below, without the lock: ``copy_resident`` looks again."""
         return [key for key in keys if is_resident(self.lower._entries.get(key))]
 
     def copy_resident(self, slots: Mapping[ExpertKey, torch.Tensor], read: Transfer) -> bool:
-        """Queues one copy of experts that are resident below, in the calling thread.
+        """Queues one copy of experts of a layer that are resident below, in the calling thread.
 
-        A thread waits for its end, once ``wake_ends`` was called. Handing over the copy itself
-        would take longer than the link takes for it.
+        Handing the copy to a thread would take longer than the copy. After ``wake_ends`` a thread
+        waits for its end.
 
         Args:
-            slots: where the experts of one layer go.
-            read: ends when all are there; its bytes are those of one of them, on average.
+            slots: target of each expert.
+            read: ends when all have arrived, with the mean bytes of one expert.
 
         Returns:
-            Whether it is queued: not where one is absent, or the device refuses.
+            False if an expert is absent or the device refuses.
         """
         assert self._device is not None
         lease = self.lower.lease([*slots], streaming=read.passes, above=read)
@@ -195,7 +177,7 @@ class TierFetcher:
                 for key, source in sources.items():
                     parts += self._parts(key, source, slots[key])
                 copied = self._device.copy(parts, after, read.priority)
-                if not lease.is_open:  # a later reset of the tier below drains this copy
+                if not lease.is_open:  # the tier below was reset
                     return False
                 self.queued[read] = _Copy(copied)
                 finish = partial(self._finish, lease, read, copied, _num_bytes(parts), len(slots))
@@ -205,11 +187,11 @@ class TierFetcher:
                 undo.pop_all()
                 return True
         except (MemoryError, OSError, RuntimeError):
-            # unless the copy was queued, a thread tries again and reports its failure
+            # if it was not queued, a thread tries again and reports the failure
             return self._ends.is_under_way(read)
 
     def wake_ends(self) -> None:
-        """Has a thread wait for the copies that were queued by the asking thread.
+        """Wakes the thread that waits for queued copies.
 
         Call it when all work after these copies is queued: waking a thread takes longer than
         queueing a copy. Otherwise the thread finds them within a second.
@@ -236,14 +218,13 @@ class TierFetcher:
     def _parts(
         self, key: ExpertKey, source: torch.Tensor, slot: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is copied where."""
         return [
             (_part(source, move.source, move.num_bytes), _part(slot, move.place, move.num_bytes))
             for move in self.moves_of(key, slot)
         ]
 
     def moves_of(self, key: ExpertKey, slot: torch.Tensor) -> Sequence[CopyPart]:
-        """Where the bytes of an expert go in a slot of the device."""
+        """Copies that bring an expert to a slot of the device."""
         return [CopyPart(0, 0, len(slot))] if self._moves is None else self._moves(key)
 
     def _send(
@@ -255,13 +236,13 @@ class TierFetcher:
         read: Transfer,
         lease: Lease[torch.Tensor],
     ) -> int:
-        """Copies to the device, and returns the bytes when they are there."""
+        """Copies to the device and waits; returns the bytes."""
         assert self._device is not None
         parts = self._parts(key, source, slot)
         num_bytes, copied = _num_bytes(parts), None
         try:
             copied = self._device.copy(parts, after, read.priority)
-            if not lease.is_open:  # a later reset of the tier below drains this copy
+            if not lease.is_open:  # the tier below was reset
                 raise LeaseEndedError
             with self.monitor:
                 self.queued[read] = _Copy(copied)
@@ -273,7 +254,7 @@ class TierFetcher:
         return num_bytes
 
     def _wait(self, read: Transfer, copied: CudaCopy | None, num_bytes: int) -> None:
-        """Waits for a copy, or without one until none writes any more."""
+        """Waits for a copy, or without one for all; keeps the error if work was queued after it."""
         assert self._device is not None
         has_ended = False
         try:
@@ -284,23 +265,17 @@ class TierFetcher:
         finally:
             try:
                 if not has_ended:
-                    # it may still read or write slots that are given up
-                    self._device.drain()
+                    self._device.drain()  # it may still use slots that are given up
             finally:
-                self._forget(read, sys.exc_info()[1])
-
-    def _forget(self, read: Transfer, error: BaseException | None) -> None:
-        """A copy has ended; its error is kept if its slot was handed out before."""
-        with self.monitor:
-            copy = self.queued.get(read)
-            if copy is not None and copy.has_users:
-                self._failure = self._failure or error
-            self.queued.pop(read, None)
-            self.monitor.notify_all()
+                error = sys.exc_info()[1]
+                with self.monitor:
+                    copy = self.queued.pop(read, None)
+                    if copy is not None and copy.has_users:
+                        self._failure = self._failure or error
+                    self.monitor.notify_all()
 
     def finish_used(self) -> None:
-        """Waits until no work is queued after a copy that may still fail. Raises MoERuntimeError:
-        one has failed."""
+        """Waits for all copies that work was queued after; raises as ``raise_failure``."""
         self.wake_ends()
         with self.monitor:
             while any(
@@ -310,7 +285,7 @@ class TierFetcher:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """MoERuntimeError, once, where a copy failed that work was queued after."""
+        """Raises MoERuntimeError, once, if a copy failed that work was queued after."""
         if self._failure is not None:
             error, self._failure = self._failure, None
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -357,10 +332,9 @@ class TierStore(ExpertStore[W]):
 
 
 class Return(Transfer):
-    """An expert on its way back from a device; none of its bytes count as read.
+    """An expert on its way back from a device; its bytes do not count as read.
 
-    ``offer`` is its slot of the device and where its bytes lie there (places) and in the host's
-    slot (sources); None once it was taken.
+    ``offer`` is its slot of the device, and the copies that brought it there; None once taken.
     """
 
     __slots__ = ("offer",)
@@ -371,8 +345,8 @@ class Return(Transfer):
 
 
 class ReturningSource:
-    """Fills slots of the host from the files, or with what a device gives back. ``kernels`` are
-    events after which no kernel of the device reads the host's slots."""
+    """Fills slots of the host from the files, or from a device. After the events ``kernels`` no
+    kernel of the device reads slots of the host."""
 
     def __init__(self, source: Fetcher, device: CudaDevice) -> None:
         self.monitor = source.monitor
@@ -385,13 +359,13 @@ class ReturningSource:
     def fetch(self, key: ExpertKey, slot: torch.Tensor, read: Transfer) -> None:
         offer = None
         if isinstance(read, Return):
-            offer, read.offer = read.offer, None  # the device's memory is not held by it any more
+            offer, read.offer = read.offer, None
         if offer is None or not self._copy_back(*offer, slot, read):
             self._wait_for_kernels()
             self._source.fetch(key, slot, read)
 
     def leaving(self, slots: Sequence[torch.Tensor]) -> list[Event]:
-        """Events after which these slots of the device are not read for the host any more."""
+        """Events after which no copy to the host reads these slots of the device."""
         found = (self._leaving.get(slot.data_ptr()) for slot in slots)
         return [event for event in found if event is not None and not event.query()]
 
@@ -430,7 +404,7 @@ class ReturningSource:
             with ExitStack() as undo:
                 undo.callback(self.device.drain)  # it may be queued nevertheless
                 event = self._leaving[memory.data_ptr()] = self.device.copy_back(parts)
-                self._returns.submit([partial(_wait, event)], read)
+                self._returns.submit([lambda: event.synchronize() or 0], read)
                 undo.pop_all()
                 return True
         except (MemoryError, OSError, RuntimeError):
@@ -438,17 +412,17 @@ class ReturningSource:
 
 
 class LowerStore(ExpertStore[torch.Tensor]):
-    """The store of the host's memory below a device, to which evicted experts return.
+    """The store of the host's memory below a device; experts evicted there return here.
 
-    A device's experts need no second copy in host memory: the two tiers together hold as many as
-    both have slots. What leaves the device is copied back over the idle direction of the link
-    (exclusive caching: Wong and Wilkes, "My Cache or Yours?", USENIX ATC 2002).
+    The two tiers together hold as many experts as both have slots. An expert that leaves the device
+    is copied back over the idle direction of the link (exclusive caching: Wong and Wilkes, "My
+    Cache or Yours?", USENIX ATC 2002).
 
     Attributes:
-        is_above: whether an expert lies on the device, so that it leaves the host first.
-        spares: experts that were copied to the device from here; some may have left either tier.
-        asked: experts that the device is about to copy; others leave before them.
-        moved_layers: those of which an expert came or went, until tables are brought up to date.
+        is_above: whether an expert is on the device: it is evicted here first.
+        spares: experts that were copied to the device; some may have left either tier.
+        asked: experts that the device is about to copy: they are evicted here last.
+        moved_layers: layers of which an expert came or went since tables were updated.
     """
 
     _fetcher: ReturningSource
@@ -464,17 +438,16 @@ class LowerStore(ExpertStore[torch.Tensor]):
         return is_resident(self._entries.get(key))
 
     def has_spare(self, layer: int) -> bool:
-        """Whether an expert of a layer can come without one leaving both memories."""
+        """Whether an expert of a layer can be added without evicting another's only copy."""
         return bool(self._free) or any(
             key.layer == layer and self.has(key) and self.is_above(key) and self._is_idle(key)
             for key in self.spares
         )
 
     def take_back(self, key: ExpertKey, memory: torch.Tensor, moves: Sequence[CopyPart]) -> None:
-        """Keeps an expert that leaves the device, if it is absent here and the policy has room.
+        """Keeps an expert that leaves the device, if it is absent and the policy has room.
 
-        A policy that decides after a use gets nothing. ``memory`` and ``moves`` are as of
-        ``Return.offer``.
+        Not with a policy that decides after a use. ``memory`` and ``moves`` as in ``Return.offer``.
         """
         with self._monitor:
             if key in self._entries or self.is_closed or self.decides_later:
@@ -487,8 +460,8 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self._fetcher.fetch(key, self._slab.slot(slot), read)
 
     def read_spare(self, key: ExpertKey) -> bool:
-        """Reads an expert after all demands, if that evicts no other's only copy. Returns whether
-        it is here or on its way."""
+        """Reads an expert after all demands, if that evicts no other's only copy; returns whether
+        it is resident or on its way."""
         with self._monitor:
             if key in self._entries:
                 return True
@@ -517,13 +490,10 @@ class LowerStore(ExpertStore[torch.Tensor]):
                 self.spares.pop(key, None)
             elif self._is_idle(key):
                 return key
-        is_evictable = self._is_idle_and_not_asked
-        return cast(ExpertKey | None, self._policy.victim(is_evictable, incoming)) or (
-            super()._victim(incoming)
+        victim = self._policy.victim(
+            lambda key: self._is_idle(key) and key not in self.asked, incoming
         )
-
-    def _is_idle_and_not_asked(self, key: Hashable) -> bool:
-        return self._is_idle(key) and key not in self.asked
+        return victim or super()._victim(incoming)
 
     def _arrive(self, key: ExpertKey, read: Transfer) -> None:
         with self._monitor:
@@ -536,8 +506,3 @@ class LowerStore(ExpertStore[torch.Tensor]):
     def _drop(self, key: ExpertKey) -> None:
         super()._drop(key)
         self.moved_layers.add(key.layer)
-
-
-def _wait(event: Event) -> int:
-    event.synchronize()
-    return 0

@@ -1,4 +1,4 @@
-"""`Gate`: what all gates share.
+"""`Gate`: the base of all gates.
 
 Shape suffixes: T tokens, D model width, E experts, K choices of a token.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RoutingContext:
-    """What some gates need besides the hidden states.
+    """Inputs of some gates besides the hidden states.
 
     Attributes:
         token_ids_T: `[T]` int64 token numbers (hash routing).
@@ -51,7 +51,7 @@ class RoutingContext:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What a gate chose, before capacity.
+    """The choice of a gate, before capacity.
 
     Attributes:
         ids_TK: `[T, K]` int64, `E` where the token uses fewer experts.
@@ -210,7 +210,7 @@ class Gate(nn.Module, ABC):
         return F.linear(x_TD.to(precise), self.weight.to(precise))
 
     def after_step(self, group: ProcessGroup | None = None, *, skipped: bool = False) -> None:
-        """What a gate does between optimizer steps: call it after each.
+        """Updates the gate between optimizer steps: call it after each.
 
         Args:
             group: Processes that train copies of this gate; None means those of the

@@ -33,7 +33,7 @@ class ZeroRouting:
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What is needed to reward choices that were sampled (RL-R).
+    """The data to reward sampled choices (RL-R).
 
     Attributes:
         log_probs_T: `[T]` logarithm of the probability that the choice had; differentiable.
@@ -46,7 +46,7 @@ class Policy:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a gate decided for `T` tokens, in the order score, bias, top-k, normalise, capacity.
+    """The decision of a gate for `T` tokens, in the order score, bias, top-k, normalise, capacity.
 
     Attributes:
         ids_TK: `[T, K]` int64; `num_experts` where nothing is dispatched, because capacity ran out
@@ -110,7 +110,7 @@ class Routing:
         )
 
     def without_padding(self) -> Routing:
-        """What the experts need of the choices of `rows_R` alone."""
+        """The choices of the tokens `rows_R` alone, for the experts."""
         rows, zero = self.rows_R, self.zero
         if rows is None:
             return self

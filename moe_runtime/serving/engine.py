@@ -45,7 +45,7 @@ from moe_runtime.serving.scheduling import (
     Scheduler,
     Sequence,
     StepSizes,
-    beside_prompts,
+    decoding_with_prompts,
     groups_of,
 )
 
@@ -153,7 +153,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 self._account,
                 most_running=self._options.most_running,
                 adapters=self._adapters,
-                leave=self._prefixes.leave,
+                swap_out=self._prefixes.swap_out,
             )
             self._threads = ThreadPoolExecutor(1, "moe-runtime prefixes")
             undo.callback(self._threads.shutdown)
@@ -414,7 +414,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         """Finishes cancelled sequences and takes a step."""
         for sequence in cancelled:
             self._finish(sequence, Finished("cancelled"))
-        look_up, is_held = self._prefixes.look_up, self._prefixes.are_coming
+        look_up, is_held = self._prefixes.look_up, self._prefixes.should_wait
         while (sequence := self._scheduler.next_to_start(look_up, is_held)) is not None:
             with self._catching() as failure:
                 self._start(sequence)
@@ -439,7 +439,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._awaited = awaited
             return
         with self._sizes.timed(num_prompt=num_prompt, num_decoding=num_decoding):
-            beside = [] if divides else beside_prompts(decoding, chosen)
+            beside = [] if divides else decoding_with_prompts(decoding, chosen)
             rest = [sequence for sequence in decoding if sequence not in beside]
             most = self._passes.most_together(exact=self._options.exact)
             for group in in_rows:
@@ -477,18 +477,10 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             with drafts.timed(num_base, num_rows):
                 self._pass(_one_each(group), lambda: self._passes.decode(group))
             return
-        logits_RV = None
-        with Failure() as failure:
-            for sequence in group:
-                self._fit(sequence)
-            with drafts.timed(num_base, num_rows, drafting_s):
-                logits_RV = self._shown(
-                    [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)],
-                    lambda: self._passes.verify(group, drafted),
-                )
-        self._counts["steps"] += 1
+        chosen = [(one, 1 + len(own)) for one, own in zip(group, drafted, strict=True)]
+        with drafts.timed(num_base, num_rows, drafting_s):
+            logits_RV = self._logits(chosen, lambda: self._passes.verify(group, drafted))
         if logits_RV is None:
-            self._fail(group, failure.finished)
             return
         parts = logits_RV.split([1 + len(draft) for draft in drafted])
         for sequence, draft, offer, own_RV in zip(group, drafted, offers, parts, strict=True):
@@ -591,16 +583,23 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
     def _pass(
         self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
     ) -> None:
-        logits_BV = None
+        logits_BV = self._logits(chosen, compute)
+        if logits_BV is not None:
+            self._end_pass(chosen, logits_BV)
+
+    def _logits(
+        self, chosen: list[tuple[Sequence, int]], compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Logits of a pass; None if it failed: then its sequences end, or try again alone."""
+        logits = None
         with self._catching() as failure:
             for sequence, _ in chosen:
                 self._fit(sequence)
-            logits_BV = self._shown(chosen, compute)
+            logits = self._shown(chosen, compute)
         self._counts["steps"] += 1
-        if logits_BV is None:
+        if logits is None:
             self._fail([sequence for sequence, _ in chosen], failure.finished)
-            return
-        self._end_pass(chosen, logits_BV)
+        return logits
 
     def _end_pass(self, chosen: list[tuple[Sequence, int]], logits_BV: torch.Tensor | None) -> None:
         first, num_new = chosen[0]

@@ -12,7 +12,7 @@ from moe_runtime.errors import RankFailureError
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.plans import Plan
 from moe_runtime.serving.requests import Finished, FinishReason, NewToken
-from moe_runtime.serving.scheduling import Sequence, hear_nothing
+from moe_runtime.serving.scheduling import Sequence, ignore_event
 
 
 def follow(model: Any, **options: Any) -> None:
@@ -75,7 +75,7 @@ class Follower(Engine):
 
     def _begin_step(self, plan: Plan) -> None:
         for number, request in plan.came:
-            self._scheduler.add(self._sequence_of(request, hear_nothing, number))
+            self._scheduler.add(self._sequence_of(request, ignore_event, number))
         ended = {*plan.cancelled}
         self._beside_tokens = plan.beside_tokens
         known = (*self._scheduler.running, *self._scheduler.waiting)

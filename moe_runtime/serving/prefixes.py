@@ -278,7 +278,7 @@ class Prefixes:
             tokens = tokens[: len(sequence.found) * self._account.block_tokens]
             sequence.found_state = self._account.state_after(tokens, sequence.root)
 
-    def are_coming(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+    def should_wait(self, sequence: Sequence, running: Items[Sequence]) -> bool:
         """Whether a sequence should wait until a running one has computed its beginning."""
         size, num_wanted = self._account.block_tokens, self._num_wanted(sequence)
         for other in running if size else ():
@@ -354,7 +354,7 @@ class Prefixes:
         num_known = self._account.num_known(self._wanted(sequence), sequence.root)
         self._plan(sequence, num_known * size)
 
-    def leave(self, sequence: Sequence) -> None:
+    def swap_out(self, sequence: Sequence) -> None:
         """Writes a sequence that is preempted to disk, if there is room."""
         files, cache, end = self._files, sequence.cache, sequence.num_computed
         if files is None or cache is None or not end or sequence.computes_all:
@@ -513,7 +513,7 @@ class Prefixes:
         *,
         needs_all: bool,
     ) -> Filled:
-        """Appends the blocks of some tokens that are on disk: all, or returns ``filled``."""
+        """Appends the blocks of some tokens that are on disk; with ``needs_all`` all or none."""
         files, states, size = self._files, self._states, self._account.block_tokens
         assert files is not None
         if states is not None and not needs_all:

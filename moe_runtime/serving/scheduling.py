@@ -233,7 +233,7 @@ class Sequence:
             self.is_finished = True
             self.stop()
             self._tell(finished)
-            self._on_event = hear_nothing  # breaks the cycle between listener and sequence
+            self._on_event = ignore_event  # breaks the cycle between listener and sequence
 
     def _tell(self, event: Event) -> None:
         with Failure() as failure:  # a listener that fails has disconnected
@@ -242,7 +242,7 @@ class Sequence:
             self.is_cancelled = True
 
 
-def hear_nothing(event: Event) -> None: ...
+def ignore_event(event: Event) -> None: ...
 
 
 class Arrival:
@@ -272,7 +272,7 @@ def groups_of(sequences: Iterable[Sequence], most_together: int) -> list[list[Se
     return [*groups, *([sequence] for sequence in ordered if sequence.is_alone)]
 
 
-def beside_prompts(
+def decoding_with_prompts(
     decoding: Iterable[Sequence], chosen: Items[tuple[Sequence, int]]
 ) -> list[Sequence]:
     """Sequences that decode one token in the pass of the chosen prompts: experts are read once."""
@@ -290,7 +290,7 @@ class Scheduler:
 
     A sequence starts when its whole prompt and its adapter have room. If running sequences need
     more room than there is, the last one is preempted. It comes back from disk, or is computed
-    again. ``leave`` may keep what a preempted sequence has computed.
+    again. ``swap_out`` may keep what a preempted sequence has computed.
     """
 
     def __init__(
@@ -299,10 +299,10 @@ class Scheduler:
         *,
         most_running: int,
         adapters: Adapters | None = None,
-        leave: Callable[[Sequence], None] = lambda sequence: None,
+        swap_out: Callable[[Sequence], None] = lambda sequence: None,
     ) -> None:
         self.account = account
-        self.leave = leave
+        self.swap_out = swap_out
         self._adapters = adapters
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -368,7 +368,7 @@ class Scheduler:
     def make_way(self, sequence: Sequence) -> None:
         """Preempts a sequence so that others get its room."""
         with Failure():  # it is computed again
-            self.leave(sequence)
+            self.swap_out(sequence)
         self.preempt(sequence)
         self.num_preemptions += 1
 

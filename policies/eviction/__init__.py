@@ -1,4 +1,4 @@
-"""Eviction policies by name, and what each of them needs to be made."""
+"""Eviction policies by name."""
 
 from collections.abc import Callable, Mapping
 
@@ -59,17 +59,17 @@ POLICIES: Mapping[str, Callable[[Setting], Maker]] = LazyTable(
     },
     own=f"{__name__}.base:EvictionPolicy.maker",
 )
-"""Makes the maker of a named policy: one object for each share of the slots."""
+"""For each name a function that takes a setting and returns a maker of policies."""
 
 BOUNDS = ("belady", "belady-bypass")
-"""Policies that must know the future: they bound what the others can reach."""
+"""Policies that know the future: bounds for the others."""
 
 LIVE_POLICIES = ("lru", "lfu-aging", "slru", "mrs", "activation-aware", "reuse")
 """Policies that serve a model: on recorded routing each of them missed less than LRU."""
 
 
 def require_live(policy: str) -> None:
-    """Refuses a name other than `auto` and those that serve a model; a file's class is checked."""
+    """Refuses a policy that serves no model; a file must have a policy class."""
     if is_code_file(policy):
         POLICIES[policy]
     elif policy in POLICIES.keys() - set(LIVE_POLICIES):

@@ -1,18 +1,17 @@
-"""The contract of an eviction policy: it orders keys; the store that asks it moves the bytes.
+"""The contract of an eviction policy: it orders keys, and a store moves the bytes.
 
-Layers have shares of the slots, each ordered by a policy of its own: a model visits its layers in a
-cycle, and one order over all of them would evict those that come next.
+Each layer has a share of the slots and a policy of its own. A model visits its layers in a cycle,
+so one order over all layers would evict those that come next.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from moe_runtime.policies.prediction.base import Event, Routes, Shape
 from moe_runtime.types import ExpertKey
@@ -23,26 +22,21 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=Hashable)
 
 Evictable = Callable[[Hashable], bool]
-"""Says whether a key may be chosen: leased and arriving experts may not."""
+"""Whether a key may be evicted: leased and arriving experts may not."""
 
 Events = Sequence[Sequence[ExpertKey]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What policies may be told about the model and the workload when they are made."""
+    """The model and the workload that a policy is made for."""
 
     shape: Shape
     training: Routes | None = None  # recorded sequences to learn from
     future: Events | None = None  # the keys of every event to come, for Belady's bounds
-    predictor: TrackedPredictor | None = None  # not shared: the policy passes every event on to it
-    # what a miss of each expert costs, such as the bytes to be read; only ratios matter. None where
-    # all cost the same.
+    predictor: TrackedPredictor | None = None  # used by this policy alone
+    # cost of a miss of each expert, for example its bytes; only ratios matter. None: all equal.
     costs: Mapping[ExpertKey, float] | None = None
-
-    @property
-    def cost_of(self) -> Callable[[Any], float] | None:
-        return None if self.costs is None else self.costs.__getitem__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,27 +48,11 @@ class PolicyChoice:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayRule:
-    """All that a policy does which starts empty, for the compiled replay."""
-
-    name: str
-    # the rule's one number: the share that SLRU protects, the half-life of ageing, or the weight of
-    # the present step in MRS
-    parameter: float = 0.0
-    weights: Mapping[Any, float] | None = None  # of static pinning; a key that is absent has 0
-
-
 class Watcher(Protocol):
-    """What must see all routing for a policy to decide; the layers' policies may share one."""
+    """Watches the routing for a policy; the policies of several layers may share one."""
 
-    def observe(self, event: Event) -> None:
-        """Notes a step or a layer's routing, before the layer's experts are used."""
-        ...
-
-    def finish(self, sequence: int) -> None:
-        """Ends a request."""
-        ...
+    def observe(self, event: Event) -> None: ...  # before the layer's experts are used
+    def finish(self, sequence: int) -> None: ...  # a request ended
 
 
 class EvictionPolicy(ABC, Generic[K]):
@@ -84,24 +62,15 @@ class EvictionPolicy(ABC, Generic[K]):
     bytes, clocks or threads, so that the same object runs in a live store and in a replayed trace.
     """
 
-    # the policy may rather keep what it holds than a newcomer, which is then used once and not
-    # kept. It is asked after the use, when keys of the same event may go too.
+    # whether the policy may decline a newcomer, which is then used once and not kept. It decides
+    # after the use, when keys of the same event may be evicted too.
     may_decline: bool = False
     watcher: Watcher | None = None  # must see every routing event
-    # says all that the policy does, where the compiled replay can do the same. A class that has one
-    # names ``rule`` in its own body; a subclass does not inherit it, since it may do something
-    # else.
-    rule: ReplayRule | None = None
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        """Makes the maker of this policy's orderings, and what they share."""
+        """Returns a function that makes the policy of one layer; they may share a watcher."""
         return cls
-
-    @property
-    def replay_rule(self) -> ReplayRule | None:
-        """The rule, unless a subclass inherited it."""
-        return self.rule if "rule" in vars(type(self)) else None
 
     @property
     def slots_by_layer(self) -> Sequence[int] | None:
@@ -109,7 +78,7 @@ class EvictionPolicy(ABC, Generic[K]):
         return None
 
     def most_held(self, keys: Sequence[K], num_slots: int) -> int:
-        """How many of an event's keys may be held after it, of all slots."""
+        """Most keys of an event that may be held after it."""
         return num_slots
 
     @abstractmethod
@@ -121,7 +90,7 @@ class EvictionPolicy(ABC, Generic[K]):
         """Starts to hold a key, as just used."""
 
     def declines(self, incoming: K, victim: K) -> bool:
-        """Whether the policy would rather keep a victim than the key that needs its slot."""
+        """Whether ``victim`` stays and ``incoming`` is not kept."""
         return False
 
     def decline(self, key: K) -> None:
@@ -189,13 +158,13 @@ class EvictionPolicy(ABC, Generic[K]):
 
 
 Maker = Callable[[], EvictionPolicy[ExpertKey]]
-"""Makes one ordering; what several of them share was made before."""
+"""Makes the policy of one layer."""
 
 
 _GHOST_SHARE = 0.5
-"""Evicted keys that a layer remembers, as a share of its slots: what a few more would have held."""
+"""Evicted keys that a layer remembers, as a share of its slots."""
 _USES_BETWEEN_MOVES = 64
-"""Uses for each slot of the cache before the next move, so that a count means something."""
+"""Uses per slot of the cache before a share moves: fewer would be chance."""
 
 
 def even_shares(num_slots: int, num_layers: int) -> list[int]:
@@ -207,29 +176,43 @@ def even_shares(num_slots: int, num_layers: int) -> list[int]:
 
 
 class LayerShares(EvictionPolicy[ExpertKey]):
-    """An eviction policy for expert keys that lets a layer grow to its share and no further.
+    """One policy per layer; a layer holds at most its share of the slots.
 
-    A layer that has used up its share evicts one of its own experts. A layer below its share takes
-    a slot from the layer that is furthest above its share. ``counts_uses``: it must see every use
-    itself, not only the layer's policy.
+    A full layer evicts one of its own experts. A layer below its share takes a slot from the layer
+    that is furthest above its share. With ``counts_uses``, ``touch`` of this object must be called,
+    not that of the layer's policy.
     """
 
     counts_uses = False
-    rule: ReplayRule | None = None
 
     def __init__(
         self, make_policy: Callable[[], EvictionPolicy[ExpertKey]], shares: Sequence[int]
     ) -> None:
         self._shares = list(shares)
         self._make_policy = make_policy
-        self.layers = [make_policy() for _ in shares]
-        self._find_watchers()
+        self.clear()
         self.may_decline = any(policy.may_decline for policy in self.layers)
-        rules = [policy.replay_rule for policy in self.layers]
-        self.rule = rules[0] if all(rule == rules[0] for rule in rules) else None
+
+    def clear(self) -> None:
+        """Forgets all keys; watchers that the layers share stay."""
+        self.layers = [self._make_policy() for _ in self._shares]
+        watchers = {id(policy.watcher): policy.watcher for policy in self.layers}
+        self.watchers = [one for one in watchers.values() if one is not None]
+        self.watcher = self if self.watchers else None
+
+    def __bool__(self) -> bool:
+        return True  # also without keys
+
+    def observe(self, event: Event) -> None:
+        for watcher in self.watchers:
+            watcher.observe(event)
+
+    def finish(self, sequence: int) -> None:
+        for watcher in self.watchers:
+            watcher.finish(sequence)
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
-        """Serves one event of one layer from that layer's share; ``num_slots`` is not asked."""
+        """Serves one event of one layer from that layer's share; ignores ``num_slots``."""
         layer = keys[0].layer
         return self.layers[layer].access(keys, self._shares[layer])
 
@@ -244,7 +227,7 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         return self._shares[layer]
 
     def room(self, layer: int) -> int:
-        """How many more experts the layer may hold before its share is used up."""
+        """Experts that the layer may still add before its share is full."""
         return max(0, self._shares[layer] - len(self.layers[layer]))
 
     def divide(self, num_slots: int) -> None:
@@ -258,7 +241,7 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self.layers[key.layer].insert(key)
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
-        """Asks the layer's policy where both are of one layer; its share is granted otherwise."""
+        """Asks the layer's policy; a layer below its share declines nothing of its own."""
         same_layer = incoming.layer == victim.layer
         return same_layer and self.layers[incoming.layer].declines(incoming, victim)
 
@@ -269,7 +252,7 @@ class LayerShares(EvictionPolicy[ExpertKey]):
         self.layers[key.layer].remove(key)
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
-        """Chooses from the incoming key's layer if its share is used up, else the fullest layer."""
+        """Chooses from the incoming key's layer if that is full, else from the fullest layer."""
         if self.room(incoming.layer) == 0:
             own = self.layers[incoming.layer].victim(evictable, incoming)
             if own is not None:
@@ -284,17 +267,6 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     ) -> ExpertKey | None:
         return self.layers[layer].victim(evictable, incoming)
 
-    def restore(self, keys: Collection[ExpertKey]) -> None:
-        """Holds just these keys, after an exception may have cut any method short."""
-        for layer in range(len(self.layers)):
-            own = [key for key in keys if key.layer == layer]
-            if not self._holds(layer, own):
-                policy = self._make_policy()
-                for key in own:
-                    policy.insert(key)
-                self.layers[layer] = policy
-        self._find_watchers()
-
     def check(self) -> None:
         for policy in self.layers:
             policy.check()
@@ -305,30 +277,16 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     def __contains__(self, key: object) -> bool:
         return isinstance(key, ExpertKey) and key in self.layers[key.layer]
 
-    def _holds(self, layer: int, keys: Collection[ExpertKey]) -> bool:
-        """Whether a layer's policy is sound and holds just these keys."""
-        policy = self.layers[layer]
-        with contextlib.suppress(Exception):  # what is torn may raise anything
-            policy.check()
-            return len(policy) == len(keys) and all(key in policy for key in keys)
-        return False
-
-    def _find_watchers(self) -> None:
-        watchers = {id(policy.watcher): policy.watcher for policy in self.layers}
-        self.watchers = [one for one in watchers.values() if one is not None]
-        self.watcher = _Watchers(self.watchers)
-
 
 class AdaptiveShares(LayerShares):
-    """Moves slots from the layer whose lately evicted experts are missed least to the one that
-    misses them most; the sum stays.
+    """Moves slots to the layers that use recently evicted experts most; the sum stays.
 
-    A use of an expert that was evicted lately is a miss that a slightly larger share would have
-    saved. A slot moves only when the counts differ by more than chance explains.
+    Such a use is a miss that a slightly larger share would have saved. A slot moves only if the
+    counts differ by more than chance explains.
 
     Args:
-        smallest: no layer's share falls below; a token's experts must fit.
-        worths: what a saved miss of each layer is worth; only ratios matter. One each when omitted.
+        smallest: least share of a layer: the experts of a token.
+        worths: worth of a saved miss of each layer; only ratios matter. Default: 1 each.
     """
 
     counts_uses = True
@@ -368,18 +326,13 @@ class AdaptiveShares(LayerShares):
         super().remove(key)
         ghosts = self._ghosts[key.layer]
         ghosts[key] = None
-        # One more than counts: room is made before the newcomer, which may be a ghost, comes in.
+        # one more: a victim leaves before the newcomer, which may be a ghost, enters
         while len(ghosts) > 1 + _GHOST_SHARE * self._shares[key.layer]:
             ghosts.popitem(last=False)
 
     def access(self, keys: Sequence[ExpertKey], num_slots: int) -> int:
-        """Serves one event; the slots of all layers together are the limit, as in a store."""
+        """Serves one event; all slots together are the limit, as in a store."""
         return EvictionPolicy.access(self, keys, self._num_slots)
-
-    def restore(self, keys: Collection[ExpertKey]) -> None:
-        super().restore(keys)
-        for key in keys:
-            self._ghosts[key.layer].pop(key, None)
 
     def check(self) -> None:
         """Proves that no held key is a ghost, and that shares only move."""
@@ -407,26 +360,6 @@ class AdaptiveShares(LayerShares):
             taker = max(range(len(worth)), key=worth.__getitem__)
             chance = math.hypot(*(self._worths[n] * math.sqrt(counts[n]) for n in (taker, giver)))
             if worth[taker] - worth[giver] > 2 * chance:
-                moved = list(self._shares)
-                moved[taker] += 1
-                moved[giver] -= 1
-                self._shares = moved  # at once, so that an interrupt loses no slot
+                self._shares[taker] += 1
+                self._shares[giver] -= 1
         self._saved = [saved / 2 for saved in self._saved]
-
-
-class _Watchers:
-    """Tells several watchers what one was told."""
-
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
-        self._watchers = watchers
-
-    def __bool__(self) -> bool:
-        return bool(self._watchers)
-
-    def observe(self, event: Event) -> None:
-        for watcher in self._watchers:
-            watcher.observe(event)
-
-    def finish(self, sequence: int) -> None:
-        for watcher in self._watchers:
-            watcher.finish(sequence)

@@ -10,26 +10,20 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from moe_runtime.policies.eviction.base import (
-    Evictable,
-    EvictionPolicy,
-    K,
-    ReplayRule,
-    Setting,
-)
+from moe_runtime.policies.eviction.base import Evictable, EvictionPolicy, K, Setting
 from moe_runtime.policies.prediction.base import Event, LayerRouted
 from moe_runtime.types import ExpertKey
 
 
 class Holding(EvictionPolicy[K]):
-    """Holds keys in the order of their arrival, each with what its last use made of it."""
+    """Holds keys in the order of their arrival, each with a value that its last use gave it."""
 
     def __init__(self) -> None:
         self._held: dict[K, Any] = {}
 
     @abstractmethod
     def use(self, key: K) -> Any:
-        """Notes a use of a key, and gives what is held of it from now on."""
+        """Notes a use of a key; returns its new value."""
 
     def touch(self, key: K) -> None:
         if key not in self._held:
@@ -52,21 +46,19 @@ class Holding(EvictionPolicy[K]):
 
 
 class LRU(Holding[K]):
-    """Least recently used: evicts the key whose last use lies furthest back."""
-
-    rule = ReplayRule("lru")
+    """Least recently used: evicts the key whose last use is oldest."""
 
     def __init__(self) -> None:
         self._held: Any = OrderedDict()  # by recency
 
     def use(self, key: K) -> None:
-        """The order says it all."""
+        """The order is enough."""
 
     def touch(self, key: K) -> None:
         self._held.move_to_end(key)
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        return next((key for key in self._held if evictable(key)), None)
+        return next(filter(evictable, self._held), None)
 
 
 class SLRU(EvictionPolicy[K]):
@@ -77,11 +69,8 @@ class SLRU(EvictionPolicy[K]):
     Disk System Performance", Computer 1994.
     """
 
-    rule: ReplayRule | None = None
-
     def __init__(self, protected_share: float = 0.8) -> None:
-        self.rule = ReplayRule("slru", parameter=protected_share)
-        self._protected_share = protected_share
+        self.protected_share = protected_share
         self._probation: OrderedDict[K, None] = OrderedDict()
         self._protected: OrderedDict[K, None] = OrderedDict()
 
@@ -110,7 +99,7 @@ class SLRU(EvictionPolicy[K]):
 
     def check(self) -> None:
         assert not self._probation.keys() & self._protected.keys()
-        assert len(self._protected) <= max(1, self._protected_share * len(self))
+        assert len(self._protected) <= max(1, self.protected_share * len(self))
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
@@ -119,21 +108,19 @@ class SLRU(EvictionPolicy[K]):
         return key in self._protected or key in self._probation
 
     def _balance(self) -> None:
-        while len(self._protected) > max(1, self._protected_share * len(self)):
+        while len(self._protected) > max(1, self.protected_share * len(self)):
             oldest, _ = self._protected.popitem(last=False)
             self._probation[oldest] = None
 
 
 class SIEVE(Holding[K]):
-    """A queue in order of arrival, and a hand that spares what was used since it last came by.
+    """A queue in order of arrival, and a hand that spares keys used since it last passed.
 
-    A use only sets a mark, and the hand takes marks away. ``victim`` moves the hand, so that asking
-    again gives the same key until it is removed. ``remove`` closes a gap in the queue, in a time
-    proportional to its length. Zhang et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key
-    Eviction Algorithm for Web Caches", NSDI 2024.
+    A use marks a key, and the hand removes the mark. ``victim`` moves the hand: it returns the same
+    key until that is removed. ``remove`` takes time proportional to the length of the queue. Zhang
+    et al., "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches",
+    NSDI 2024.
     """
-
-    rule = ReplayRule("sieve")
 
     def __init__(self) -> None:
         super().__init__()  # of each key whether it is marked
@@ -156,7 +143,7 @@ class SIEVE(Holding[K]):
             self._hand = 0
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        """The first evictable key without a mark, from the hand towards the young end."""
+        """The first evictable key without a mark, from the hand towards the newest."""
         place = self._hand
         for _ in range(2 * len(self._queue)):  # after one round every mark is gone
             key = self._queue[place]
@@ -175,13 +162,10 @@ class SIEVE(Holding[K]):
 
 
 class RandomChoice(Holding[K]):
-    """Evicts any evictable key with equal probability: below this line a policy does harm.
+    """Evicts any evictable key with equal probability: a policy that hits less does harm.
 
-    The numbers are those of Knuth's linear congruential generator (MMIX), as in the compiled
-    replay.
+    Draws from Knuth's linear congruential generator (MMIX), as the compiled replay does.
     """
-
-    rule = ReplayRule("random")
 
     def __init__(self) -> None:
         super().__init__()  # of each key its place
@@ -227,7 +211,7 @@ class Stamped(Holding[K]):
 
     @abstractmethod
     def worths(self, keys: Sequence[K]) -> Sequence[float]:
-        """What keys are worth at this moment."""
+        """Present worth of each key."""
 
     def use(self, key: K) -> int:
         self._clock += 1
@@ -245,8 +229,6 @@ class Stamped(Holding[K]):
 
 class LFRU(Stamped[K]):
     """Frequency-weighted recency: a key is worth its uses while held, over its age (as in vLLM)."""
-
-    rule = ReplayRule("lfru")
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,70 +248,15 @@ class LFRU(Stamped[K]):
 
 
 class Ranked(Holding[K]):
-    """Evicts the key of lowest rank, which changes only when the key is used.
-
-    A rank that rises costs one assignment: its place in the heap is corrected when it comes up. A
-    rank that falls costs one push. Ranks must differ between keys wherever the order matters.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # of each key its rank
-        self._queued: dict[K, Any] = {}  # the smallest rank under which a key lies in the heap
-        self._heap: list[tuple[Any, int, K]] = []
-        self._num_pushes = 0
-
-    def touch(self, key: K) -> None:
-        super().touch(key)
-        if self._held[key] < self._queued[key]:
-            self._push(key)
-
-    def insert(self, key: K) -> None:
-        super().insert(key)
-        self._push(key)
-
-    def remove(self, key: K) -> None:
-        del self._held[key], self._queued[key]
-        if len(self._heap) > 64 + 4 * len(self._held):
-            self._heap = [(rank, number, k) for number, (k, rank) in enumerate(self._held.items())]
-            self._num_pushes = len(self._heap)
-            self._queued = dict(self._held)
-            heapq.heapify(self._heap)
+    """Evicts the key of lowest rank, the value that its last use gave it."""
 
     def victim(self, evictable: Evictable, incoming: K) -> K | None:
-        passed_over: list[tuple[Any, int, K]] = []
-        found = None
-        while self._heap and found is None:
-            rank, number, key = self._heap[0]
-            if key not in self._held or self._queued[key] != rank:
-                heapq.heappop(self._heap)
-            elif self._held[key] != rank:
-                self._queued[key] = self._held[key]
-                heapq.heapreplace(self._heap, (self._held[key], number, key))
-            elif evictable(key):
-                found = key
-            else:
-                passed_over.append(heapq.heappop(self._heap))
-        for entry in passed_over:
-            heapq.heappush(self._heap, entry)
-        return found
-
-    def check(self) -> None:
-        """Proves that every key can come up at its rank or before."""
-        queued = {(key, rank) for rank, _, key in self._heap}
-        assert self._held.keys() == self._queued.keys()
-        assert all((key, rank) in queued for key, rank in self._queued.items())
-        assert all(self._queued[key] <= rank for key, rank in self._held.items())
-
-    def _push(self, key: K) -> None:
-        rank = self._queued[key] = self._held[key]
-        self._num_pushes += 1
-        heapq.heappush(self._heap, (rank, self._num_pushes, key))
+        ranked = sorted(self._held, key=self._held.__getitem__)
+        return next(filter(evictable, ranked), None)
 
 
 class LFU(Ranked[K]):
-    """Least frequently used, by all uses so far; among equals the least recently used key goes."""
-
-    rule = ReplayRule("lfu")
+    """Least frequently used, by all uses so far; among equals the least recently used key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,51 +264,45 @@ class LFU(Ranked[K]):
         self._clock = 0
 
     def use(self, key: K) -> int:
-        """Uses, then the time of the last one, as one number."""
+        """Number of uses, then the time of the last one, as one number."""
         self._clock += 1
         self._num_uses[key] += 1
         return (self._num_uses[key] << 48) + self._clock
 
 
 class AgingLFU(Ranked[K]):
-    """LFU with ageing: every use counts, and counts less the longer ago it was (as LRFU does).
+    """LFU with ageing: every use counts, and counts less the older it is (as in LRFU).
 
-    A new use weighs more than the ones before, and ranks are logarithms, so that no count shrinks.
-    A use loses half its weight in ``half_life`` turns of the cache: one turn is as many uses as
-    keys are held. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the LRU and LFU
-    Policies", IEEE TC 2001.
+    A use loses half its weight in ``half_life`` turns of the cache; one turn is as many uses as
+    keys are held. Instead of shrinking old weights, new ones grow, and ranks are logarithms. Lee et
+    al., "LRFU: A Spectrum of Policies that Subsumes the LRU and LFU Policies", IEEE TC 2001.
     """
-
-    rule: ReplayRule | None = None
 
     def __init__(self, half_life: float = 8.0) -> None:
         super().__init__()
-        self.rule = ReplayRule("lfu-aging", parameter=half_life)
-        self._half_life = half_life
+        self.half_life = half_life
         self._log2_uses: dict[K, float] = {}
         self._now = 0.0  # in half-lives
 
     def use(self, key: K) -> float:
         """The weight of all uses of the key, as a logarithm."""
-        self._now += 1 / (self._half_life * max(1, len(self._held)))
+        self._now += 1 / (self.half_life * max(1, len(self._held)))
         before = self._log2_uses.get(key, -math.inf)
         self._log2_uses[key] = self._now + math.log2(1 + math.exp2(min(before - self._now, 1000.0)))
         return self._log2_uses[key]
 
 
 class Costed(Ranked[K]):
-    """Ranks by uses and by ``cost``, what a miss of a key costs: 1 each when omitted."""
-
-    name: str
+    """Ranks by uses and by ``cost`` of a miss of a key: 1 each when omitted."""
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
-        return partial(cls, setting.cost_of)
+        return partial(cls, None if setting.costs is None else setting.costs.__getitem__)
 
-    def __init__(self, cost: Callable[[K], float] | None = None) -> None:
+    def __init__(self, cost: Callable[[Any], float] | None = None) -> None:
         super().__init__()
-        self.rule = ReplayRule(self.name) if cost is None else None
-        self._cost = cost or _one
+        self.has_equal_costs = cost is None
+        self._cost = cost or (lambda _: 1.0)
         self._num_uses: Counter[K] = Counter()
         self._num_stamps = 0
         self._clock = 0.0
@@ -395,17 +316,12 @@ class Costed(Ranked[K]):
 class GDSF(Costed[K]):
     """Greedy-Dual-Size-Frequency: rank = clock + uses * cost; the clock is the last victim's rank.
 
-    Uses count since the key came in. The paper divides by the size; here every key takes one slot,
-    however small it is. With equal costs this is LFU with dynamic ageing. Cherkasova, "Improving
-    WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories 1998.
+    Uses count since the key came in. The paper divides by the size; here every key takes one slot.
+    With equal costs this is LFU with dynamic ageing. Cherkasova, "Improving WWW Proxies Performance
+    with Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories 1998.
     """
 
-    name = "gdsf"
-    rule: ReplayRule | None = None
-
-    def __init__(self, cost: Callable[[K], float] | None = None) -> None:
-        super().__init__(cost)
-        self._candidate: K | None = None
+    _candidate: K | None = None
 
     def remove(self, key: K) -> None:
         """Stops holding a key; the clock advances to its rank if it was chosen as a victim."""
@@ -426,9 +342,7 @@ class LeastExpectedCost(Costed[K]):
     Zhu et al., "On Optimal Caching and Model Multiplexing for Large Model Inference", NeurIPS 2023.
     """
 
-    name = "lec"
     may_decline: bool = True
-    rule: ReplayRule | None = None
 
     def decline(self, key: K) -> None:
         self._num_uses[key] += 1
@@ -439,15 +353,13 @@ class LeastExpectedCost(Costed[K]):
 
 
 class StaticPopularity(Ranked[K]):
-    """Static pinning: keeps the keys of largest weight, their uses in a trace, whatever happens
-    now.
+    """Static pinning: keeps the keys with most uses in a trace (``weights``), whatever comes.
 
-    A key below all that are held is not kept. Among equal weights the lowest slot goes first: slots
-    fill in order, and a newcomer takes the slot of its victim.
+    A key below all held ones is not kept. Among equal weights the lowest slot is evicted first:
+    slots fill in order, and a newcomer takes the slot of its victim.
     """
 
     may_decline: bool = True
-    rule: ReplayRule | None = None
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
@@ -459,8 +371,7 @@ class StaticPopularity(Ranked[K]):
 
     def __init__(self, weights: Mapping[K, float]) -> None:
         super().__init__()
-        self.rule = ReplayRule("static", weights=weights)
-        self._weights = weights
+        self.weights = weights
         self._free_slots: list[int] = []
 
     def touch(self, key: K) -> None:
@@ -470,7 +381,7 @@ class StaticPopularity(Ranked[K]):
     def use(self, key: K) -> tuple[float, int]:
         """The weight, then the lowest free slot."""
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._held)
-        return self._weights.get(key, 0), slot
+        return self.weights.get(key, 0), slot
 
     def remove(self, key: K) -> None:
         _, slot = self._held[key]
@@ -478,16 +389,15 @@ class StaticPopularity(Ranked[K]):
         heapq.heappush(self._free_slots, slot)
 
     def declines(self, incoming: K, victim: K) -> bool:
-        return self._weights.get(incoming, 0) < self._held[victim][0]
+        return self.weights.get(incoming, 0) < self._held[victim][0]
 
     def check(self) -> None:
-        super().check()
         slots = [slot for _, slot in self._held.values()] + self._free_slots
         assert sorted(slots) == list(range(len(slots)))
 
 
 class Future:
-    """When every key is used, by a clock that advances with the events."""
+    """The coming uses of every key; its clock advances with the events."""
 
     def __init__(self, events: Sequence[Sequence[Hashable]]) -> None:
         self._events = events
@@ -509,9 +419,8 @@ class Future:
         pass
 
     def next_use(self, key: Hashable) -> float:
-        """The number of the next event that uses the key, its place there as a fraction; or
-        infinite.
-        """
+        """Number of the next event that uses the key, plus its place there as a fraction; or
+        infinity."""
         uses = self._uses.get(key, [])
         while uses and uses[-1] < self._now + 1:
             uses.pop()
@@ -519,18 +428,16 @@ class Future:
 
 
 class Belady(Ranked[K]):
-    """The fewest misses that a cache can have which keeps everything that it loads.
+    """The fewest misses of a cache that keeps everything it loads.
 
-    Evicts the key whose next use lies furthest ahead (Belady, IBM Systems Journal 1966). The clock
-    of ``future`` must advance before the keys of an event are used.
+    Evicts the key whose next use is furthest ahead (Belady, IBM Systems Journal 1966). The clock of
+    ``future`` must advance before the keys of an event are used.
     """
-
-    rule = ReplayRule("belady")
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
         if setting.future is None:
-            raise ValueError("Belady's policies must be told the future, which only a replay can")
+            raise ValueError("Belady's policies need the future, which only a replay knows")
         return partial(cls, Future(setting.future))
 
     def __init__(self, future: Future) -> None:
@@ -543,14 +450,9 @@ class Belady(Ranked[K]):
 
 
 class BeladyBypass(Belady[K]):
-    """The fewest misses that any cache can have: what is needed last is used once and not kept."""
+    """The fewest misses of any cache: a key that is needed last is used once and not kept."""
 
     may_decline: bool = True
-    rule = ReplayRule("belady-bypass")
 
     def declines(self, incoming: K, victim: K) -> bool:
         return self.use(incoming) < self._held[victim]
-
-
-def _one(_: Hashable) -> float:
-    return 1.0

@@ -1,4 +1,4 @@
-"""Eviction rules that watch the routing: what they learned of it says which expert goes first.
+"""Eviction rules that watch the routing and learn from it.
 
 Legend in ``prediction.base``.
 """
@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from moe_runtime.policies.eviction.base import Evictable, Maker, ReplayRule, Setting, Watcher
+from moe_runtime.policies.eviction.base import Evictable, Maker, Setting, Watcher
 from moe_runtime.policies.eviction.classic import LRU, Stamped
 from moe_runtime.policies.prediction.base import COLLECTED_MATRICES, Event, LayerRouted, Shape
 from moe_runtime.policies.prediction.estimator import State
@@ -17,12 +17,12 @@ from moe_runtime.policies.prediction.matched import MatrixCollection
 from moe_runtime.policies.prediction.tracked import TrackedPredictor
 from moe_runtime.types import ExpertKey
 
-_NEVER_SEEN = 1e-3  # probability given to every expert, so that the unseen keep an order
+_NEVER_SEEN = 1e-3  # added to every expert's score
 _LEAST_PROBABILITY = 1e-3
 
 
 class ActiveExperts:
-    """Which experts the last routed layer uses."""
+    """The experts that the last routed layer uses."""
 
     def __init__(self) -> None:
         self._active: set[ExpertKey] = set()
@@ -40,13 +40,11 @@ class ActiveExperts:
 
 
 class ExpertBuffering(LRU[ExpertKey]):
-    """Last in, first out, after the experts that the present batch does not use.
+    """Evicts experts that the present batch does not use, then the last one in.
 
-    Huang et al., "Towards MoE Deployment" (arXiv 2303.06182). Where a layer runs its experts in the
-    order of their numbers, the one loaded last is the one needed last again.
+    Huang et al., "Towards MoE Deployment" (arXiv 2303.06182). A layer that runs its experts in the
+    order of their numbers needs the one loaded last again last.
     """
-
-    rule = ReplayRule("expert-buffering")
 
     @classmethod
     def maker(cls, setting: Setting) -> Callable[[], Self]:
@@ -61,40 +59,30 @@ class ExpertBuffering(LRU[ExpertKey]):
             raise KeyError(key)
 
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
-        """The last evictable key in that is not active, or else the last one in."""
         candidates = [key for key in reversed(self._held) if evictable(key)]
         idle = (key for key in candidates if key not in self._active)
         return next(idle, candidates[0] if candidates else None)
 
 
 class Scorer(Watcher, Protocol):
-    """A watcher of the routing that can say what each expert is worth now."""
+    """A watcher of the routing that scores experts."""
 
-    def scores(self, layer: int) -> Sequence[float]:
-        """``[E]`` what the layer's experts are worth; the lowest goes first."""
-        ...
+    def scores(self, layer: int) -> Sequence[float]: ...  # ``[E]``, the lowest is evicted first
 
 
 class Scored(Stamped[ExpertKey]):
-    """Evicts the expert of lowest score, by a scorer that the policies of all layers share.
+    """Evicts the expert of lowest score; the policies of all layers share a scorer.
 
-    Args:
-        may_decline: a newcomer of lower score than all that is held is not kept.
-        rule: says how the scores come about, where a replay has a quicker way to them.
+    With ``may_decline``, a newcomer of lower score than all held experts is not kept.
     """
 
-    rule: ReplayRule | None = None
-
-    def __init__(
-        self, scorer: Scorer, *, may_decline: bool = False, rule: ReplayRule | None = None
-    ) -> None:
+    def __init__(self, scorer: Scorer, *, may_decline: bool = False) -> None:
         super().__init__()
-        self.watcher = self._scorer = scorer
-        self.rule = rule
+        self.watcher = self.scorer = scorer
         self.may_decline = may_decline
 
     def worths(self, keys: Sequence[ExpertKey]) -> list[float]:
-        scores = {layer: self._scorer.scores(layer) for layer in {layer for layer, _ in keys}}
+        scores = {layer: self.scorer.scores(layer) for layer in {layer for layer, _ in keys}}
         return [scores[layer][expert] for layer, expert in keys]
 
     def declines(self, incoming: ExpertKey, victim: ExpertKey) -> bool:
@@ -108,27 +96,24 @@ class RecentScores:
     """``S = alpha * top(s) + (1 - alpha) * S`` for every layer and expert.
 
     Minus-recent-score, the cache of HybriMoE (arXiv 2504.05897): a moving average of the router's
-    highest scores. Routing has those of the chosen experts; of several tokens their mean counts.
+    highest scores: here those of the chosen experts, averaged over the tokens of a step.
     """
 
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
-        scores = cls(setting.shape)
-        return partial(Scored, scores, rule=scores.rule)
+        return partial(Scored, cls(setting.shape))
 
     def __init__(self, shape: Shape, *, alpha: float = 0.5) -> None:
-        # a subclass may score otherwise
-        self.rule = ReplayRule("mrs", parameter=alpha) if type(self) is RecentScores else None
-        self._alpha = alpha
+        self.alpha = alpha
         self._scores = np.zeros((shape.num_layers, shape.num_experts + 1))
 
     def observe(self, event: Event) -> None:
         if isinstance(event, LayerRouted):
             scores = self._scores[event.layer]
-            scores *= 1 - self._alpha
+            scores *= 1 - self.alpha
             ids, gates = event.expert_ids.ravel(), event.gate_weights.ravel()
             sums = np.bincount(ids, weights=gates, minlength=len(scores))
-            scores += self._alpha * (sums / len(event.expert_ids))
+            scores += self.alpha * (sums / len(event.expert_ids))
 
     def finish(self, sequence: int) -> None:
         pass
@@ -140,8 +125,8 @@ class RecentScores:
 class PredictedUse:
     """Belady's rule on predictions: scores experts by minus the layers until their next use.
 
-    An expert visited with probability p in each of its layer's turns is next used ``1 / p`` turns
-    ahead on average. A layer is asked about only when one of its experts must go.
+    An expert that each turn of its layer visits with probability p is next used ``1 / p`` turns
+    ahead on average.
     """
 
     @classmethod
@@ -157,7 +142,6 @@ class PredictedUse:
         self._scores: dict[int, list[float]] = {}
 
     def observe(self, event: Event) -> None:
-        """Passes the event on; guesses made before it are out of date."""
         self._predictor.observe(event)
         self._routed = event.layer if isinstance(event, LayerRouted) else -1
         self._scores.clear()
@@ -177,15 +161,15 @@ class PredictedUse:
 
 
 class ActivationMatrices:
-    """Scores experts by the activation matrix of the running requests and their nearest twins.
+    """Scores experts by the activation matrices of running requests and of similar finished ones.
 
-    MoE-Infinity (arXiv 2401.14361), after the paper: an activation matrix counts the tokens that a
-    request sent to each expert; the finished matrix most like the running one predicts the rest.
+    MoE-Infinity (arXiv 2401.14361): an activation matrix counts the tokens that a request sent to
+    each expert. The finished matrix most similar to the running one predicts the rest.
 
     Args:
         capacity: finished matrices that are kept.
-        own_share: weight of the running request's own counts next to those of its twin. The paper
-            uses the twin alone, which loses where a request's own past says more.
+        own_share: weight of the running request's own counts. The paper has 0, which is worse where
+            a request's own past says more.
     """
 
     name = "activation-aware"
@@ -233,7 +217,7 @@ class ActivationMatrices:
             self.collection.add(matrix[:, :-1])
 
     def learned(self) -> State:
-        """``matrices`` of requests that ended: ``[number, L, E]``, or nothing if there is none."""
+        """``matrices`` of finished requests, ``[number, L, E]``; empty if there is none."""
         return {"matrices": self.collection.matrices} if len(self.collection) else {}
 
     def restore(self, state: State) -> None:

@@ -411,27 +411,6 @@ EXPORT void moe_reuse_route(reuse *s, int32_t layer, const int64_t *ids, const f
     learn(s, layer);
 }
 
-/* The k-th highest of n values, which are reordered. */
-static float highest(float *values, int32_t n, int32_t k) {
-    int32_t low = 0, high = n - 1;
-    while (low < high) {
-        float pivot = values[low + (high - low) / 2];
-        int32_t i = low, j = high;
-        while (i <= j) {
-            while (values[i] > pivot) i++;
-            while (values[j] < pivot) j--;
-            if (i <= j) {
-                float swapped = values[i];
-                values[i++] = values[j], values[j--] = swapped;
-            }
-        }
-        if (k - 1 <= j) high = j;
-        else if (k - 1 >= i) low = i;
-        else break;
-    }
-    return values[k - 1];
-}
-
 /* How like each remembered moment is to a request's present one, and the most of it. */
 static float most_likely(reuse *s, const request *r, float path_weight, float before_weight) {
     float most[LANES], found = -INFINITY;
@@ -479,17 +458,15 @@ static void keep_example(reuse *s, int32_t layer) {
     example *kept = &s->examples[(size_t)layer * (HORIZON + 1) + place];
     const int64_t *last_use = s->last_use + (size_t)layer * E;
     kept->step = s->step[layer];
-    for (int32_t e = 0; e < E; e++) s->scratch[e] = (float)(last_use[e] - kept->step);
-    float least = highest(s->scratch, E, half);
-    int32_t num_kept = 0;
-    for (int32_t tied = 0; tied < 2; tied++)
-        for (int32_t e = 0; e < E && num_kept < half; e++) {
-            float since = (float)(last_use[e] - kept->step);
-            if (tied ? since != least : since <= least) continue;
-            kept->experts[num_kept] = e;
-            memcpy(kept->features + (size_t)num_kept++ * F, s->features + (size_t)e * F,
-                   F * sizeof(float));
-        }
+    for (int32_t e = 0, num_kept = 0; e < E && num_kept < half; e++) {
+        int32_t num_later = 0; /* experts that were used later, or have lower numbers */
+        for (int32_t other = 0; other < E; other++)
+            num_later += last_use[other] - (other >= e) >= last_use[e];
+        if (num_later >= half) continue;
+        kept->experts[num_kept] = e;
+        memcpy(kept->features + (size_t)num_kept++ * F, s->features + (size_t)e * F,
+               F * sizeof(float));
+    }
 }
 
 /* [E] scores of a layer: new ones of the one that was routed last, of others those of their last

@@ -1,10 +1,10 @@
-"""The eviction rule `reuse`: which expert is needed last, learned from the routing.
+"""The eviction rule `reuse`: learns from the routing which expert is needed last.
 
 Legend in ``prediction.base``; M remembered tokens, F features, C width of the network's context.
 """
 
 import ctypes
-import functools
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from moe_runtime.policies.eviction.base import Maker, Setting
-from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
+from moe_runtime.policies.eviction.compiled import library
 from moe_runtime.policies.eviction.learned import Scored, Scorer
 from moe_runtime.policies.eviction.reuse_network import (
     DISCOUNT,
@@ -36,24 +36,23 @@ from moe_runtime.policies.prediction.estimator import State, take_array
 
 _WEIGHT_MEMORY = 0.95
 _PRIOR_STRENGTH = 30.0
-VERSION = 1  # of what ``reuse.c`` exports
 LEAST_TOKENS = 1000
 """Fewest tokens worth training on."""
 _NUM_FEATURES = len(USE_DECAYS) + 6
 _RECENCY = len(USE_DECAYS)
 _KEPT = ("gram", "moment", "uses", "gates")
-_FAR = 7.0  # a moment that weighs less than e^-7 of the most similar one does not count
-_SHARPNESS = 20.0  # exponent of the similarity: full agreement weighs e^20 times as much as none
+_FAR = 7.0  # moments that weigh less than e^-7 of the most similar one are left out
+_SHARPNESS = 20.0  # full agreement weighs e^20 times as much as none
 _NUM_FOLLOWERS = 8
 _FOLLOWER_DISCOUNT = 0.7
-"""Of each further token that followed; after eight of them 6 % of the weight is left out."""
+"""Weight of each further token that followed; eight of them have 94 % of all weight."""
 _LONGEST_STEP = 32
-"""Tokens of a request that are remembered of one step: a prompt must not fill the memory."""
+"""Tokens of a request that one step may add: a prompt must not fill the memory."""
 
 
 @dataclass(slots=True)
 class _Example:
-    """Features of some experts at one moment, to be judged by what comes."""
+    """Features of some experts at one moment, until their next uses are known."""
 
     step: int
     experts: np.ndarray
@@ -61,7 +60,7 @@ class _Example:
 
 
 def make_reuse(setting: Setting) -> Maker:
-    """Makes what orders experts by ``reuse``; with training it begins with a network."""
+    """Makes policies that share an estimator; with training it begins with a network."""
     estimator = new_estimator(setting.shape)
     if setting.training is not None:
         teach(estimator, setting.training)
@@ -69,20 +68,19 @@ def make_reuse(setting: Setting) -> Maker:
 
 
 def maker_of(estimator: Scorer) -> Maker:
-    """Makes the orderings of layers that share an estimator."""
+    """Makes the policies of layers that share an estimator."""
     return partial(Scored, estimator, may_decline=True)
 
 
 def new_estimator(shape: Shape) -> "ReuseEstimator | CompiledReuse":
-    """An estimator that knows nothing; the compiled one, if there is one."""
-    return ReuseEstimator(shape) if _library() is None else CompiledReuse(shape)
+    """A new estimator; the compiled one, if the library was built."""
+    return ReuseEstimator(shape) if library() is None else CompiledReuse(shape)
 
 
 def teach(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> bool:
-    """Trains a network on most requests, and lets the estimator watch the others with it.
+    """Trains a network on most requests, and shows the others to the estimator with it.
 
-    Returns:
-        Whether there were tokens enough; else the estimator is as before.
+    Returns False, with the estimator unchanged, for too few tokens.
     """
     num_taught = routes.num_sequences - max(1, routes.num_sequences // 5)
     taught = routes.select(range(num_taught))
@@ -109,11 +107,8 @@ def watch(estimator: "ReuseEstimator | CompiledReuse", routes: Routes) -> None:
 
 
 def _prior(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The state of a regression that begins with what LRU knows: the longer ago, the worse.
-
-    Returns:
-        ``[F, F]`` products of features, ``[F]`` moments, ``[F]`` weights.
-    """
+    """A regression that starts as LRU: ``[F, F]`` products of features, ``[F]`` moments, ``[F]``
+    weights."""
     weights = np.zeros(num_features)
     weights[_RECENCY] = -1.0
     gram = _PRIOR_STRENGTH * np.eye(num_features)
@@ -121,11 +116,7 @@ def _prior(num_features: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _restored(shape: Shape, state: State) -> tuple[ReuseNetwork | None, *tuple[np.ndarray, ...]]:
-    """The network and the arrays of ``_KEPT`` in what was learned, verified.
-
-    Raises:
-        ValueError: an array is missing, of another form, or holds what cannot be.
-    """
+    """The network and the arrays of ``_KEPT``; ValueError where they are not sound."""
     network = ReuseNetwork.from_state(shape, state)
     features = _NUM_FEATURES + (network is not None)
     sizes = (shape.num_layers, shape.num_experts)
@@ -136,17 +127,17 @@ def _restored(shape: Shape, state: State) -> tuple[ReuseNetwork | None, *tuple[n
     )
     if min(uses.min(), gates.min()) < 0:
         raise ValueError("arrays 'uses' and 'gates' must hold averages, got negative numbers")
-    np.linalg.cholesky(gram)  # refuses what cannot be the products of features
+    np.linalg.cholesky(gram)  # raises if these cannot be products of features
     return network, gram, moment, uses, gates
 
 
 class ReuseEstimator:
-    """Scores experts by their expected discounted uses, as log odds: what comes back soonest stays.
+    """Scores experts by their expected discounted uses, as log odds.
 
-    Ours. It estimates Belady's order from what was used, how often and how heavily, and from what
-    followed similar moments: a logistic regression, fitted online by iteratively reweighted least
-    squares to the uses that it tried to predict. ``memory`` tokens are searched for similar
-    moments; one of ``learn_every`` estimates is learned from.
+    Ours. A logistic regression estimates Belady's order from how often, how recently and with what
+    weight experts were used, and from what followed similar moments among the last ``memory``
+    tokens. It is fitted online, to one of ``learn_every`` estimates, by iteratively reweighted
+    least squares.
     """
 
     name = "reuse"
@@ -174,7 +165,6 @@ class ReuseEstimator:
         self._worth = (1 - DISCOUNT) * DISCOUNT ** np.arange(HORIZON)
 
     def observe(self, event: Event) -> None:
-        """Updates the averages of a layer and learns from estimates that can be judged now."""
         if isinstance(event, StepBegins):
             self._episodes.begin(event)
             if self._contexts is not None:
@@ -195,11 +185,10 @@ class ReuseEstimator:
             self._contexts.finish(sequence)
 
     def learned(self) -> State:
-        """The regression and the averages of uses; the remembered tokens are too many to keep.
+        """The regression and the averages of uses, without the remembered tokens.
 
-        Returns:
-            ``gram`` ``[F, F]`` and ``moment`` ``[F]`` float64, ``uses`` ``[L, memories, E]`` and
-            ``gates`` ``[L, E]`` float32; nothing before the first estimate was judged.
+        ``gram`` ``[F, F]`` and ``moment`` ``[F]`` float64, ``uses`` ``[L, decays, E]`` and
+        ``gates`` ``[L, E]`` float32; empty before the first estimate was learned from.
         """
         network = {} if self._contexts is None else self._contexts.network.state()
         if not self._num_learned and not network:
@@ -208,7 +197,7 @@ class ReuseEstimator:
         return dict(zip(_KEPT, arrays, strict=True)) | network
 
     def take_network(self, network: ReuseNetwork) -> None:
-        """Begins anew with a network, whose log odds are one more feature."""
+        """Starts a new regression with a network, whose log odds are one more feature."""
         self._contexts = RequestContexts(network, self._shape)
         self._gram, self._moment, self._weights = _prior(_NUM_FEATURES + 1)
 
@@ -220,7 +209,7 @@ class ReuseEstimator:
         self._uses, self._gates = uses.copy(), gates.copy()
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` log odds of an early use; of a layer still to run, those of its last run."""
+        """``[E]`` log odds of an early use; those of its last run for a layer still to run."""
         known = self._scores[layer]
         if known is None and layer == self._routed:
             features = self._features(layer)
@@ -267,7 +256,7 @@ class ReuseEstimator:
         return features
 
     def _remember(self, layer: int, features: np.ndarray) -> None:
-        """Keeps the more recently used half of the experts: the others are hardly ever held."""
+        """Keeps the more recently used half of the experts: others are rarely held."""
         half = self._shape.num_experts // 2
         experts = np.argsort(-self._last_use[layer], kind="stable")[: half + 1]
         self._examples[layer].append(
@@ -308,8 +297,8 @@ class _Request:
 class Episodes:
     """A ring of the latest tokens of all requests, with their paths and what followed.
 
-    Two moments are alike when their tokens, the tokens before, and the experts visited so far
-    agree. What followed alike moments, weighted by likeness, predicts what follows now.
+    Moments are similar if their tokens, the tokens before, and the experts visited so far agree.
+    The mean of what followed similar moments predicts what follows now.
     """
 
     def __init__(self, shape: Shape, *, capacity: int = REMEMBERED_TOKENS) -> None:
@@ -320,7 +309,7 @@ class Episodes:
         self._token_id = np.full(capacity, -1, np.int64)
         self._token_before = np.full(capacity, -1, np.int64)
         self._row_before = np.zeros(capacity, np.int64)
-        # Added to the likeness: only tokens whose followers are all known may be recalled.
+        # added to the likeness: only tokens whose followers are all known are recalled
         self._closed = np.full(capacity, -np.inf, np.float32)
         self._requests: dict[int, _Request] = {}
         self._next_row = 0
@@ -333,7 +322,6 @@ class Episodes:
         self._num_compared = 0
 
     def begin(self, event: StepBegins) -> None:
-        """Opens a row for every token of the step that will be remembered."""
         self._step, self._queries, self._before = [], [], []
         self._num_compared = 0
         sequences = event.sequences
@@ -344,7 +332,7 @@ class Episodes:
                 self._open_row(request, token, int(event.token_ids[token]), token == tokens[-1])
 
     def route(self, event: LayerRouted) -> None:
-        """Notes where a layer sent the tokens, and compares their paths with all others."""
+        """Notes the experts of the tokens, and compares their paths with all remembered ones."""
         layer, query = event.layer, 0
         visited, followed = self._visited[layer], self._followed[layer]
         self._num_compared += 1
@@ -359,11 +347,9 @@ class Episodes:
                 followed[np.array(followed_rows)[:, None], experts] += weights
 
     def recall(self, layer: int) -> np.ndarray:
-        """What followed moments like the present one.
+        """``[E]`` float32: expected discounted uses by the next tokens, from similar moments.
 
-        Returns:
-            ``[E]`` float32: for each expert the expected discounted uses by the next tokens, summed
-            over the running requests; a request that visits an expert at every token adds 1.
+        Summed over the running requests; one that visits an expert at every token adds 1.
         """
         total = np.zeros(self._shape.num_experts + 1, np.float32)
         num_agreements = self._num_compared * self._shape.top_k + 6
@@ -380,7 +366,7 @@ class Episodes:
         return total[:-1]
 
     def finish(self, sequence: int) -> None:
-        """Forgets that a request was running; what it did stays remembered."""
+        """Ends a request; its tokens stay remembered."""
         self._requests.pop(sequence, None)
 
     def _open_row(self, request: _Request, token: int, token_id: int, is_last: bool) -> None:
@@ -391,8 +377,7 @@ class Episodes:
         self._closed[row] = -np.inf
         rows_before = [r for r in reversed(request.rows) if r != row][:_NUM_FOLLOWERS]
         if len(rows_before) == _NUM_FOLLOWERS:
-            # The step that begins completes what followed the oldest of them; its last layers are
-            # still to come, where it counts for slightly less.
+            # the step that begins completes what followed the oldest of them
             self._closed[request.rows[0]] = 0.0
         if is_last:
             agreement = 4.0 * (self._token_id == token_id) * (token_id >= 0)
@@ -419,22 +404,18 @@ class CompiledReuse:
     def __init__(
         self, shape: Shape, *, memory: int = REMEMBERED_TOKENS, learn_every: int = 4
     ) -> None:
-        library = _library()
-        assert library is not None, "is asked for only where it was built"
-        self._shape, self._library = shape, library
+        self._shape, self._library = shape, library()
         self._sizes = (shape.num_layers, shape.num_experts, shape.top_k, memory, learn_every)
-        self._network: ReuseNetwork | None = None
         self._scores: list[list[float] | None] = [None] * shape.num_layers
         self._num_tokens = 0  # of the running step
-        self._state = _State(library, self._sizes)
-        self._begin(*_prior(_NUM_FEATURES))
+        self._begin(None, *_prior(_NUM_FEATURES))
 
     def observe(self, event: Event) -> None:
         if isinstance(event, StepBegins):
             sequences = np.ascontiguousarray(event.sequences, np.int64)
             token_ids = np.ascontiguousarray(event.token_ids, np.int64)
             if self._library.moe_reuse_begin(
-                *(self._state.at, sequences.ctypes.data, token_ids.ctypes.data, len(sequences))
+                *(self._state, sequences.ctypes.data, token_ids.ctypes.data, len(sequences))
             ):
                 raise MemoryError(f"no memory for a step of {len(sequences)} tokens")
             self._num_tokens = len(sequences)
@@ -451,48 +432,50 @@ class CompiledReuse:
         self._scores[layer] = None  # refuses a layer that there is not
         gates_at = gates.ctypes.data if gates.size else None
         self._library.moe_reuse_route(
-            self._state.at, layer, ids.ctypes.data, gates_at, num_tokens, top_k
+            self._state, layer, ids.ctypes.data, gates_at, num_tokens, top_k
         )
 
     def finish(self, sequence: int) -> None:
-        self._library.moe_reuse_finish(self._state.at, sequence)
+        self._library.moe_reuse_finish(self._state, sequence)
 
     def learned(self) -> State:
         network = {} if self._network is None else self._network.state()
-        if not self._library.moe_reuse_num_learned(self._state.at) and not network:
+        if not self._library.moe_reuse_num_learned(self._state) and not network:
             return {}
         return {name: self._array(name).copy() for name in _KEPT} | network
 
     def take_network(self, network: ReuseNetwork) -> None:
-        """Begins anew with a network, whose log odds are one more feature."""
-        self._state = _State(self._library, self._sizes)
-        self._network = network
-        arrays = (network.current, network.past, network.output, network.bias)
-        if self._library.moe_reuse_take_network(
-            self._state.at, WIDTH, *(one.ctypes.data for one in arrays)
-        ):
-            raise MemoryError("no memory for the network of the policy 'reuse'")
-        self._begin(*_prior(_NUM_FEATURES + 1))
+        """Starts a new regression with a network, whose log odds are one more feature."""
+        self._begin(network, *_prior(_NUM_FEATURES + 1))
 
     def restore(self, state: State) -> None:
         network, gram, moment, uses, gates = _restored(self._shape, state)
-        if network is not None:
-            self.take_network(network)
-        elif self._network is not None:
-            self._state, self._network = _State(self._library, self._sizes), None
-        self._begin(gram, moment, np.linalg.solve(gram, moment))
+        self._begin(network, gram, moment, np.linalg.solve(gram, moment))
         self._array("uses")[:], self._array("gates")[:] = uses, gates
 
     def scores(self, layer: int) -> list[float]:
-        """``[E]`` log odds of an early use; of a layer still to run, those of its last run."""
+        """``[E]`` log odds of an early use; those of its last run for a layer still to run."""
         known = self._scores[layer]
         if known is None:
-            found = self._library.moe_reuse_scores(self._state.at, layer)
+            found = self._library.moe_reuse_scores(self._state, layer)
             known = self._scores[layer] = found[: self._shape.num_experts]
         return known
 
-    def _begin(self, gram: np.ndarray, moment: np.ndarray, weights: np.ndarray) -> None:
-        for name, values in (("gram", gram), ("moment", moment), ("weights", weights)):
+    def _begin(self, network: ReuseNetwork | None, *regression: np.ndarray) -> None:
+        """Starts with a network and a regression, and no memory of tokens."""
+        self._state = self._library.moe_reuse_new(*self._sizes)
+        if not self._state:
+            raise MemoryError("no memory for the policy 'reuse'")
+        if hasattr(self, "_free"):
+            self._free()
+        self._free = weakref.finalize(self, self._library.moe_reuse_free, self._state)
+        self._network = network
+        if network is not None:
+            arrays = (network.current, network.past, network.output, network.bias)
+            places = (one.ctypes.data for one in arrays)
+            if self._library.moe_reuse_take_network(self._state, WIDTH, *places):
+                raise MemoryError("no memory for the network of the policy 'reuse'")
+        for name, values in zip(("gram", "moment", "weights"), regression, strict=True):
             self._array(name)[:] = values
 
     def _array(self, name: str) -> np.ndarray:
@@ -507,46 +490,5 @@ class CompiledReuse:
             "weights": (features,),
         }
         kind = ctypes.c_float if name in ("uses", "gates") else ctypes.c_double
-        found = self._library.moe_reuse_array(self._state.at, [*sizes].index(name))
+        found = self._library.moe_reuse_array(self._state, [*sizes].index(name))
         return np.ctypeslib.as_array(ctypes.cast(found, ctypes.POINTER(kind)), sizes[name])
-
-
-class _State:
-    """The memory of a C estimator, freed with this object."""
-
-    def __init__(self, library: ctypes.CDLL, sizes: tuple[int, ...]) -> None:
-        self._free = library.moe_reuse_free
-        self.at = library.moe_reuse_new(*sizes)
-        if not self.at:
-            raise MemoryError("no memory for the policy 'reuse'")
-
-    def __del__(self) -> None:
-        if getattr(self, "at", None):
-            self._free(self.at)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The C estimator; None where it was not built."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-        version = library.moe_reuse_version()
-    except (OSError, AttributeError):
-        return None
-    if version != VERSION:
-        return None
-    pointer, number, long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    for name, result, arguments in (
-        ("new", pointer, [number] * 5),
-        ("free", None, [pointer]),
-        ("begin", ctypes.c_int, [pointer, pointer, pointer, number]),
-        ("route", None, [pointer, number, pointer, pointer, number, number]),
-        ("finish", None, [pointer, long]),
-        ("scores", ctypes.POINTER(ctypes.c_float), [pointer, number]),
-        ("num_learned", long, [pointer]),
-        ("array", pointer, [pointer, ctypes.c_int]),
-        ("take_network", ctypes.c_int, [pointer, number, pointer, pointer, pointer, pointer]),
-    ):
-        function = getattr(library, f"moe_reuse_{name}")
-        function.restype, function.argtypes = result, arguments
-    return library

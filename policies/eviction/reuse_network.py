@@ -1,4 +1,4 @@
-"""A small network that says which experts come back soon, from where the last tokens went.
+"""A small network that predicts from the last tokens' routing which experts return soon.
 
 Ours. A request's context is a sum of vectors: of the experts that its present token visited so far,
 of those that the token before visited in the layers still to come, and of older ones, which decay.
@@ -43,7 +43,7 @@ class ReuseNetwork:
 
     @classmethod
     def from_state(cls, shape: Shape, state: State) -> Self | None:
-        """The network among what was learned, if there is one."""
+        """The network in what was learned, if any."""
         if "network_output" not in state:
             return None
         layers, experts = shape.num_layers, shape.num_experts
@@ -82,7 +82,7 @@ class RequestContexts:
     _running: list[tuple[_Request, int]] = field(default_factory=list)
 
     def begin(self, event: StepBegins) -> None:
-        """The tokens of the last step become the ones before."""
+        """The tokens of the last step become the previous ones."""
         self._running = []
         unknown = np.full((self.shape.num_layers, self.shape.top_k), self.shape.num_experts)
         for token, sequence in enumerate(event.sequences.tolist()):
@@ -101,7 +101,7 @@ class RequestContexts:
             self._running.append((one, token))
 
     def route(self, event: LayerRouted) -> None:
-        """Adds where the last tokens of the step went."""
+        """Adds the experts of the last tokens of the step."""
         network, layer, num_experts = self.network, event.layer, self.shape.num_experts
         for one, token in self._running:
             before, ids = one.path_before[layer], event.expert_ids[token]
@@ -112,7 +112,7 @@ class RequestContexts:
             one.pending += network.past[:, layer, ids].sum(axis=1)
 
     def log_odds(self, layer: int) -> np.ndarray:
-        """``[E]`` that an expert is used soon; by several requests, that any of them uses it."""
+        """``[E]`` that an expert is used soon by any of the requests."""
         odds = [
             self.network.bias[layer]
             + (one.now + one.last - one.part + one.decayed.sum(axis=0)) @ self.network.output[layer]
@@ -177,7 +177,7 @@ def fit_network(
 
 @dataclass(eq=False)
 class _Window:
-    """Consecutive tokens of a request, and what was known before them."""
+    """Consecutive tokens of a request, and the state before them."""
 
     used: np.ndarray  # ``[B, L, E]`` bool
     gates: np.ndarray  # ``[B, L, E]`` float16
@@ -204,7 +204,7 @@ def _windows(routes: Routes) -> list[_Window]:
         for ahead, one in enumerate(worth, 1):
             target[:-ahead] += one * used[ahead:]
         older, before = np.zeros((len(PAST_DECAYS), *sizes), np.float32), np.zeros(sizes, bool)
-        # the last tokens' uses to come are not known
+        # # the next uses of the last tokens are unknown
         for start in range(0, len(used) - HORIZON, _WINDOW):
             stop = min(start + _WINDOW, len(used) - HORIZON)
             part = slice(start, stop)
@@ -238,7 +238,8 @@ def _known(window: _Window) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _gradients(window: _Window, network: ReuseNetwork, auxiliary: np.ndarray) -> list[np.ndarray]:
-    """Of the mean cross entropy, by the network's weights in their order and the auxiliary ones."""
+    """Gradients of the mean cross entropy, by the network's weights in their order and the
+    auxiliary ones."""
     uses, older, ages = _known(window)
     features = [*np.log(uses + FLOOR), np.log1p(ages), ages == 0, window.gates]
     features_BLEF = np.stack(features, axis=-1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Predictors by name: which experts the coming layers will visit; imported when asked for."""
+"""Predictors by name, imported on first use: they guess the experts that coming layers visit."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,18 +92,18 @@ PREDICTORS: Mapping[str, "type[Estimator]"] = LazyTable(
 )
 
 LIVE_PREDICTORS = ("next-gate", "running-counts", "eam")
-"""Those that serve a model by name; others do so from the file of a trained one."""
+"""Predictors that serve a model without training; others need the file of a trained one."""
 
 
 def is_file_name(predictor: str | Path) -> bool:
-    """Whether a caller means the file of a trained predictor rather than a predictor's name."""
+    """Whether this is the file of a trained predictor, not a predictor's name."""
     if is_code_file(predictor):
         return False
     return isinstance(predictor, Path) or predictor.endswith(".npz") or "/" in predictor
 
 
 def check_name(predictor: str) -> None:
-    """Refuses names that nothing has, or that serve no model before they are trained."""
+    """Refuses unknown names, and names of predictors that need training."""
     if is_code_file(predictor):
         PREDICTORS[predictor]
     if predictor not in PREDICTORS:
@@ -119,7 +119,6 @@ def check_name(predictor: str) -> None:
 
 
 def make_estimator(name: str, shape: Shape) -> "Estimator":
-    """Builds the named estimator, which has learned nothing yet."""
     if name not in PREDICTORS:
         raise ValueError(f"unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
     return PREDICTORS[name](shape)

@@ -1,4 +1,4 @@
-"""The contract of a predictor: it sees routing as it happens and guesses where tokens go next.
+"""The contract of a predictor: it watches the routing and guesses the experts of coming layers.
 
 Legend: N tokens of a step, T tokens of many steps, L Mixture-of-Experts layers, E experts of a
 layer, K experts that a token visits, D width of a hidden state. An expert id equal to E stands for
@@ -16,12 +16,13 @@ from moe_runtime.types import ExpertKey, ModelSignature
 Guess = tuple[ExpertKey, float]  # An expert, and the probability that the running step visits it
 
 LEAST_CHANCE = 0.1
-"""Of a guess: half of what is read. An expert without a guess may be visited as often as that."""
+"""Probability of a guess to be made: half of these are read. An expert without a guess may have it.
+"""
 
 COLLECTED_MATRICES = 120
 """Activation matrices that are kept; MoE-Infinity finds 120 enough for 290 tasks."""
 
-REMEMBERED_TOKENS = 2048  # tokens in which similar moments are looked for
+REMEMBERED_TOKENS = 2048  # # tokens among which similar moments are searched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ def shape_of(signature: ModelSignature) -> Shape:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class StepBegins:
-    """A forward pass begins; its tokens are known, their routing is not."""
+    """A forward pass begins; its tokens are known, its routing is not."""
 
     # ``[N]`` number of the request that each token belongs to; the tokens of one request stand
     # together, in the order of their positions
@@ -51,7 +52,7 @@ class StepBegins:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class LayerRouted:
-    """The gate of one layer decided where the tokens of the step go."""
+    """The gate of a layer has routed the tokens of the step."""
 
     layer: int  # index among the Mixture-of-Experts layers
     expert_ids: np.ndarray  # ``[N, K]`` in the gate's order; E where a slot is not used
@@ -67,17 +68,15 @@ Event = StepBegins | LayerRouted
 
 
 class Predictor(Protocol):
-    """Guesses which experts the coming layers visit.
+    """Guesses the experts that coming layers visit.
 
     It has no clock and no random source, so equal events give equal guesses, live and replayed. It
     moves nothing; its caller decides what a guess is worth.
     """
 
-    needs_history: bool  # whether it must be told of all events, also while no guess is wanted
+    needs_history: bool  # # it must see all events, also while no guesses are wanted
 
-    def observe(self, event: Event) -> None:
-        """Takes note of what happened; events come in the order of the computation."""
-        ...
+    def observe(self, event: Event) -> None: ...
 
     def predict(self, now: int, horizon: int) -> list[Guess]:
         """Guesses for the layers after one.
@@ -94,27 +93,27 @@ class Predictor(Protocol):
         ...
 
     def finish(self, sequence: int) -> None:
-        """Ends a request: what was remembered for it alone is learned from or forgotten."""
+        """Ends a request: learns from it, or forgets it."""
         ...
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """Learns from the requests that it watches, and may go on in another process under its name."""
+    """Learns from the requests that it watches; another process may continue under its name."""
 
     @property
     def name(self) -> str: ...
 
     def finish(self, sequence: int) -> None:
-        """Ends a request, if it runs."""
+        """Ends a request; does nothing if it does not run."""
         ...
 
     def learned(self) -> Mapping[str, np.ndarray]:
-        """What requests that ended taught, or more: no arrays where nothing was learned."""
+        """What finished requests taught; empty if nothing was learned."""
         ...
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Begins with what ``learned`` gave."""
+        """Starts with the result of ``learned``."""
         ...
 
 
@@ -140,7 +139,7 @@ class Routes:
         return slice(int(self.offsets[sequence]), int(self.offsets[sequence + 1]))
 
     def counts(self, tokens: slice = slice(None)) -> np.ndarray:
-        """``[L, E]`` int64: how many of some tokens visited each expert."""
+        """``[L, E]`` int64: tokens that visited each expert."""
         width = self.shape.num_experts + 1
         layers = self.expert_ids[tokens].transpose(1, 0, 2)
         return np.stack([np.bincount(ids.ravel(), minlength=width)[:-1] for ids in layers])
@@ -160,12 +159,12 @@ class Routes:
 
 
 def most_learned_bytes(shape: Shape) -> int:
-    """Most that one learner keeps for later processes: a full collection, and popularity."""
+    """Most bytes that one learner keeps for later processes: a full collection, and popularity."""
     return (COLLECTED_MATRICES + 1) * shape.num_layers * shape.num_experts * 4
 
 
 def most_remembered_bytes(shape: Shape) -> int:
-    """Most that a policy and a predictor that need no training remember of a model's routing."""
+    """Most bytes that a policy and a predictor without training remember of a model's routing."""
     # a full ring of tokens: paths (uint8), followers (float32), ids
     ring = REMEMBERED_TOKENS * (shape.num_layers * (shape.num_experts + 1) * 5 + 5 * 8)
     return ring + 3 * most_learned_bytes(shape)

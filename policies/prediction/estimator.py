@@ -1,4 +1,4 @@
-"""What predictors differ in: how probable each expert is, given what is known of a token."""
+"""Estimators: the probability of each expert, given what is known of a token."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ _COLUMNS = [f.name for f in fields(Contexts) if f.name not in ("shape", "hidden"
 
 
 class SequenceState:
-    """The memory of one sequence: updated with every token, read as one row of contexts."""
+    """The memory of one sequence, updated with every token."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -64,7 +64,7 @@ class SequenceState:
         self._paths: dict[int, np.ndarray] = {}
 
     def row(self, token_id: int) -> dict[str, Any]:
-        """The columns of contexts for the next token, but its path; nothing is copied."""
+        """The columns of contexts for the next token, without its path and without copies."""
         return {
             "token_ids": token_id,
             "previous_token_ids": self.previous_token_id,
@@ -76,7 +76,7 @@ class SequenceState:
         }
 
     def append(self, token_id: int, path_LK: np.ndarray) -> None:
-        """Takes a finished token into account; its path may hold E where it is not known."""
+        """Adds a finished token; its path holds E where it is not known."""
         visited = np.zeros((self.shape.num_layers, self.shape.num_experts + 1), dtype=np.float32)
         visited[self._layer_rows, path_LK] = 1.0
         visited_LE = visited[:, :-1]
@@ -91,24 +91,21 @@ class SequenceState:
 
 def contexts_of(routes: Routes, *, max_rows: int = 4096) -> Iterator[Contexts]:
     """The contexts of all tokens, in order, with their whole paths; ``max_rows`` at once."""
-    chunk, size = _empty(routes.shape, max_rows), 0
+    rows: list[dict[str, np.ndarray]] = []
     for sequence in range(routes.num_sequences):
-        state = SequenceState(routes.shape)
-        rows = routes.tokens_of(sequence)
-        for token in range(rows.start, rows.stop):
+        state, tokens = SequenceState(routes.shape), routes.tokens_of(sequence)
+        for token in range(tokens.start, tokens.stop):
             token_id = int(routes.token_ids[token])
-            for name, value in state.row(token_id).items():
-                getattr(chunk, name)[size] = value
-            size += 1
+            rows.append({name: np.copy(value) for name, value in state.row(token_id).items()})
             state.append(token_id, routes.expert_ids[token])
-            if size == max_rows or token + 1 == routes.num_tokens:
-                taken = slice(token + 1 - size, token + 1)
-                chunk.path, chunk.path_weights = (
-                    routes.expert_ids[taken],
-                    routes.gate_weights[taken],
-                )
-                yield chunk.rows(slice(size))
-                chunk, size = _empty(routes.shape, max_rows), 0
+            if len(rows) == max_rows or token + 1 == routes.num_tokens:
+                taken = slice(token + 1 - len(rows), token + 1)
+                columns: dict[str, Any] = {
+                    name: np.array([row[name] for row in rows]) for name in rows[0]
+                }
+                path, weights = routes.expert_ids[taken], routes.gate_weights[taken]
+                yield Contexts(shape=routes.shape, path=path, path_weights=weights, **columns)
+                rows = []
 
 
 def stack_states(
@@ -123,30 +120,14 @@ def stack_states(
     return Contexts(shape=states[0].shape, path=path, path_weights=path_weights, **columns)
 
 
-def _empty(shape: Shape, num_rows: int) -> Contexts:
-    experts, paths = (shape.num_layers, shape.num_experts), (shape.num_layers, shape.top_k)
-    return Contexts(
-        shape=shape,
-        token_ids=np.empty(num_rows, np.int64),
-        previous_token_ids=np.empty(num_rows, np.int64),
-        num_tokens=np.empty(num_rows, np.int64),
-        path=np.empty((0, *paths), np.int64),
-        path_weights=np.empty((0, *paths), np.float32),
-        previous=np.empty((num_rows, *paths), np.int64),
-        recalled=np.empty((num_rows, *paths), np.int64),
-        counts=np.empty((num_rows, *experts), np.float32),
-        recent=np.empty((num_rows, len(RECENT_RATES), *experts), np.float32),
-    )
-
-
 State = Mapping[str, np.ndarray]
-"""Everything an estimator learned, as plain arrays of numbers: what its file holds."""
+"""The learned arrays of an estimator, as its file holds them."""
 
 
 class Kept(NamedTuple):
-    """An array of numbers that an estimator learned, and keeps in its file."""
+    """A learned array of numbers that an estimator keeps in its file."""
 
-    attribute: str  # of the estimator; an axis that is 0 in a new one may have any size
+    attribute: str  # # of the estimator; an axis of size 0 in a new one may have any size
     dtype: str = "<f4"
     is_chance: bool = False  # its numbers lie between 0 and 1
 
@@ -171,9 +152,9 @@ class Estimator(ABC):
     def guess(
         self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        """The experts of each layer that any of the tokens visits most probably, at most ``width``
-        of each and none of a smaller chance than ``least``, likeliest first: layer times E plus
-        expert, and chances."""
+        """The experts of each layer that any of the tokens most probably visits, likeliest first:
+        layer times E plus expert, and probabilities. At most ``width`` of each layer, with at least
+        ``least``."""
         numbers, chances = list[int](), list[float]()
         for layer in layers:
             chance_E = of_any(self.estimate(contexts, now, layer))
@@ -184,17 +165,17 @@ class Estimator(ABC):
         return numbers, chances
 
     def fit(self, routes: Routes) -> None:  # noqa: B027  (optional, as is the next)
-        """Learns from recorded sequences; what was learned before is forgotten."""
+        """Learns from recorded sequences; forgets earlier ones."""
 
     def finish(self, counts_LE: np.ndarray) -> None:  # noqa: B027
-        """Learns from the activation counts of a request that just ended, while running."""
+        """Learns from the activation counts of a request that just ended."""
 
     def learned(self) -> State:
-        """What requests taught while running; nothing where only recordings teach."""
+        """What running requests taught; empty if only recordings teach."""
         return {}
 
     def state(self) -> State:
-        """Everything learned, to be written to a file."""
+        """All learned arrays, for a file."""
         return {name: getattr(self, kept.attribute) for name, kept in self.kept.items()}
 
     @classmethod
@@ -204,7 +185,7 @@ class Estimator(ABC):
         return estimator
 
     def restore(self, state: State) -> None:
-        """Takes over what ``state`` returned."""
+        """Takes the result of ``state``; ValueError if an array is not sound."""
         for name, kept in self.kept.items():
             axes = tuple(size or None for size in getattr(self, kept.attribute).shape)
             array = take_array(state, name, kept.dtype, axes)
@@ -214,7 +195,7 @@ class Estimator(ABC):
 
 
 class Popularity(Estimator):
-    """The share of all recorded tokens that visited an expert: what others fall back to."""
+    """The share of all recorded tokens that visited an expert: the fallback of others."""
 
     name = "popularity"
     kept: ClassVar = {"share": Kept("share_LE", is_chance=True)}  # [L, E]
@@ -266,7 +247,7 @@ def popularity_of(routes: Routes, prior: float = 1.0) -> np.ndarray:
 
 
 def log_odds(probability: np.ndarray) -> np.ndarray:
-    """``log(p / (1 - p))``, bounded: no probability learned from counts is certain."""
+    """``log(p / (1 - p))``, bounded: probabilities from counts are never certain."""
     bounded = np.clip(probability, 1e-4, 1.0 - 1e-4)
     return np.log(bounded / (1.0 - bounded))
 
@@ -282,7 +263,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 
 def pair_counts(first_TK: np.ndarray, then_TK: np.ndarray, num_experts: int) -> np.ndarray:
-    """How often an expert of one list stands with one of another: ``[E, E]``."""
+    """``[E, E]``: how often a token has one expert in the first list and one in the second."""
     width = num_experts + 1
     codes = first_TK[:, :, None] * width + then_TK[:, None, :]
     counts = np.bincount(codes.ravel(), minlength=width * width).reshape(width, width)
@@ -290,5 +271,5 @@ def pair_counts(first_TK: np.ndarray, then_TK: np.ndarray, num_experts: int) -> 
 
 
 def visit_counts(ids_TK: np.ndarray, num_experts: int) -> np.ndarray:
-    """How many rows hold each expert: ``[E]``."""
+    """``[E]``: rows with each expert."""
     return np.bincount(ids_TK.ravel(), minlength=num_experts + 1)[:num_experts].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Predictors from hidden states: the gates of later layers, applied to the input of this one."""
+"""Predictors from hidden states: gates of later layers, applied to the input of an earlier one."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -29,25 +29,25 @@ from moe_runtime.policies.prediction.tables import sum_to
 from moe_runtime.policies.prediction.tracked import GUESSES_PER_CHOICE, TrackedPredictor
 
 MAX_GATE_DISTANCE = 3
-"""Layers ahead for which a hidden state still says something; popularity serves beyond."""
+"""Layers ahead for which a hidden state is of use; popularity serves beyond."""
 
 HiddenScorer = Callable[[Any, int, int], np.ndarray]
-"""Takes hidden states ``[B, D]``, a distance and the layer that many layers ahead; returns its
-logits ``[B, E]`` float32. The maker of the scorer chooses the form of the hidden states."""
+"""Takes hidden states ``[B, D]``, a distance and the layer at that distance; returns logits ``[B,
+E]`` float32. The form of the hidden states is up to the scorer."""
 
 
 HiddenRanker = Callable[[Any, int, int], list[list[int]]]
-"""Takes the same; returns for each row the experts of largest logit, the largest first."""
+"""Takes the same; returns the experts of largest logit for each row, largest first."""
 
-PRIOR = 8.0  # lists of all layers together that weigh as much as one of the layer's own
+PRIOR = 8.0  # # lists of all layers together weigh as much as so many of the layer's own
 REMEMBERED = 0.97
-"""Weight that a list keeps with each further one of its layer: the last thirty or so count."""
+"""Decay of older lists with each new one of a layer: the last thirty or so count."""
 
 EPOCHS = 12
 
 
 class NextGate(Popularity):
-    """Applies the gate of layer ``now + d`` to what the gate of layer ``now`` was given.
+    """Applies the gate of layer ``now + d`` to the input of the gate of layer ``now``.
 
     A layer adds little to the residual stream, so the next gate's input resembles this one's (the
     speculative loading of Mixtral-offloading, HybriMoE's and Fate's look-ahead). Needs no training.
@@ -69,7 +69,7 @@ class NextGate(Popularity):
         self.max_distance = MAX_GATE_DISTANCE
 
     def set_gates(self, gates_LED: np.ndarray, bias_LE: np.ndarray) -> None:
-        """Takes the model's gates, float32, and hidden states as numpy arrays."""
+        """Takes the model's gates in float32; hidden states are then numpy arrays."""
         sizes = (self.shape.num_layers, self.shape.num_experts)
         if gates_LED.ndim != 3 or gates_LED.shape[:2] != sizes or bias_LE.shape != sizes:
             raise ValueError(
@@ -92,14 +92,15 @@ class NextGate(Popularity):
         return (-logits_BE).argsort(axis=1, kind="stable")[:, : self.num_ranks].tolist()
 
     def hidden_logits(self, contexts: Contexts, now: int, layer: int) -> np.ndarray | None:
-        """What the scorer says of the rows' hidden states; None where it has nothing to say."""
+        """The scorer's logits for the rows' hidden states; None without a scorer, states, or near
+        layer."""
         is_near = now >= 0 and layer - now <= self.max_distance
         if self.scorer is None or contexts.hidden is None or not is_near:
             return None
         return self.scorer(contexts.hidden, layer - now, layer)
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Softmax of the gate, scaled to K; popularity where there is no hidden state."""
+        """Softmax of the gate, scaled to K; popularity without a hidden state."""
         logits = self.hidden_logits(contexts, now, layer)
         if logits is None:
             return super().estimate(contexts, now, layer)
@@ -108,7 +109,7 @@ class NextGate(Popularity):
 
 
 class HiddenLookahead(NextGate):
-    """Logistic regression on the hidden state and on what the later layer's gate says to it.
+    """Logistic regression on the hidden state and on the logits of the later layer's gate for it.
 
     One set of weights for each layer and distance. It starts from the next gate, whose logit is one
     feature, and learns what the layers between change on average.
@@ -129,7 +130,7 @@ class HiddenLookahead(NextGate):
         self.offsets_DLE = np.zeros((self.max_distance, num_layers, num_experts), np.float32)
 
     def fit(self, routes: Routes) -> None:
-        """Refuses: routing alone holds no hidden states."""
+        """Raises ValueError: routing alone has no hidden states."""
         raise ValueError(
             f"{self.name} learns from hidden states, which traces do not hold; give a model and a "
             "text instead"
@@ -165,7 +166,6 @@ class HiddenLookahead(NextGate):
         self.scorer = self._score
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """One product with the hidden state; popularity where there is none."""
         logits = self.hidden_logits(contexts, now, layer)
         if logits is None:
             return Popularity.estimate(self, contexts, now, layer)
@@ -181,7 +181,7 @@ class HiddenLookahead(NextGate):
 
 
 class RankRecord:
-    """Turns an order of experts into probabilities, by how right such orders were.
+    """Turns ranks of experts into probabilities, by how often each rank was right.
 
     How often the expert of each rank was visited is counted while the model runs, for each layer
     and distance; layers with short records borrow from the others. At first ``top_k`` ranks are
@@ -195,7 +195,7 @@ class RankRecord:
         self._lists = [0.0] * num_layers
 
     def probabilities(self, layer: int) -> list[float]:
-        """The share of visited experts at each rank of a layer's lists."""
+        """The share of visited experts at each rank."""
         scale = PRIOR / self._all_lists
         total = self._lists[layer] + PRIOR
         right = zip(self._right[layer], self._all, strict=True)
@@ -211,12 +211,13 @@ class RankRecord:
 
 
 def believed_at_first(num_ranks: int, top_k: int) -> list[float]:
-    """The probability of each rank while nothing is known: the first K are believed."""
+    """The probability of each rank before anything is known: 1 for the first K."""
     return [1.0 if rank < top_k else 0.0 for rank in range(num_ranks)]
 
 
 class LookaheadPredictor:
-    """A ``Predictor`` made of an estimator that reads hidden states; silent before the first layer.
+    """A ``Predictor`` made of an estimator that reads hidden states; it guesses nothing before the
+    first layer.
 
     The softmax of a later gate is no probability: ranks are judged while it runs (`RankRecord`).
     """
@@ -236,7 +237,7 @@ class LookaheadPredictor:
         self._made: dict[tuple[int, int], list[list[int]]] = {}  # layer, distance: ranked experts
 
     def observe(self, event: Event) -> None:
-        """Keeps the hidden states of a layer, and judges the guesses that were made for it."""
+        """Keeps the hidden states of a layer, and counts which guesses for it were right."""
         if isinstance(event, StepBegins):
             self._is_prompt = len(set(event.sequences.tolist())) < len(event.sequences)
             self._hidden = None
@@ -289,7 +290,6 @@ class LookaheadPredictor:
 
 
 def make_predictor(estimator: Estimator) -> Predictor:
-    """A predictor that keeps every running sequence and asks an estimator."""
     if isinstance(estimator, NextGate):
         return LookaheadPredictor(estimator)
     return TrackedPredictor(estimator)

@@ -1,4 +1,4 @@
-"""Predictors that look for what resembles the present in what past requests or tokens did.
+"""Predictors that search past requests or tokens for similar ones.
 
 Legend in ``base``; C stored matrices or maps, B rows.
 """
@@ -18,9 +18,9 @@ from moe_runtime.policies.prediction.estimator import (
 )
 from moe_runtime.policies.prediction.tables import sum_to
 
-NEVER_SEEN = 1e-8  # share of an expert that no matched request visited: an order, but no hope
+NEVER_SEEN = 1e-8  # # share of an expert that no matched request visited
 COVERED = 0.75
-"""Cosine from which on a request counts as covered by the collection, as in the paper's bound."""
+"""Least cosine of a request that the collection covers, as in the paper's bound."""
 NUM_MAPS = 1024  # maps that ``expert-map`` keeps
 NEIGHBOURS = 16  # maps that are averaged
 PRIOR_MAPS = 1.0  # maps that popularity weighs as much as
@@ -48,7 +48,7 @@ class MatrixCollection:
         return self._matrices[: self._size]
 
     def add(self, counts_LE: np.ndarray) -> None:
-        """Collects the matrix of a request that ended; an empty one is not worth a place."""
+        """Collects the matrix of a finished request, unless it is empty."""
         norm = float(np.linalg.norm(counts_LE))
         if norm == 0.0:
             return
@@ -106,7 +106,7 @@ class EamCollection(Popularity):
 
     def match(self, contexts: Contexts, now: int) -> tuple[np.ndarray, np.ndarray]:
         """``[B]`` indices of the matrices most like running requests (rEAM plus iEAM up to
-        ``now``).
+        ``now``), and their cosines, 0 where nothing is known.
 
         Also their cosines, 0 where nothing is known.
         """
@@ -143,7 +143,7 @@ class EamCollection(Popularity):
         return np.where(cosine[:, None] > 0, chance, self.share_LE[layer])
 
     def coverage(self, routes: Routes) -> float:
-        """Share of finished requests that have a collected matrix of cosine ``COVERED`` or more."""
+        """Share of finished requests whose nearest matrix has a cosine of at least ``COVERED``."""
         if not len(self.collection) or not routes.num_sequences:
             return 0.0
         covered = 0
@@ -165,7 +165,7 @@ class EamCollection(Popularity):
 
 
 class ExpertMapSearch(Popularity):
-    """The maps whose gate weights along the known layers are nearest by cosine, averaged.
+    """The mean of the maps whose gate weights along the known layers are nearest by cosine.
 
     FineMoE (Yu et al., arXiv 2502.05370) stores a map of gate weights for each token, where
     MoE-Infinity stores counts for each request. Before a layer of the token is known, maps of
@@ -188,7 +188,7 @@ class ExpertMapSearch(Popularity):
         self._prepare()
 
     def fit(self, routes: Routes) -> None:
-        """Keeps the maps of tokens drawn at random, the same ones every time."""
+        """Keeps the maps of randomly chosen tokens, with a fixed seed."""
         super().fit(routes)
         rows = np.random.default_rng(0).permutation(routes.num_tokens)[:NUM_MAPS]
         self.paths_CLK = routes.expert_ids[rows]

@@ -1,4 +1,4 @@
-"""Tables and counts of what follows a visited expert: in the next token, or in a later layer."""
+"""Tables of the experts that follow a visited expert, in the next token or in a later layer."""
 
 from typing import ClassVar
 
@@ -18,13 +18,13 @@ from moe_runtime.policies.prediction.estimator import (
 
 PRIOR_VISITS = 8.0  # visits of an expert that weigh as much as popularity in its row of a table
 MAX_DISTANCE = 8
-"""Layers between the known and the predicted one, at most; popularity serves beyond."""
+"""Most layers between the known and the predicted one; popularity serves beyond."""
 PRIOR_TOKENS = 8.0  # how many tokens of the sequence weigh as much as everything recorded before
 
 
 class RunningCounts(Popularity):
-    """Running counts: the share of the sequence's own tokens that visited an expert, from
-    popularity on.
+    """Running counts: the share of the sequence's own tokens that visited an expert, starting at
+    popularity.
 
     The request-level activation matrix of MoE-Infinity (arXiv 2401.14361) as it is.
     """
@@ -36,7 +36,7 @@ class RunningCounts(Popularity):
 
 
 class PreviousToken(Popularity):
-    """What the sequence's previous token visited in the same layer, then popularity.
+    """The experts of the sequence's previous token in the same layer, then popularity.
 
     ExpertFlow (arXiv 2410.17954) calls this the token-level baseline (TLP).
     """
@@ -49,7 +49,7 @@ class PreviousToken(Popularity):
         self.reuse_L = np.full(shape.num_layers, 0.5, dtype=np.float32)
 
     def fit(self, routes: Routes) -> None:
-        """Measures how often an expert of one token is visited by the next one, by layer."""
+        """Measures how often the next token visits an expert again, by layer."""
         super().fit(routes)
         visited = visits(routes.expert_ids, self.shape.num_experts)
         rows = continuing_rows(routes)
@@ -57,7 +57,7 @@ class PreviousToken(Popularity):
         self.reuse_L = ((again_L + 0.5) / (visited[rows - 1].sum(axis=(0, 2)) + 1.0)).astype("<f4")
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """The measured chance of reuse for visited experts, what is left of K for the others."""
+        """The measured chance of reuse for visited experts; the rest of K for the others."""
         visited = visits(contexts.previous[:, layer], self.shape.num_experts)
         reuse, share = self.reuse_L[layer], self.share_LE[layer]
         left = np.float32(self.shape.top_k) - reuse * visited.sum(axis=1, keepdims=True)
@@ -114,7 +114,7 @@ class LayerAffinity(Popularity):
             )
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Mean of the rows of layer ``now``'s experts; popularity where there is no such layer."""
+        """Mean of the rows of layer ``now``'s experts; popularity without such a layer."""
         if now < 0 or layer - now > len(self.table_DLEE):
             return super().estimate(contexts, now, layer)
         table_EE = self.table_DLEE[layer - now - 1, layer]
@@ -176,19 +176,19 @@ def smoothed_counts(contexts: Contexts, share_LE: np.ndarray, layers: slice) -> 
 
 
 def continuing_rows(routes: Routes) -> np.ndarray:
-    """Tokens that have one before them in their sequence."""
+    """Tokens that are not the first of their sequence."""
     continues = np.ones(routes.num_tokens, dtype=bool)
     continues[routes.offsets[:-1][np.diff(routes.offsets) > 0]] = False
     return np.flatnonzero(continues)
 
 
 def distances_of(shape: Shape) -> int:
-    """How many layers ahead tables reach in a model."""
+    """Layers ahead that the tables of a model cover."""
     return max(1, min(MAX_DISTANCE, shape.num_layers - 1))
 
 
 def sum_to(chance_BE: np.ndarray, total: float) -> np.ndarray:
-    """Scales the rows of probabilities to a sum, as far as no entry exceeds 1."""
+    """Scales the rows of probabilities to a sum, with entries of at most 1."""
     scale = total / np.maximum(chance_BE.sum(axis=1, keepdims=True), 1e-6)
     return np.minimum(chance_BE * scale, 1.0)
 

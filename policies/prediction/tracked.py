@@ -1,4 +1,4 @@
-"""An estimator at work: it remembers the running sequences and turns numbers into guesses."""
+"""A predictor made of an estimator and the memory of the running sequences."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from moe_runtime.policies.prediction.estimator import (
 )
 
 GUESSES_PER_CHOICE = 2
-"""Guesses for a layer: this many times K for one token, up to all experts for many."""
+"""Guesses for a layer: so many times K for each token, up to all experts."""
 
 
 class TrackedPredictor:
@@ -42,7 +42,7 @@ class TrackedPredictor:
         self._path = np.zeros((0, 0, 0), dtype=np.int64)
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
         self._contexts: Contexts | None = None
-        self._following: Contexts | None = None  # the next tokens, once they were asked for
+        self._following: Contexts | None = None  # # the next tokens, once predicted for
         self._keys = [key for layer in keys_of(self.shape) for key in layer]
 
     def observe(self, event: Event) -> None:
@@ -59,14 +59,15 @@ class TrackedPredictor:
         guesses = self._guesses(contexts, now, range(now + 1, min(now + horizon + 1, num_layers)))
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
-            # the layers asked for were routed before it was first made, unless the horizon is wider
+            # # unless the horizon is wide, those layers of this step were routed before it was made
             following = self._following if 2 * horizon <= num_layers + 1 else None
             following = self._following = following or self._next_tokens(contexts)
             guesses += self._guesses(following, -1, range(beyond))
         return guesses
 
     def chances(self, now: int, layer: int) -> np.ndarray:
-        """``[E]``: chances that a layer's experts are visited next; all 0 during a prompt."""
+        """``[E]``: probabilities that the next token at a layer visits its experts; 0 during a
+        prompt."""
         contexts = self._contexts
         if contexts is None:
             return np.zeros(self.shape.num_experts, np.float32)
@@ -107,7 +108,7 @@ class TrackedPredictor:
         size = (num_tokens, self.shape.num_layers, self.shape.top_k)
         self._path = np.full(size, self.shape.num_experts, dtype=np.int64)
         self._weights = np.zeros(size, dtype=np.float32)
-        # last and at once: an exception may strike before
+        # # set last: an exception may strike before
         self._running, self._tokens_of = running, tokens_of
         if len(first) == num_tokens:
             self._contexts = stack_states(self._running, self._token_ids, self._path, self._weights)
@@ -121,7 +122,7 @@ class TrackedPredictor:
                 f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
                 f"top {self.shape.top_k}"
             )
-        # one token needs no order; each of these takes as long as a guess
+        # # one token needs no order, which would take as long as a guess
         order = self._order if num_tokens > 1 else slice(None)
         self._path[:, event.layer, :top_k] = event.expert_ids[order]
         self._weights[:, event.layer, :top_k] = event.gate_weights[order]
@@ -129,7 +130,7 @@ class TrackedPredictor:
             self._contexts.hidden = None if event.hidden is None else event.hidden[order]
 
     def _commit(self) -> None:
-        """Adds the tokens of the step that ends to their sequences."""
+        """Appends the tokens of the last step to their sequences."""
         running, tokens_of = self._running, self._tokens_of
         self._running, self._tokens_of = [], []
         self._contexts = self._following = None
@@ -138,7 +139,7 @@ class TrackedPredictor:
                 state.append(int(self._token_ids[token]), self._path[token])
 
     def _next_tokens(self, now: Contexts) -> Contexts:
-        """Contexts of the tokens after the running ones: nothing of them is known."""
+        """Contexts of the tokens after the running ones, of which nothing is known."""
         unknown = np.full_like(now.path, self.shape.num_experts)
         return replace(
             now,

@@ -1,15 +1,15 @@
-"""Predictors with trained weights over the evidence of tokens.
+"""Predictors with trained weights.
 
 Legend in ``base``; B rows, n training rows, F features of an expert, X features of a token, V
 variants (``combined``) or known tokens (``path-network``), S sources, D embedding, H hidden.
 """
 
 import ctypes
-import functools
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from moe_runtime.policies.eviction.compiled import library
 from moe_runtime.policies.prediction.base import Routes, Shape
 from moe_runtime.policies.prediction.estimator import (
     Contexts,
@@ -29,8 +29,8 @@ PRIOR_OCCURRENCES = 2.0  # occurrences of a token that weigh as much as populari
 MAX_TABLE_BYTES = 64 << 20  # largest table; the tokens seen most often are kept
 NUM_FEATURES = 7
 TRAINING_BYTES = 768 << 20
-"""Largest table of features that training holds; more tokens than fit are sampled."""
-_MEMO_SIZE = 1 << 20  # most numbers for each feature that are kept for a step's later layers
+"""Largest table of features in training; of more tokens some are sampled."""
+_MEMO_SIZE = 1 << 20  # # most numbers of a feature that are kept for the later layers of a step
 
 
 class TokenIdentity(Popularity):
@@ -58,7 +58,7 @@ class TokenIdentity(Popularity):
 
 
 class TokenTable:
-    """Visits of every expert by the tokens that carry a label, for the labels seen most often.
+    """Visits of every expert by the tokens with a label, for the most frequent labels.
 
     The label is the token's own id, or that of the token before it.
 
@@ -76,7 +76,7 @@ class TokenTable:
 
     @classmethod
     def count(cls, routes: Routes, labels: np.ndarray) -> Self:
-        """Counts the tokens of some sequences by label ``[T]``; negative labels are left out."""
+        """Counts tokens by their labels ``[T]``; negative labels are left out."""
         table = cls(routes.shape)
         row_bytes = 2 * routes.shape.num_layers * routes.shape.num_experts
         known, counts = np.unique(labels[labels >= 0], return_counts=True)
@@ -124,7 +124,7 @@ class TokenTable:
         return np.where(self.known_V[rows] == labels, rows, -1)
 
     def visits(self, routes: Routes, labels: np.ndarray) -> np.ndarray:
-        """How often tokens with each known label visited each expert: ``[V, L, E]`` uint16."""
+        """``[V, L, E]`` uint16: how often tokens with each known label visited each expert."""
         rows = self.rows_of(labels)
         taken = np.flatnonzero(rows >= 0)
         width = routes.shape.num_experts + 1
@@ -172,7 +172,7 @@ class TokenEvidence(Popularity):
     def features(
         self, contexts: Contexts, layers: slice, shares: tuple[np.ndarray, np.ndarray] | None = None
     ) -> np.ndarray:
-        """What is known of each expert before the token's path: ``[B, F, layers, E]``.
+        """Features of each expert before the token's path is known: ``[B, F, layers, E]``.
 
         Log-odds in the sequence so far, in tokens with this id, and in tokens that follow the
         previous id; visits by the previous token and the last one with this id; running means over
@@ -199,7 +199,7 @@ class TokenEvidence(Popularity):
         )
 
     def keeps_memo(self, contexts: Contexts) -> bool:
-        """Whether so few tokens are asked about that all layers are answered at once and kept."""
+        """Whether the features of all layers are computed at once, for steps of few tokens."""
         return len(contexts) * self.shape.num_layers * self.shape.num_experts <= _MEMO_SIZE
 
     def state(self) -> State:
@@ -269,15 +269,15 @@ class Samples:
 
 
 DISTANCES = (1, 2, 4)
-"""Look-ahead distances with weights of their own; others use those of the next larger one."""
-SOURCES = 3  # how many layers are looked at, from the last known one back
+"""Look-ahead distances with own weights; others use those of the next larger one."""
+SOURCES = 3  # # layers that are looked at, from the last known one back
 _VARIANT_AT = tuple(
     next(variant for variant, most in enumerate(DISTANCES) if distance <= most)
     for distance in range(DISTANCES[-1] + 1)
 )
-"""The weights that serve a distance."""
+"""The variant for each distance."""
 PATH_FREE, BLIND = len(DISTANCES), len(DISTANCES) + 1
-"""Variants for tokens of which no layer is known, and of which not even the id is known."""
+"""Variants for tokens without known layers, and for tokens with unknown id."""
 NUM_VARIANTS = len(DISTANCES) + 2
 
 EMBEDDING = 32
@@ -288,15 +288,15 @@ BATCH_ROWS = 256
 RATE = 4e-3
 DECAY = 0.05
 UNKNOWN_SHARE = 0.1
-"""Tokens whose id is hidden in training, so that a token never seen is met as it will be."""
+"""Share of tokens whose id is hidden in training, to learn about unknown tokens."""
 _TOKEN, _RECALLED, _RECENT = 1, 4, slice(5, 7)
-"""Places among the features: the token's own table, its last visit here, and running means."""
+"""Features: the token's own table, its last visit here, and the running means."""
 
 _PARAMETERS = ("token", "before", "history", "inner", "inner_bias", "outer", "outer_bias", "mix")
 
 
 class Combination(TokenEvidence):
-    """Logistic regression for every layer and distance over what the other predictors know.
+    """Logistic regression for every layer and distance over the evidence of the other predictors.
 
     The logit of an expert is a weighted sum of `TokenEvidence.features` and, learned from pairs of
     experts, of the last ``SOURCES`` known layers of the token and their gate weights. What depends
@@ -338,17 +338,17 @@ class Combination(TokenEvidence):
     def guess(
         self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        library = _library()
-        if library is None or not self.keeps_memo(contexts):
+        compiled = library()
+        if compiled is None or not self.keeps_memo(contexts):
             return super().guess(contexts, now, layers, width, least)
         known = contexts.memo.get("compiled")
         if known is None:
-            known = contexts.memo["compiled"] = self._compiled_tokens(library, contexts)
+            known = contexts.memo["compiled"] = self._compiled_tokens(compiled, contexts)
         asked = (now, layers.start, len(layers), width, least)
-        number = library.moe_combined_guess(known.at, *asked)
+        number = compiled.moe_combined_guess(known.at, *asked)
         return known.best_experts[:number], known.best_chances[:number]
 
-    def _compiled_tokens(self, library: ctypes.CDLL, contexts: Contexts) -> "_Tokens":
+    def _compiled_tokens(self, compiled: Any, contexts: Contexts) -> "_Tokens":
         shape, tables = self.shape, (self.of_token, self.after_token)
         rows_2B = (
             self.of_token.rows_of(contexts.token_ids),
@@ -367,7 +367,7 @@ class Combination(TokenEvidence):
                 is_known = number >= 0
                 seen += [table.visits_VLE[number].ctypes.data if is_known else None]
                 seen += [float(table.counts_V[number]) if is_known else 0.0]
-            library.moe_combined_token(
+            compiled.moe_combined_token(
                 *(NUM_VARIANTS, shape.num_layers, shape.num_experts, shape.top_k, *learned, *seen),
                 *(int(contexts.num_tokens[row]), *(array[row].ctypes.data for array in known)),
                 logits[row].ctypes.data,
@@ -443,10 +443,10 @@ class Combination(TokenEvidence):
 
 
 class _Tokens(ctypes.Structure):
-    """What ``combined.c`` is told of a step's tokens, field by field, and where that lies."""
+    """The arguments of ``combined.c`` for the tokens of a step."""
 
     at: int
-    kept: tuple[Any, ...]  # what fields point into
+    kept: tuple[Any, ...]  # # arrays that the fields point into
     best_experts: Any
     best_chances: Any
     _fields_: ClassVar = [
@@ -457,33 +457,8 @@ class _Tokens(ctypes.Structure):
     ]
 
 
-_VERSION = 2  # of what ``combined.c`` exports. A library left from another version is not used.
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled estimates; None where they were not built."""
-    from moe_runtime.policies.eviction.compiled import LIBRARY_PATH
-
-    try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-        version = library.moe_combined_version()
-    except (OSError, AttributeError):
-        return None
-    if version != _VERSION:
-        return None
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-    library.moe_combined_token.restype = None
-    library.moe_combined_token.argtypes = [
-        *([number] * 4 + [pointer] * 3 + [pointer, real] * 2),
-        *([ctypes.c_int64] + [pointer] * 5),
-    ]
-    library.moe_combined_guess.argtypes = [pointer, *[number] * 4, real]
-    return library
-
-
 def variant_of(contexts: Contexts, now: int, layer: int) -> int:
-    """Which set of weights serves a prediction; the tokens of a step are all known or all not."""
+    """The variant of a prediction; either all tokens of a step are known, or none."""
     if now >= 0 and layer - now <= DISTANCES[-1]:
         return _VARIANT_AT[layer - now]
     return PATH_FREE if contexts.token_ids[0] >= 0 else BLIND
@@ -502,7 +477,7 @@ def _links_of(samples: Samples, layer: int, variant: int, num_sources: int) -> n
 
 
 class PathNetwork(TokenEvidence):
-    """A hidden layer over the tokens and the recent past that answers for all layers at once.
+    """A hidden layer over the tokens and the recent past that predicts all layers at once.
 
     The role of ExpertFlow's routing-path predictor (He et al., arXiv 2410.17954), which gives a
     transformer the tokens and asks it for the whole path before the first layer has run. Ours has
@@ -520,7 +495,7 @@ class PathNetwork(TokenEvidence):
         self.parameters["outer_bias"] += log_odds(self.share_LE).ravel()
 
     def fit(self, routes: Routes) -> None:
-        """Counts the tables, then trains by cross-entropy over the experts of all layers."""
+        """Counts the tables, then trains on the cross-entropy over the experts of all layers."""
         super().fit(routes)
         samples = Samples(self, routes)
         sizes = self._sizes(len(self.of_token.known_V))
@@ -543,7 +518,7 @@ class PathNetwork(TokenEvidence):
                 adam.step(self._gradients(features, seen, before[rows], samples.path[rows]))
 
     def estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
-        """Probabilities from the tokens and the past alone, however many layers are known."""
+        """Ignores layers that are known already."""
         if not self.keeps_memo(contexts):
             return sigmoid(self._logits(contexts, slice(layer, layer + 1))[:, 0])
         if self.name not in contexts.memo:
@@ -562,7 +537,7 @@ class PathNetwork(TokenEvidence):
 
     def _sizes(self, num_known: int) -> dict[str, tuple[int, ...]]:
         experts = self.shape.num_layers * self.shape.num_experts
-        # The last embedding is that of every token that the table does not know.
+        # # the last embedding is that of unknown tokens
         sizes = (
             *((num_known + 1, EMBEDDING), (num_known + 1, EMBEDDING)),
             *((2 * experts, HISTORY), (2 * EMBEDDING + HISTORY, HIDDEN), (HIDDEN,)),
@@ -617,7 +592,7 @@ class PathNetwork(TokenEvidence):
 
 
 def _initial(name: str, size: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """Embeddings and matrices start small and random; biases and what adds at the end at zero."""
+    """Embeddings and matrices start small and random; biases and the output layer at zero."""
     if name in ("inner_bias", "outer_bias", "outer", "mix"):
         return np.zeros(size, np.float32)
     width = 1.0 if name in ("token", "before") else 1.0 / np.sqrt(size[0])

@@ -1,4 +1,4 @@
-"""When a guess is worth reading: rules without a clock, for the live store and for replay."""
+"""Rules of prefetching, without a clock: for the live store and for replay."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _REMEMBERED = 0.9  # weight of the past in the running mean of what a missing ex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchRules:
-    """When a guess is read."""
+    """Limits of prefetching."""
 
     horizon: int = 2  # most layers to look ahead
     min_probability: float = 0.2  # a guess must be at least this likely, whatever the waste
@@ -55,7 +55,7 @@ class Admission:
 
     @property
     def least_probability(self) -> float:
-        """How likely a guess must be now: the less waste is left to be allowed, the surer."""
+        """Least probability of a guess now: the less allowance is left, the higher."""
         unused = self._allowance / self.rules.allowance
         return 1.0 - unused * (1.0 - self.rules.min_probability)
 
@@ -64,14 +64,14 @@ class Admission:
         return 1 if fits else self.rules.horizon
 
     def idle(self, idle_s: float, transfer_s: float, *, layers: int = 1) -> None:
-        """The link was idle for some time, in which it could have moved experts."""
+        """Credits idle time of the link."""
         self._layer_s += (1 - _REMEMBERED) * (idle_s / layers - self._layer_s)
         self._transfer_s = transfer_s
         if transfer_s > 0:
             self._credit = min(self.rules.credit, self._credit + idle_s / transfer_s)
 
     def used(self, layer: int, keys: Collection[ExpertKey]) -> None:
-        """A layer visits these experts: its guesses are judged, and none takes their slots yet."""
+        """A layer visits these experts: judges its guesses, and protects the slots from others."""
         self._last_used[layer] = keys
         judged = self._open[layer]
         if not judged:
@@ -81,7 +81,7 @@ class Admission:
         judged.clear()
 
     def waited(self, layers: Iterable[int], num_missing: int, stall_s: float) -> None:
-        """Layers had to wait so long, together, for so many experts; -1 is the last one."""
+        """Layers waited so long, together, for so many experts; -1 is the last layer."""
         self._earn(self.rules.waste * num_missing)
         if num_missing:
             new_s = stall_s / num_missing
@@ -89,16 +89,16 @@ class Admission:
                 self._miss_s[layer] += (1 - _REMEMBERED) * (new_s - self._miss_s[layer])
 
     def likely(self, guesses: Iterable[Guess]) -> list[Guess]:
-        """Those that are ever worth a slot; reads of others that have not begun are stale."""
+        """Guesses above the least probability; waiting reads of others are stale."""
         return [guess for guess in guesses if guess[1] >= self.rules.min_probability]
 
     def most_useful(self, guesses: Sequence[Guess], now: int) -> list[Guess]:
-        """Orders by impact the likely guesses that are sure enough now."""
+        """Guesses that are likely enough now, by impact."""
         least = self.least_probability
         sure = [guess for guess in guesses if guess[1] >= least]
         if len(sure) < 2:
             return sure
-        least_s = 1e-3 * max(self._miss_s) or 1.0  # a layer that never waited yet comes last
+        least_s = 1e-3 * max(self._miss_s) or 1.0  # # a layer that never waited comes last
 
         def impact(guess: Guess) -> float:
             key, probability = guess
@@ -111,7 +111,7 @@ class Admission:
     def gives_way(
         self, incoming: ExpertKey, probability: float, chance: Mapping[ExpertKey, float]
     ) -> Callable[[ExpertKey], bool]:
-        """Says of a held expert whether a guess may have its slot."""
+        """Returns a test whether a held expert gives its slot to a guess."""
         just_used = self._last_used[incoming.layer]
         bound = probability - self.rules.min_gain
 
@@ -125,14 +125,14 @@ class Admission:
         return worth_less
 
     def spend(self, guess: Guess) -> None:
-        """Takes the price of a prefetch from the credit and from the allowance for waste."""
+        """Pays for a prefetch from the credit and from the allowance for waste."""
         key, probability = guess
         self._credit -= 1.0
         self._allowance -= 1.0 - probability
         self._open[key.layer][key] = probability
 
     def take_back(self, key: ExpertKey) -> None:
-        """A prefetch was cancelled before it began; if its layer has not come it cost nothing."""
+        """A prefetch was cancelled before it began: returns its price, unless its layer has run."""
         probability = self._open[key.layer].pop(key, None)
         if probability is not None:
             self._credit = min(self.rules.credit, self._credit + 1.0)
@@ -144,18 +144,19 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """What a decode step took."""
+    """The cost of a decode step."""
 
-    seconds: float  # from its begin to the next one's, waiting and predicting included
-    stall_s: float  # seconds of these that computation waited for experts
-    predict_s: float  # seconds of these that were spent on predicting
-    saved_s: float  # the most that guesses which came true can have saved: their transfers
-    # what the experts that it would have missed without guesses take on an idle link
+    seconds: float  # # from its begin to the begin of the next, with waiting and predicting
+    stall_s: float  # # of these, waiting for experts
+    predict_s: float  # # of these, predicting
+    saved_s: float  # # upper bound of the saving: the transfers of right guesses
+    # # transfers of all experts that would have been missed without guesses, on an idle link
     needed_s: float = 0.0
 
 
 READ_AGAIN = 1 / 3
-"""Of wrong guesses, those that evicted what is read again: 0.1 to 0.6 in gpt-oss-20b's trace."""
+"""Share of wrong guesses that evicted an expert which is read again: 0.1 to 0.6 in a trace of
+gpt-oss-20b."""
 
 
 def num_needed(misses: int, came_true: int, guesses: int) -> float:
@@ -177,14 +178,13 @@ class Controller:
     BLOCK_STEPS = 4
     TRIAL = (False, True, True, False)
     LEAST_STALL = 0.1
-    """Share of a step that must be waiting for a trial: not all of it can be saved, and predicting
-    and reading early take some hundredths of a step."""
+    """Least share of waiting in a step for a trial: only a part of it can be saved."""
     LEAST_STALL_S = 2e-3
-    """Seconds of a step that must be waiting: of shorter waits predicting takes what it saves."""
-    HOPELESS = 1.1  # So many times slower is no accident, even of a few steps
+    """Least seconds of waiting in a step: predicting costs as much as shorter waits."""
+    HOPELESS = 1.1  # # slower by chance, even with few steps
     STEPS_ON = 256
     STEPS_OFF = 64
-    """Steps until the next trial after a failed one; twice as many after each further one."""
+    """Steps until the next trial after a failed one, doubled after each further one."""
     MOST_STEPS_OFF = 1024
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Controller:
         self._pause = self.STEPS_OFF
 
     def step(self, cost: StepCost) -> None:
-        """Takes note of a finished decode step and decides about the next one."""
+        """Notes a finished decode step and decides about the next one."""
         self._recent.append(cost)
         self._wait -= 1
         if self._plan or self._costs[True]:
@@ -279,6 +279,6 @@ class Controller:
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The mean of the middle half, which no rare one changes."""
+    """The mean of the middle half."""
     cut = len(values) // 4
     return fmean(sorted(values)[cut : len(values) - cut])

@@ -134,8 +134,3 @@ def test_an_interrupt_leaves_the_map_in_use_alone(trace, tmp_path, monkeypatch, 
     assert main([*words, "--algorithm", "moetuner"]) == 130
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_missing_trace_is_one_line(capsys):
-    assert main(["place", "nowhere.npz", "--gpus", "4"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -160,16 +160,6 @@ def test_bad_input_is_one_line(trace, capsys, args, message):
     assert len(captured.err.strip().splitlines()) == 1
 
 
-def test_a_trace_of_another_model_names_both(trace, tmp_path, capsys):
-    path = tmp_path / "wide.npz"
-    shape = Shape(num_layers=2, num_experts=9, top_k=2)
-    write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
-    assert main(["replay", trace, "--train", str(path), "--policy", "static"]) == 2
-    error = capsys.readouterr().err
-    assert "layers of 9 experts" in error
-    assert "layers of 8 experts" in error
-
-
 @pytest.fixture
 def trained(other, tmp_path, capsys):
     path = str(tmp_path / "trained.npz")
@@ -188,14 +178,18 @@ def test_a_trained_predictor_prefetches_as_one_trained_here(trace, other, traine
     assert outcomes[0] == outcomes[1]
 
 
-def test_a_predictor_of_another_model_names_both(trained, tmp_path, capsys):
-    path = tmp_path / "wide.npz"
+def test_a_trace_or_predictor_of_another_model_names_both(trace, trained, tmp_path, capsys):
+    path = str(tmp_path / "wide.npz")
     shape = Shape(num_layers=2, num_experts=9, top_k=2)
     write_trace(path, trace_of(make_routes(shape, num_sequences=2, length=5)))
-    assert main(["replay", str(path), "--predictor", trained, "--bandwidth", "1GB"]) == 2
-    error = capsys.readouterr().err
-    assert "layers of 9 experts" in error
-    assert "layers of 8 experts" in error
+    for words in (
+        [trace, "--train", path, "--policy", "static"],
+        [path, "--predictor", trained, "--bandwidth", "1GB"],
+    ):
+        assert main(["replay", *words]) == 2
+        error = capsys.readouterr().err
+        assert "layers of 9 experts" in error
+        assert "layers of 8 experts" in error
 
 
 def test_training_what_is_trained_is_a_contradiction(trace, other, trained, capsys):

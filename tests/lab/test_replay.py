@@ -170,12 +170,12 @@ def test_without_the_compiled_replay_the_policies_are_asked(monkeypatch):
 
 @pytest.mark.skipif(not is_available(), reason="the compiled replay needs a C compiler")
 def test_a_library_of_another_version_is_left_aside(monkeypatch):
-    monkeypatch.setattr(compiled, "VERSION", compiled.VERSION + 1)
-    compiled._library.cache_clear()
+    monkeypatch.setitem(compiled.VERSIONS, "replay", 0)
+    compiled.library.cache_clear()
     try:
         assert not is_available()
     finally:
-        compiled._library.cache_clear()
+        compiled.library.cache_clear()
 
 
 class _NewestFirst(LRU[ExpertKey]):

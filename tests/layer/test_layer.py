@@ -152,15 +152,6 @@ def test_activation_checkpointing_changes_no_gradient(use_reentrant):
     torch.testing.assert_close(free.gate.weight.grad, plain.gate.weight.grad)
 
 
-def test_recompute_changes_no_gradient():
-    x = torch.randn(20, D)
-    plain, recomputing = make_layer(), make_layer(recompute=True)
-    for layer in (plain, recomputing):
-        layer(x).square().sum().backward()
-    for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(gradients(recomputing)[name], gradient)
-
-
 def test_autocast():
     """Products in bf16, scores in fp32: the choice of experts is that of fp32."""
     layer = make_layer(shared_experts=1)
@@ -176,13 +167,6 @@ def test_autocast():
     assert (out.float() - exact).norm() / exact.norm() < 6 * 2**-8
     (out.float().square().sum() + layer.aux.loss).backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
-
-
-def test_bf16_layer_returns_bf16():
-    layer = make_layer(dtype=torch.bfloat16)
-    out = layer(torch.randn(10, D, dtype=torch.bfloat16))
-    assert out.dtype == torch.bfloat16
-    assert layer.aux.loss.dtype == torch.float32
 
 
 def test_lora_adapts_the_experts():
@@ -213,7 +197,7 @@ def test_lora_adapts_the_experts():
 @pytest.mark.parametrize(
     ("gate", "backend"),
     [
-        ("group_limited_topk", "aot_eager"),
+        pytest.param("group_limited_topk", "aot_eager", marks=pytest.mark.long),
         pytest.param("moepp", "eager", marks=pytest.mark.long),
         pytest.param("switch", "eager", marks=pytest.mark.long),
         ("sinkhorn", "eager"),

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from device_tiers import Interrupted, Tiers
-from emulated_device import POISON, EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, keys
 from injection import KINDS, struck
 
@@ -123,38 +122,6 @@ def test_of_copies_at_once_each_has_the_time_after_the_one_before():
     assert copies[0].seconds_after(copies[1]) == 0.0  # it ended first, whoever says so first
 
 
-def test_copies_run_beside_work_that_was_queued_after_they_were_asked_for():
-    device = EmulatedDevice(bytes_per_s=1e6, latency_s=0.0)
-    source, slots = torch.ones(1000, dtype=torch.uint8), device.allocate(2000).split(1000)
-    device.pin(source, 1000)
-    copies = []
-    for slot in slots:
-        after = device.vacate(slot)
-        device.compute(lambda: None, duration_s=1e-3)
-        copies.append(device.copy([(source, slot)], after, DEMAND))
-    device.finish()
-    # two copies and two pieces of work of a millisecond; the second copy waits for the first work
-    assert [copy.time_s for copy in copies] == pytest.approx([1e-3, 2e-3])
-    assert device.now_s == pytest.approx(2e-3)
-
-
-def test_a_slot_is_poison_until_its_copy_is_done():
-    device = EmulatedDevice()
-    source, slot = torch.zeros(16, dtype=torch.uint8), device.allocate(16)
-    device.pin(source, 16)
-    device.copy([(source, slot)], device.vacate(slot), AHEAD).synchronize()
-    assert slot.unique().tolist() == [0]
-    after = device.vacate(slot)
-    assert slot.unique().tolist() == [POISON]
-    assert slot.view(torch.bfloat16).isnan().all()
-    assert slot.view(torch.float32).isnan().all()
-    copy = device.copy([(source, slot)], after, AHEAD)
-    assert not copy.query()
-    assert slot.unique().tolist() == [POISON]
-    copy.synchronize()
-    assert slot.unique().tolist() == [0]
-
-
 class HeldWaits:
     """Waits for copies that do not begin until they are let, on the threads that copy."""
 
@@ -181,16 +148,6 @@ def test_work_is_queued_behind_copies_that_the_host_does_not_wait_for():
     entries = tiers.store._entries
     assert not entries[arriving[0]].arrived
     waits.let_go()
-    tiers.close()
-
-
-def test_experts_that_are_resident_make_no_stream_wait():
-    tiers = Tiers()
-    tiers.use(keys(0, 0, 1), streaming=False)
-    tiers.settle()
-    num_waits = tiers.device.num_waits
-    tiers.use(keys(0, 0, 1), streaming=False)
-    assert tiers.device.num_waits == num_waits
     tiers.close()
 
 
@@ -383,19 +340,6 @@ def test_work_on_residents_looks_at_nobody_who_was_evicted():
     assert {first, second} < {key for key, _ in tiers.seen}
 
 
-def test_what_waits_for_a_slot_is_not_asked_of_the_host():
-    tiers = Tiers(on_device=3, on_host=8)
-    for key in keys(0, *range(6)):
-        tiers.use([key], streaming=False)
-    tiers.settle()
-    tiers.host.reset_stats()
-    tiers.store.reset_stats()
-    tiers.use(keys(0, *range(5)), streaming=False)
-    tiers.settle()
-    assert tiers.host.stats().hits == tiers.store.stats().misses > 1
-    tiers.close()
-
-
 def ready(*on_device: int) -> Tiers:
     """Six experts of a layer in the host's memory, of which these two are on the device too, beside
     the last one of the others."""
@@ -407,28 +351,19 @@ def ready(*on_device: int) -> Tiers:
     return tiers
 
 
-def test_what_lies_below_is_copied_at_once_and_leased_by_nobody():
+def test_experts_that_are_resident_below_are_one_copy_and_no_lease():
     tiers = ready(0, 1)
     copies, copy = list[int](), tiers.device.copy
     with patch.object(tiers.device, "copy", lambda *a: copies.append(len(a[0])) or copy(*a)):
         assert tiers.use_step(keys(0, 1, 4)) == []
-    assert copies == [1]
-    tiers.check()
-    stats = tiers.store.stats()
-    assert (stats.hits, stats.misses, stats.evictions) == (1, 1, 1)
-    tiers.settle()
-    assert tiers.use_step(keys(0, 4, 1)) == []  # the one that was used was not the one to leave
-    assert (tiers.store.stats().hits, tiers.store.stats().misses) == (3, 1)
-    tiers.close()
-
-
-def test_several_are_one_copy():
-    tiers = ready(0, 1)
-    copies, copy = list[int](), tiers.device.copy
-    with patch.object(tiers.device, "copy", lambda *a: copies.append(len(a[0])) or copy(*a)):
-        assert tiers.use_step(keys(0, 3, 4)) == []
-    assert copies == [2]
-    assert tiers.store.stats().misses == 2
+        tiers.check()
+        stats = tiers.store.stats()
+        assert (stats.hits, stats.misses, stats.evictions) == (1, 1, 1)
+        tiers.settle()
+        assert tiers.use_step(keys(0, 4, 1)) == []  # the used one was not evicted
+        assert (tiers.store.stats().hits, tiers.store.stats().misses) == (3, 1)
+        assert tiers.use_step(keys(0, 2, 3)) == []
+    assert copies == [1, 2]
     tiers.close()
 
 
@@ -489,33 +424,6 @@ def test_reads_that_wait_for_slots_below_do_not_wait_for_copies_that_hold_them()
     tiers.close()
 
 
-def test_a_copy_that_is_queued_despite_an_error_is_not_queued_again():
-    tiers = Tiers()
-    (key,) = keys(0, 0)
-    tiers.host.read_ahead([key])
-    while tiers.host._link.under_way:
-        time.sleep(1e-4)
-    push, failures = tiers.store.fetcher._ends._push, [MemoryError("as asked")]
-
-    def fail(*args: Any, **options: Any) -> None:
-        if failures:
-            raise failures.pop()
-        push(*args, **options)
-
-    copies: list[Any] = []
-    copy = tiers.device.copy
-    with (
-        patch.object(tiers.store.fetcher._ends, "_push", fail),
-        patch.object(tiers.device, "copy", lambda *args: copies.append(1) or copy(*args)),
-    ):
-        tiers.use([key], streaming=False)
-        tiers.settle()
-        tiers.check()
-    assert not failures
-    assert len(copies) == 1
-    tiers.close()
-
-
 RESIDENT_BELOW = [ExpertKey(0, expert) for expert in range(3)]
 PATIENCE_S = 600
 """What hangs fails after this."""
@@ -559,22 +467,6 @@ def test_copies_of_a_lease_that_is_left_end(tiers, leave):
     leave(tiers)
     if leave is not fail:
         assert returns(tiers.store.fetcher.finish_used)
-    assert returns(tiers.settle)
-    tiers.check()
-
-
-def test_who_tells_of_ends_while_another_thread_queues_a_copy_loses_none(tiers):
-    ends: Any = tiers.store.fetcher._ends
-    submit = ends.submit
-
-    def submit_later(*given: Any, **options: Any) -> None:
-        assert returns(tiers.store.fetcher.wake_ends)
-        while len(ends._monitor._condition._waiters) < len(ends._threads):
-            time.sleep(1e-4)
-        submit(*given, **options)
-
-    with patch.object(ends, "submit", submit_later):
-        assert returns(partial(tiers.use, RESIDENT_BELOW[:2], streaming=False))
     assert returns(tiers.settle)
     tiers.check()
 

@@ -108,12 +108,6 @@ def test_experts_about_as_probable_are_not_evicted():
     assert guesses.absent([(K(1, 0), 1.0)])
 
 
-def test_other_layers_do_not_pay_for_a_guess():
-    store, reader, guesses = open_store([2, 0])
-    use(store, reader, K(0, 0), K(0, 1))
-    assert start(guesses, (K(1, 3), 1.0)) == 0
-
-
 def test_a_wrong_guess_is_the_first_to_go():
     store, reader, guesses = open_store([2, 2])
     use(store, reader, K(0, 0), K(0, 1))
@@ -125,15 +119,6 @@ def test_a_wrong_guess_is_the_first_to_go():
     use(store, reader, K(1, 4))  # a miss takes the slot of the wrong guess, not of an old expert
     assert store.stats().wasted_guesses == 1
     assert not guesses.absent([(K(1, 0), 1.0), (K(0, 0), 1.0), (K(0, 1), 1.0)])
-
-
-def test_a_guess_whose_layer_is_to_come_outlives_a_miss_elsewhere():
-    store, reader, guesses = open_store([1, 1])
-    use(store, reader, K(0, 0))
-    start(guesses, (K(1, 9), 0.9))
-    reader.finish_all()
-    use(store, reader, K(0, 1))
-    assert not guesses.absent([(K(1, 9), 1.0)])
 
 
 def test_the_window_bounds_guesses_at_work():

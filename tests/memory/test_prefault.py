@@ -85,11 +85,3 @@ def test_it_ends_with_the_block_that_fails(monkeypatch):
     assert len(parts) == 1
     assert "moe-touch" not in [thread.name for thread in threading.enumerate()]
     assert threading.active_count() <= before + 1
-
-
-def test_a_system_that_cannot_is_asked_once(monkeypatch):
-    recorder = Recorder(1, works=False)
-    use(monkeypatch, recorder)
-    with touched_meanwhile(Slab(4, PART_BYTES)):
-        assert recorder.enough.wait(600)
-    assert len(recorder.parts) == 1

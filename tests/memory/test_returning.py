@@ -14,7 +14,6 @@ from device_tiers import Tiers
 from emulated_device import EmulatedDevice
 from fake_tier import NUM_EXPERTS, NUM_LAYERS, SLOT_BYTES, FakeTier, content, keys
 
-from moe_runtime.memory import store as store_module
 from moe_runtime.memory.device.device_layout import CopyPart
 from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.memory.tiers import Return, ReturningSource
@@ -154,25 +153,6 @@ def test_a_return_that_is_waited_for_leaves_no_demand():
     asks.join()
     rest(tiers)
     assert tiers.host._link._demands == 0
-    tiers.close()
-
-
-def test_a_return_is_no_time_of_the_disk(monkeypatch):
-    tiers, gate, now = filled(2, 4, 6), threading.Event(), [100.0]
-    threads = returning(tiers)
-    tiers.device.hesitate = lambda: threading.current_thread() in threads and gate.wait(600)
-    (first, *_) = [key for key in tiers.host._entries if key not in tiers.store._entries]
-    monkeypatch.setattr(store_module.time, "perf_counter", lambda: now[0])
-    link = tiers.host._link
-    use(tiers, first.expert)  # who leaves is under way for long
-    assert link.under_way == link.on_other_link == 1
-    now[0] += 50.0
-    link.begin(is_demand=True)
-    assert link._since_s == now[0]
-    link.end(0, is_demand=True, now_s=now[0])
-    gate.set()
-    rest(tiers)
-    assert link.on_other_link == 0
     tiers.close()
 
 

@@ -27,7 +27,7 @@ from moe_runtime.parallel.communication.transport import Arriving, LocalTranspor
 from moe_runtime.serving.following import Follower
 from moe_runtime.serving.plans import Plan, Plans
 from moe_runtime.serving.requests import EngineOptions, GenerationRequest
-from moe_runtime.serving.scheduling import Sequence, hear_nothing
+from moe_runtime.serving.scheduling import Sequence, ignore_event
 
 Ranks = Callable[[int], RankPool]
 KINDS = (
@@ -161,7 +161,7 @@ def test_what_changes_the_next_step_ends_all(checkpoint, ranks):
 def test_tokens_that_were_not_told_are_a_disagreement():
     follower = Follower.__new__(Follower)
     follower._chosen, follower._counts = deque(), Counter(steps=3)
-    sequence = Sequence(GenerationRequest(prompt_ids=(1,), max_new_tokens=1), hear_nothing, 1, "")
+    sequence = Sequence(GenerationRequest(prompt_ids=(1,), max_new_tokens=1), ignore_event, 1, "")
     for tell in (follower._add_token, lambda one, _: follower._add_logprobs(one, 1, None)):
         with pytest.raises(RankFailureError, match="disagree after step 3"):
             tell(sequence, None)

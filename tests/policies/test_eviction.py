@@ -14,6 +14,7 @@ from moe_runtime.policies.eviction import (
     even_shares,
     make_policy,
 )
+from moe_runtime.policies.eviction.compiled import rule_of
 from moe_runtime.policies.prediction import Shape, TrackedPredictor, make_estimator
 from moe_runtime.types import ExpertKey
 
@@ -116,22 +117,6 @@ class TestContract:
             assert policy.access([key(1), key(2)], 0) == len(policy) == 0
 
 
-def test_lru_evicts_what_a_list_of_uses_says():
-    generator = random.Random(3)
-    policy, uses = LRU[ExpertKey](), []
-    for _ in range(3000):
-        some = key(generator.randrange(12))
-        if some in uses:
-            policy.touch(some)
-            uses.remove(some)
-        else:
-            if len(uses) == 5:
-                assert policy.victim(anything, some) == uses[0]
-                policy.remove(uses.pop(0))
-            policy.insert(some)
-        uses.append(some)
-
-
 class TestShares:
     def test_even_shares_use_every_slot(self):
         assert even_shares(10, 4) == [3, 3, 2, 2]
@@ -174,7 +159,7 @@ def test_a_subclass_is_replayed_by_its_own_methods():
     class Mine(LRU):
         pass
 
-    assert LRU().replay_rule is not None
-    assert Mine().replay_rule is None
-    assert LayerShares(LRU, [1, 1]).replay_rule == LRU().replay_rule
-    assert LayerShares(Mine, [1, 1]).replay_rule is None
+    assert rule_of(LRU()) is not None
+    assert rule_of(Mine()) is None
+    assert rule_of(LayerShares(LRU, [1, 1])) == rule_of(LRU())
+    assert rule_of(LayerShares(Mine, [1, 1])) is None

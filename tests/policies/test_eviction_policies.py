@@ -5,11 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from traces import trace_of
 
-from moe_runtime.lab.replay.untimed import replay_demand
-from moe_runtime.lab.traces.workload import workload_of
-from moe_runtime.policies.eviction import LRU, AdaptiveShares, Setting, make_global_policy
+from moe_runtime.policies.eviction import LRU, AdaptiveShares
 from moe_runtime.policies.eviction.classic import (
     GDSF,
     LFRU,
@@ -26,53 +23,10 @@ from moe_runtime.policies.eviction.learned import (
     RecentScores,
     Scored,
 )
-from moe_runtime.policies.prediction import LayerRouted, Routes, Shape, StepBegins
+from moe_runtime.policies.prediction import LayerRouted, Shape, StepBegins
 from moe_runtime.types import ExpertKey
 
 SHAPE = Shape(num_layers=12, num_experts=32, top_k=2)
-
-
-def make_family(
-    *,
-    num_groups: int,
-    concentration: float,
-    persistence: float,
-    num_requests: int,
-    length: int = 40,
-    seed: int = 0,
-) -> Routes:
-    """Requests one after the other; each draws a group with fixed logits.
-
-    Args:
-        num_groups: groups of requests.
-        concentration: standard deviation of a group's logits.
-        persistence: correlation of the noise from token to token.
-        num_requests: number of requests.
-        length: tokens of a request.
-        seed: of the generator.
-    """
-    rng = np.random.default_rng(seed)
-    sizes = (SHAPE.num_layers, SHAPE.num_experts)
-    base = rng.normal(0, concentration, size=(num_groups, *sizes))
-    ids, weights = [], []
-    for _ in range(num_requests):
-        group = base[rng.integers(num_groups)]
-        noise = rng.normal(size=sizes)
-        for _ in range(length):
-            logits = group + noise
-            best = np.argsort(-logits, axis=1)[:, : SHAPE.top_k]
-            scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-            ids.append(best)
-            weights.append(np.take_along_axis(scores, best, axis=1))
-            fresh = rng.normal(size=sizes)
-            noise = persistence * noise + np.sqrt(1 - persistence**2) * fresh
-    return Routes(
-        shape=SHAPE,
-        expert_ids=np.array(ids),
-        gate_weights=np.array(weights, dtype=np.float32),
-        token_ids=np.full(len(ids), -1, dtype=np.int64),
-        offsets=np.arange(num_requests + 1, dtype=np.int64) * length,
-    )
 
 
 def anything(_: object) -> bool:
@@ -270,39 +224,6 @@ def fewest_misses(uses: list[int], num_slots: int) -> int:
             held.remove(max(held, key=lambda k: rest.index(k) if k in rest else len(rest)))
         held.add(key)
     return misses
-
-
-def hit_rates(policies: list[str], **family: float) -> dict[str, float]:
-    """One pool of 10 % of the experts; the first 12 requests warm it up."""
-    routes = make_family(num_requests=20, length=24, **family)  # type: ignore[arg-type]
-    workload = workload_of(trace_of(routes))
-    warm = 12 * 24 * SHAPE.num_layers
-    rates = {}
-    for name in policies:
-        setting = Setting(shape=SHAPE)
-        replay = replay_demand(
-            workload, lambda _, n=name, s=setting: make_global_policy(n, setting=s), 38
-        )
-        rates[name] = replay.hits[warm:].sum() / workload.num_keys[warm:].sum()
-    return rates
-
-
-def test_scores_and_matrices_win_where_tokens_hardly_follow_each_other():
-    rates = hit_rates(
-        ["lru", "mrs", "activation-aware", "reuse"],
-        num_groups=12,
-        concentration=0.8,
-        persistence=0.0,
-    )
-    assert rates["mrs"] >= rates["lru"] + 0.05
-    assert rates["activation-aware"] >= rates["lru"] + 0.10
-    assert rates["reuse"] >= rates["lru"] + 0.10
-
-
-def test_scores_and_reuse_lose_nothing_where_recency_says_all():
-    rates = hit_rates(["lru", "mrs", "reuse"], num_groups=12, concentration=2.2, persistence=0.8)
-    assert rates["mrs"] >= rates["lru"] - 0.005
-    assert rates["reuse"] >= rates["lru"] - 0.005
 
 
 def test_shares_move_to_the_layer_where_slots_save_misses():

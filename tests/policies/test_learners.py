@@ -15,7 +15,6 @@ from moe_runtime.policies.eviction.reuse import ReuseEstimator
 from moe_runtime.policies.prediction import (
     EamCollection,
     LayerRouted,
-    RunningCounts,
     Shape,
     StepBegins,
     TrackedPredictor,
@@ -82,13 +81,6 @@ def test_damaged_arrays_are_refused(name):
             LEARNERS[name]().restore({k: v for k, v in kept.items() if k != key})
 
 
-def test_recorded_requests_teach_what_watching_them_does():
-    fitted = ActivationMatrices(SHAPE)
-    fitted.collection.fit(ROUTES)
-    watched = watch(ActivationMatrices(SHAPE), ROUTES)
-    np.testing.assert_array_equal(fitted.learned()["matrices"], watched.learned()["matrices"])
-
-
 @pytest.mark.parametrize("name", ["activation-aware", "eam"])
 def test_requests_that_decode_in_turn_are_learned_whole(name):
     """A step of one request is not the end of the others."""
@@ -111,7 +103,3 @@ def test_requests_that_decode_in_turn_are_learned_whole(name):
     learner.observe(StepBegins(sequences=np.array([7]), token_ids=np.array([1])))
     learner.finish(7)  # nothing is known of it
     assert len(learner.learned()["matrices"]) == 2
-
-
-def test_what_counts_the_running_request_only_keeps_nothing():
-    assert not watch(TrackedPredictor(RunningCounts(SHAPE)), ROUTES).learned()

@@ -1,5 +1,6 @@
 """What gates refuse, and in which words."""
 
+import math
 import re
 from typing import Any
 
@@ -11,7 +12,6 @@ from moe_runtime.routing import (
     Routing,
     RoutingContext,
     SigmoidTopK,
-    gate_options,
     make_gate,
 )
 
@@ -65,6 +65,13 @@ from moe_runtime.routing import (
             "option 'bias_update_rate' of gate SigmoidTopK must be a number, got 'x'",
         ),
         (("expert_choice", 8, 4, 1), {"max_experts_per_token": 1.5}, "of gate ExpertChoice must"),
+        (("rl_r", 8, 4, 1), {"top_p": 0.0}, "top_p must lie in (0, 1], got 0.0"),
+        (("rl_r", 8, 4, 1), {"policy_weight": -1.0}, "policy_weight must be at least 0"),
+        (
+            ("softmax_topk", 8, 4, 2),
+            {"loss_weights": {"load_balanc": 0.1}},
+            "did you mean 'load_balance'",
+        ),
     ],
 )
 def test_sizes_and_names(arguments, options, message):
@@ -75,8 +82,15 @@ def test_sizes_and_names(arguments, options, message):
 def test_gates_refuse_options_by_themselves():
     with pytest.raises(ValueError, match="option 'scale' of gate SigmoidTopK must be a number"):
         SigmoidTopK(8, 4, 2, scale="2")
-    with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
-        Capacity("1")
+    for factor in (0, -1.0, math.nan, "1", True):
+        with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
+            Capacity(factor)
+    with pytest.raises(ValueError, match="policy must be one of choice, token, priority, score"):
+        Capacity(1.0, "tokn")
+    with pytest.raises(ValueError, match="ids must be int64"):
+        Routing(torch.zeros(3, 2), torch.zeros(3, 2), 4)
+    with pytest.raises(ValueError, match=r"weights must be \[3, 2\]"):
+        Routing(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3), 4)
 
 
 def test_batches_that_do_not_fit():
@@ -116,20 +130,6 @@ def test_previous_logits_of_another_width():
     gate = make_gate("moepp", 8, 4, 2)
     with pytest.raises(ValueError, match=r"previous_logits must be \[3, 8\], got \[3, 4\]"):
         gate(torch.randn(3, 8), RoutingContext(previous_logits_TE=torch.zeros(3, 4)))
-
-
-def test_routing_value():
-    with pytest.raises(ValueError, match="ids must be int64"):
-        Routing(torch.zeros(3, 2), torch.zeros(3, 2), 4)
-    with pytest.raises(ValueError, match=r"weights must be \[3, 2\]"):
-        Routing(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3), 4)
-
-
-def test_options_are_listed():
-    assert {"softmax", "renormalize", "capacity", "loss_weights"} <= set(
-        gate_options("softmax_topk")
-    )
-    assert "num_scores" not in gate_options("moepp")
 
 
 def test_a_gate_from_outside_may_name_types_for_checkers_alone():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.layer import MoELayer
-from moe_runtime.routing import GATES, LOSSES, Capacity, RoutingContext, expert_counts, make_gate
+from moe_runtime.routing import LOSSES, Capacity, RoutingContext, expert_counts, make_gate
 from moe_runtime.routing.assigned import best_assignment, log_transport_plan
 
 D = 16
@@ -145,19 +145,6 @@ def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight():
     assert abs(rate - 2 * second) < 3 * sigma
     assert routing.is_dispatched_TK[:, 0].all()
     assert gate.eval()(torch.ones(9, 2)).is_dispatched_TK.all(), "evaluation is not random"
-
-
-def test_gshard_groups_equal_groups_on_their_own():
-    grouped = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8), num_groups=3).eval()
-    alone = make_gate("gshard", D, 4, 2, capacity=Capacity(0.8)).eval()
-    alone.load_state_dict(grouped.state_dict())
-    x = rows(30)
-    whole = grouped(x)
-    parts = [alone(part) for part in x.chunk(3)]
-    assert torch.equal(whole.ids_TK, torch.cat([p.ids_TK for p in parts]))
-    assert torch.equal(whole.weights_TK, torch.cat([p.weights_TK for p in parts]))
-    mean = sum(p.losses["first_choice_balance"] for p in parts) / 3
-    torch.testing.assert_close(whole.losses["first_choice_balance"], mean)
 
 
 def test_one_prototype_is_switch_bit_for_bit():
@@ -355,19 +342,3 @@ def test_bias_is_kept_in_fp32_and_evaluation_counts_nothing():
     assert torch.equal(gate.expert_bias, torch.full((8,), 1e-5))
     gate.eval()(rows(10))
     assert gate.load_E.sum() == 0
-
-
-def test_cosine_ignores_the_length_of_a_token_and_bounds_the_scale():
-    gate = make_gate("cosine_topk", D, 6, 2)
-    near, far = gate(rows(20)), gate(rows(20) * 1000)
-    torch.testing.assert_close(near.logits_TE, far.logits_TE)
-    assert near.logits_TE.abs().max() <= 2 + 1e-5, "the scale starts at 1 / 0.5"
-    gate.log_scale.data.fill_(99.0)
-    assert gate(rows(20)).logits_TE.abs().max() <= 100 + 1e-3
-
-
-def test_round_robin_is_uniform_with_real_weights():
-    routing = make_gate("round_robin", D, 6, 2)(rows(30))
-    assert routing.counts_E.tolist() == [10] * 6
-    assert routing.weights_TK.unique().numel() > 30
-    assert set(GATES) >= {"round_robin", "base"}

@@ -128,20 +128,6 @@ def test_the_language_model_rewards_with_its_own_loss():
     assert model.losses(ids[:, :-1], ids[:, 1:]).auxiliary.isfinite()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"top_k": 2}, "top_k"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
-        ({"top_p": 1.5}, "got 1.5"),
-        ({"policy_weight": -1.0}, "policy_weight must be at least 0"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        Reinforce(D, E, **options)
-
-
 def test_bad_rewards_name_the_gate():
     gate = Reinforce(D, E, name="the gate of layer 3")
     routing = gate(torch.randn(4, D))

@@ -349,17 +349,17 @@ def test_what_loses_its_room_comes_back_as_it_was(
     with Engine(model, dataclasses.replace(OPTIONS[mode], reuses_prefixes=False)) as engine:
         expected = [answer.ids for answer in (ask(engine, r)[0].wait() for r in requests)]
     counted = Passes(monkeypatch)
-    leave = Prefixes.leave
+    swap_out = Prefixes.swap_out
 
     def left(prefixes: Prefixes, sequence: Any) -> None:
-        leave(prefixes, sequence)
+        swap_out(prefixes, sequence)
         newest = max(tmp_path.glob("?" * 64), key=lambda file: file.stat().st_mtime_ns)
         if damage == "truncated":
             newest.write_bytes(newest.read_bytes()[:-5])
         elif damage == "absent":
             newest.unlink()
 
-    monkeypatch.setattr(Prefixes, "leave", left)
+    monkeypatch.setattr(Prefixes, "swap_out", left)
     disk = PrefixDisk(tmp_path, 1 << 24, b"tiny")
     with Engine(model, OPTIONS[mode], max_tokens=128, prefix_disk=disk) as engine:
         answers = ask_all(engine, requests)

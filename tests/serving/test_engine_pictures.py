@@ -23,9 +23,9 @@ KINDS = (FAMILIES[0], "Gemma4ForConditionalGeneration", "Qwen3_5MoeForConditiona
 
 
 def some(*names: str) -> Any:
-    marked = (
+    marked = [
         pytest.param(each, marks=[pytest.mark.long] * (each not in names)) for each in FAMILIES
-    )
+    ]
     return pytest.mark.parametrize("seeing", marked, indirect=True)
 
 

@@ -149,13 +149,6 @@ def test_files_of_a_larger_size_give_way_at_the_start(tmp_path):
         assert found(files_in(tmp_path), list(range(190, 190 + BLOCK))) == 1
 
 
-def test_a_size_that_cannot_be_kept_at_the_start_is_said(tmp_path):
-    os.mkfifo(tmp_path / "bytes")
-    with pytest.warns(MoERuntimeWarning, match="bytes: expected a regular file"):
-        files = files_in(tmp_path)
-    assert files.num_failures == 1
-
-
 def test_what_a_kill_left_is_removed_in_its_time_and_other_files_stay(tmp_path):
     files = files_in(tmp_path, num_files=2)
     left = tmp_path / f"{'0' * 64}.12345678.partial"
@@ -274,18 +267,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ValueError, match=r"--prefix-disk: .*taken"):
         files_in(tmp_path / "taken")
-
-
-def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path, monkeypatch):
-    def fail(path: Path) -> bool:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    files = files_in(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", fail)
-        with pytest.warns(MoERuntimeWarning, match="Permission denied"):
-            keep(files, list(range(BLOCK)))
-    assert files.num_failures == 1
 
 
 def test_only_its_user_may_read_it(tmp_path):

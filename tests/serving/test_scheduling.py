@@ -146,7 +146,7 @@ def test_ten_thousand_random_steps_leave_nobody_behind(monkeypatch):
 
     def is_held(sequence: Sequence, running: list[Sequence]) -> bool:
         nonlocal held
-        held += (found := known.are_coming(sequence, running))
+        held += (found := known.should_wait(sequence, running))
         return found
 
     ends: dict[int, int] = {}

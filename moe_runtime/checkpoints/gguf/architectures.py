@@ -1,7 +1,7 @@
 """Model families by ggml's architecture name: configuration and tensor names.
 
-Sizes come from the tensors where these have them. What metadata say nothing of (whether chosen
-weights are normalised) is a constant of the architecture, as in llama.cpp.
+Sizes come from the tensors if possible. Settings that metadata do not have (whether chosen weights
+are normalised) are constants of the architecture, as in llama.cpp.
 """
 
 from __future__ import annotations

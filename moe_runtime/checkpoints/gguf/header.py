@@ -1,7 +1,6 @@
 """The header of a GGUF file: metadata, and the places of tensors.
 
-No part of it is trusted: lengths are compared with what is left of the file, tensors do not
-overlap.
+No part of it is trusted: lengths must fit in the rest of the file, and tensors must not overlap.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def pack_checkpoint(
         UnsupportedModelError: it has no experts that the form is for, or they have one already.
         CapacityError: the disk has no room.
         ValueError: a name is unknown, both are given, or the folder is the checkpoint's own.
-        OSError: it cannot be written. What is whole stays in `staging_of(folder)`.
+        OSError: it cannot be written. Complete files stay in `staging_of(folder)`.
     """
     if code is not None and quantize is not None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Writes a checkpoint's experts anew, file by file, and continues after a kill.
 
-The new folder grows as ``NAME.packing``. What is whole in there is listed with its digests; the
-next run with the same checkpoint and settings begins after it. Once all is written, read back and
-compared, the folder takes its place in one step.
+The new folder grows as ``NAME.packing``. Its complete files are listed with their digests, and the
+next run with the same checkpoint and settings continues after them. When all files are written,
+read back and compared, the folder replaces the old one in one step.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class GrowingFile:
 class CheckpointWriter(abc.ABC):
     """Writes a checkpoint's experts in another form; everything else is copied.
 
-    ``settings`` are what files of an earlier run must have been written with, ``replaced`` the
-    tensors that the new checkpoint has in another form, ``expert_bytes`` those of what is written
-    anew, as it was. ``done`` are the files of experts, of which an earlier run wrote ``num_kept``.
+    Files of an earlier run must have the same ``settings``. ``replaced`` are the tensors that get
+    another form, and ``expert_bytes`` their bytes before. ``done`` are the files of experts; an
+    earlier run wrote the first ``num_kept``.
     """
 
     stage: ClassVar[str]

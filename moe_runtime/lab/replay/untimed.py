@@ -9,7 +9,7 @@ import numpy as np
 from moe_runtime.lab.traces.workload import Workload
 from moe_runtime.policies.eviction import EvictionPolicy
 from moe_runtime.policies.eviction.base import Events
-from moe_runtime.policies.eviction.compiled import NEED_GATES, count_hits
+from moe_runtime.policies.eviction.compiled import count_hits, rule_of
 from moe_runtime.types import ExpertKey
 
 MakePolicy = Callable[[Events], EvictionPolicy[ExpertKey]]
@@ -107,7 +107,7 @@ def ask_policy(
 def _follow_rule(
     workload: Workload, policy: EvictionPolicy[ExpertKey], num_slots: int, bounds: Sequence[int]
 ) -> np.ndarray | None:
-    signature, rule = workload.trace.signature, policy.replay_rule
+    signature, rule = workload.trace.signature, rule_of(policy)
     if rule is None or not workload.num_events:
         return None
     weights = None
@@ -124,7 +124,7 @@ def _follow_rule(
         num_keys=signature.num_experts * (signature.num_layers if is_pool else 1),
         layer_keys=signature.num_experts,
         weights=weights,
-        gates=workload.mean_gates if rule.name in NEED_GATES else None,
+        gates=workload.mean_gates if rule.needs_gates else None,
     )
 
 

@@ -1,5 +1,4 @@
-"""What a tier needs of a CUDA or ROCm device: memory, and copies into it that overlap with
-computation."""
+"""A CUDA or ROCm device of a tier: memory, and copies that overlap with computation."""
 
 from __future__ import annotations
 
@@ -22,21 +21,21 @@ from moe_runtime.errors import CapacityError
 from moe_runtime.memory.reads import Priority
 
 NOT_TOLD = -(2**31)
-"""In place of a number that a graph has not written yet."""
+"""Stands where a graph has not written a number yet."""
 _LOOKS = 256
-"""Looks at what a graph tells, between two questions whether it has ended."""
+"""Looks at a graph's numbers between two checks whether it has ended."""
 PAGE_BYTES = 4096
 _ANY_WAY = 4
-"""`cudaMemcpyDefault`: addresses say which way it goes."""
+"""`cudaMemcpyDefault`: the addresses give the direction."""
 _MAPPED = 2
 """`cudaHostRegisterMapped`: kernels may read the memory."""
 PIN_BYTES = 2**30
-"""Host memory is registered in parts of about this size, which fail early and name a limit."""
+"""Host memory is registered in parts of about this size, which fail early."""
 
 
 class Event(Protocol):
-    """A place in a stream of a device's work: ``query`` says whether the device has come this far,
-    ``synchronize`` waits until it has, and raises what failed on the way."""
+    """A place in a stream of a device's work: ``query`` returns whether the device has reached it,
+    ``synchronize`` waits for it and raises errors of earlier work."""
 
     def query(self) -> bool: ...
 
@@ -56,8 +55,7 @@ class CudaCopy:
         self.done.synchronize()
 
     def seconds_after(self, before: CudaCopy | None) -> float:
-        """Seconds for which the copy had the link, less the time of the copy that ended before
-        it."""
+        """Seconds in which the copy alone used the link, after an earlier copy."""
         took_ms = self.begun.elapsed_time(self.done)
         if before is not None:
             took_ms = min(took_ms, before.done.elapsed_time(self.done))
@@ -65,8 +63,8 @@ class CudaCopy:
 
 
 class CudaTold:
-    """Locked memory that a graph copies to in the middle of each replay: integers ``numbers``, and
-    ``values`` of any type, valid until ``forget``. The host polls it: cheaper than an event."""
+    """Pinned memory that a graph copies to in the middle of each replay: integers ``numbers``, and
+    ``values`` of any type, valid until ``forget``. Polling it is cheaper than an event."""
 
     def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
         with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
@@ -83,30 +81,32 @@ class CudaTold:
     def synchronize(self) -> None:
         self.settle()
         if not self.query():
-            raise RuntimeError("a graph has ended and did not tell the host what it had to")
+            raise RuntimeError("a graph has ended without its numbers for the host")
 
     def settle(self) -> None:
-        """Waits until no replay that was queued before will write here."""
+        """Waits until no replay that was queued before writes here."""
         num_looks = 0
         while not self.query():
             num_looks += 1
             if num_looks % _LOOKS == 0 and self._stream.query():
-                return  # whatever was queued has ended
-            select.select((), (), (), 0)  # threads that copy have their turn; a sleep takes longer
+                return  # all queued work has ended
+            select.select((), (), (), 0)  # lets copying threads run; a sleep takes longer
 
     def forget(self) -> None:
-        """Clears the numbers before a replay, once it has settled."""
+        """Clears the numbers before a replay, after ``settle``."""
         self._stream = self._device.computing_here()
         self._looked_at.fill(NOT_TOLD)
 
     def __del__(self) -> None:
-        self.settle()  # else others get memory that a replay may write to still
+        self.settle()  # a replay may still write to this memory
 
 
 class CudaRecorder:
-    """Records the work that is queued within a ``with`` block, in one or several CUDA graphs, which
-    share memory with other recordings: the graphs are replayed one after another, in their order,
-    before those of another recording."""
+    """Records the work that a ``with`` block queues, in one or several CUDA graphs.
+
+    They share memory with other recordings: replay them one after another, in their order, before
+    those of another recording.
+    """
 
     def __init__(
         self, device: CudaDevice, stream: torch.cuda.Stream, beside: torch.cuda.Stream
@@ -116,7 +116,7 @@ class CudaRecorder:
         self._within = torch.cuda.stream(stream)
         self._stream, self._beside = stream, beside
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._sources: list[torch.Tensor] = []  # of what the running graph tells
+        self._sources: list[torch.Tensor] = []  # copied to the host by the running graph
 
     def __enter__(self) -> CudaRecorder:
         torch.cuda.synchronize(self._place)
@@ -136,25 +136,25 @@ class CudaRecorder:
             self._within.__exit__(None, None, None)
 
     def tell(self, numbers: torch.Tensor, *values: torch.Tensor) -> CudaTold:
-        """Has the graph copy integers above ``NOT_TOLD`` and values to the host, in parallel with
-        what follows."""
+        """Copies integers above ``NOT_TOLD`` and values to the host, in parallel with the next
+        work."""
         self._sources += (sources := [one.contiguous() for one in (*values, numbers)])
         told = CudaTold(self._device, numbers, *values)
         self._beside.wait_stream(self._stream)
-        # numbers come last: the host looks at these
+        # numbers come last: the host polls these
         pairs = zip(sources, (*told.values, told.numbers), strict=True)
         parts = [(one.view(torch.uint8), there.view(torch.uint8)) for one, there in pairs]
         self._device.queue(parts, self._beside)
         return told
 
     def cut(self) -> torch.cuda.CUDAGraph:
-        """Ends a graph, and begins the next one."""
+        """Ends a graph and begins the next one."""
         done = self.end()
         self._begin()
         return done
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """Ends the last graph; RuntimeError where there was work that cannot be recorded."""
+        """Ends the last graph; raises RuntimeError if some work cannot be recorded."""
         graph = self._graph
         assert graph is not None
         if self._sources:
@@ -167,29 +167,31 @@ class CudaRecorder:
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # other threads go on with their copies
+            # other threads may copy meanwhile
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except BaseException:
-            self._mend_generator()
+            self._restore_generator()
             raise
         self._graph = graph
 
     def _give_up(self) -> None:
         with contextlib.suppress(RuntimeError):
             self.end()
-        self._mend_generator()
+        self._restore_generator()
 
-    def _mend_generator(self) -> None:
-        """Takes torch's generator back, which a recording that failed leaves to itself."""
+    def _restore_generator(self) -> None:
+        """Resets torch's generator: after a failed recording it stays in capture mode."""
         index = self._place.index if self._place.index is not None else torch.cuda.current_device()
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
 
 
 class CudaDevice:
-    """A CUDA or ROCm device, whose methods may be called from several threads. Streams are made
-    once, since cuBLAS keeps memory for each stream it was used on. The host waits for no
-    computation here; copies do, on the device."""
+    """A CUDA or ROCm device; its methods may be called from several threads.
+
+    Streams are made once, since cuBLAS keeps memory for each stream. The host waits for no
+    computation here; copies wait on the device.
+    """
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
@@ -208,35 +210,35 @@ class CudaDevice:
         self.compute_here()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the device, ``uint8``; CapacityError where there is not so much."""
+        """Memory of the device, ``uint8``; raises CapacityError."""
         try:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
         except torch.OutOfMemoryError:
             size = format_bytes(num_bytes)
             raise CapacityError(f"cannot allocate {size} on {self.place}") from None
-        # torch gives the memory to others when it goes, once these streams have come so far
+        # torch reuses freed memory only after the work of these streams
         for stream in (*self._copies.values(), self._back, *self._computing.values()):
             memory.record_stream(stream)
         self._allocated.append(weakref.ref(memory))
         return memory
 
     def pin(self, memory: torch.Tensor, slot_bytes: int) -> None:
-        """Locks host memory of slots until it goes; CapacityError where the system refuses."""
+        """Pins host memory of slots until it is freed; raises CapacityError."""
         with torch.cuda.device(self.place):
             try:
                 pin_in_parts(torch.cuda.cudart(), memory, slot_bytes, place=self.place)
             except CapacityError:
                 if self._runtime is not None:
-                    self._runtime.cudaGetLastError()  # else the next launch of a kernel tells of it
+                    self._runtime.cudaGetLastError()  # else the next kernel launch raises it
                 raise
 
     def reads_host(self, memory: torch.Tensor) -> bool:
-        """Whether kernels can read pinned host memory at its addresses on the host."""
+        """Whether kernels can read pinned host memory at its host addresses."""
         with torch.cuda.device(self.place):
             return self._runtime is not None and is_mapped(self._runtime, memory)
 
     def compute_here(self) -> int:
-        """The caller's current stream computes from slots from now on; returns its number."""
+        """Registers the caller's current stream as one that reads slots; returns its number."""
         number: int = torch._C._cuda_getCurrentRawStream(self._index)
         if number not in self._computing:
             stream = torch.cuda.current_stream(self.place)
@@ -249,8 +251,8 @@ class CudaDevice:
     def upload(
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Numbers on the device, in ``into`` or new memory, for work queued on the current stream.
-        New memory may be written to in any inference mode. The source may change afterwards."""
+        """Copies numbers to the device, to ``into`` or new memory, for work on the current stream.
+        New memory is no inference tensor. The source may change afterwards."""
         source = torch.from_numpy(numbers)
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:
@@ -261,9 +263,8 @@ class CudaDevice:
     def download(
         self, numbers: torch.Tensor, *, is_kept: bool = False
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Copies numbers to host memory after what the current stream has queued, without waiting;
-        they are there after the event. Nothing writes them again where ``is_kept``: later work
-        need not wait for the copy."""
+        """Copies numbers to host memory after the current stream's work; valid after the event.
+        With ``is_kept`` nothing overwrites them, and later work does not wait for the copy."""
         found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied, here = torch.cuda.Event(), self.computing_here()
         if not is_kept:
@@ -278,16 +279,16 @@ class CudaDevice:
         return found, copied
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the host on the device, for work queued on the current stream."""
+        """Copies values to the device, for work on the current stream."""
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return pinned.copy_(values).to(self.place, non_blocking=True)
 
     def wait_here(self, event: Any) -> None:
-        """The caller's current stream waits for a ``copy``; the host does not."""
+        """The caller's current stream waits for a ``copy``."""
         self.computing_here().wait_event(event.done)
 
     def vacate(self, *slots: torch.Tensor, still: Sequence[Any] = ()) -> list[Any]:
-        """Events of all queued work that may still read these slots, and those in ``still``."""
+        """Events after all queued work that may read these slots, and those in ``still``."""
         return [*(stream.record_event() for stream in tuple(self._computing.values())), *still]
 
     def copy(
@@ -296,9 +297,8 @@ class CudaDevice:
         after: Sequence[Any],
         priority: Priority,
     ) -> CudaCopy:
-        """Queues copies of ``uint8`` pairs from the host into vacated slots, after the events of
-        ``vacate``. The sources must stay unchanged until the returned event, and nothing may read
-        the targets before it."""
+        """Queues copies of ``uint8`` pairs from host to slots, after the events of ``vacate``.
+        Until the returned event, sources must not change, and nothing may read the targets."""
         stream, done = self._copies[priority], torch.cuda.Event(enable_timing=True, blocking=True)
         begun = torch.cuda.Event(enable_timing=True)
         for event in after:
@@ -320,8 +320,8 @@ class CudaDevice:
         return done
 
     def time(self, queue: Callable[[], object]) -> Callable[[], float]:
-        """Queues work on the caller's current stream; what is returned waits for it, and gives the
-        seconds that it took."""
+        """Queues work on the caller's current stream; the returned function waits for it, and
+        returns its seconds."""
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         here = self.computing_here()
         begun.record(here)
@@ -335,12 +335,12 @@ class CudaDevice:
         return wait
 
     def drain(self) -> None:
-        """Waits until no copy writes any more: for where an exception left one under way."""
+        """Waits for all copies, after an exception."""
         for stream in (*self._copies.values(), self._back):
             stream.synchronize()
 
     def computing_here(self) -> torch.cuda.Stream:
-        """The caller's current stream, which torch is slow to make anew."""
+        """The caller's current stream; making a new object is slow."""
         return self._computing[self.compute_here()]
 
     def queue(
@@ -355,9 +355,8 @@ class CudaDevice:
                 target.copy_(source, non_blocking=True)
 
     def graph_pool(self) -> Any:
-        """The memory that all recordings share: of what one replay leaves there, nothing is wanted
-        once another recording is replayed. The pool is held here: torch takes no handle again
-        whose last graph is gone."""
+        """The memory that all recordings share; a replay overwrites that of other recordings.
+        The pool is held here: torch refuses a handle whose last graph was freed."""
         if self._pool is None:
             with torch.cuda.device(self.place):
                 self._pool = torch.cuda.MemPool()
@@ -365,8 +364,8 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Replays within the block run after those of the blocks before, on whatever stream, since
-        recordings share memory. One thread at a time may be in a block."""
+        """Orders replays: those within the block run after those of earlier blocks, on any stream.
+        One thread at a time may be in a block."""
         number = self.compute_here()
         here = self._computing[number]
         if self._replayed is not None and self._replayed[0] != number:
@@ -377,12 +376,12 @@ class CudaDevice:
             self._replayed = number, here.record_event()
 
     def record(self) -> CudaRecorder:
-        """Records what the caller queues, instead of computing it."""
+        """Records the caller's work instead of computing it."""
         return CudaRecorder(self, self._recording, self._telling)
 
 
 def open_device(place: torch.device) -> CudaDevice:
-    """The device of a place that is not the CPU; ValueError where it is neither CUDA nor ROCm."""
+    """The device of a place; raises ValueError if it is neither CUDA nor ROCm."""
     if place.type != "cuda":
         raise ValueError(f"experts are computed on the CPU or on a CUDA device, not on {place}")
     return CudaDevice(place)
@@ -391,7 +390,7 @@ def open_device(place: torch.device) -> CudaDevice:
 def find_runtime() -> Any:
     """The CUDA runtime that torch has loaded, or None."""
     try:
-        # its calls here do not wait, so other threads need not have their turn meanwhile
+        # these calls do not wait, so the interpreter's lock is not released
         runtime = ctypes.PyDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
         copy, _ = runtime.cudaMemcpyAsync, runtime.cudaGetLastError
     except (OSError, AttributeError):
@@ -404,12 +403,11 @@ def find_runtime() -> Any:
 def queue_copies(
     runtime: Any, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: int
 ) -> None:
-    """Queues copies of contiguous bytes by `cudaMemcpyAsync`: torch's own copies cost the host
-    more."""
+    """Queues copies of contiguous bytes by `cudaMemcpyAsync`, cheaper for the host than torch's."""
     for source, target in parts:
         addresses = target.data_ptr(), source.data_ptr()
         if status := runtime.cudaMemcpyAsync(*addresses, source.numel(), _ANY_WAY, stream):
-            runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
+            runtime.cudaGetLastError()  # else this thread's next kernel launch raises it
             raise RuntimeError(f"cudaMemcpyAsync failed with error {status}")
 
 
@@ -417,7 +415,7 @@ def is_mapped(runtime: Any, memory: torch.Tensor) -> bool:
     """Whether the current GPU has registered this host memory at its address on the host."""
     found, address = ctypes.c_void_p(), memory.data_ptr()
     if runtime.cudaHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(address), 0):
-        runtime.cudaGetLastError()  # else this thread's next launch of a kernel tells of it
+        runtime.cudaGetLastError()  # else this thread's next kernel launch raises it
         return False
     return found.value == address
 
@@ -430,17 +428,16 @@ def pin_in_parts(
     part_bytes: int = PIN_BYTES,
     place: torch.device | None = None,
 ) -> None:
-    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor goes, and what was
-    queued on the GPU of ``place``, the current one if None, has ended.
+    """Registers page-aligned ``uint8`` host memory with CUDA until the tensor is freed and the work
+    on the GPU of ``place`` (None: the current one) has ended.
 
-    A copy must not cross two registrations, nor may these share a page: a part is a number of whole
-    slots that ends with a page. Raises CapacityError: the system does not allow so much; nothing is
-    registered then.
+    A copy must not cross two registrations, and these must not share a page: a part is a number of
+    whole slots and of whole pages. Raises CapacityError, with nothing registered.
     """
     unit = math.lcm(slot_bytes, PAGE_BYTES)
     parts = memory.split(max(1, part_bytes // unit) * unit)
     held: list[int] = []
-    # the tensor itself must not be held: its memory goes with it
+    # holding the tensor itself would keep its memory
     weakref.finalize(memory.untyped_storage(), _unregister, runtime, held, place)
     for part in parts:
         if int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _MAPPED)) != 0:

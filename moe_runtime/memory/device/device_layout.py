@@ -1,7 +1,7 @@
-"""Where the tensors of an expert lie in a slot of a device: alike for every expert of a layer.
+"""The layout of an expert in a slot of a device, the same for every expert of a layer.
 
-In host memory each expert lies as in its file. On a device all experts of a layer lie alike, so one
-product takes the whole slab as a stack and finds each expert by its slot.
+In host memory an expert has the layout of its file. On a device all experts of a layer have one
+layout, so one kernel takes the whole slab as a stack and finds each expert by its slot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 256
 """Bytes: tensors begin at multiples of it, so that kernels load 16 bytes at once."""
 
 _FOLLOWS = {"up": "gate", "up_bias": "gate_bias"}
-"""What lies directly after what, so that the two are one tensor of the stack."""
+"""Tensors directly after others, so that the two are one tensor of the stack."""
 
 
 class CopyPart(NamedTuple):
@@ -31,7 +31,7 @@ class CopyPart(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Tensors whose bytes lie among each other, such as gate and up row by row."""
+    """Tensors whose bytes are interleaved, for example gate and up row by row."""
 
     first: int
     end: int
@@ -57,7 +57,7 @@ def lay_out_on_device(layout: ExpertLayout, names: Sequence[str]) -> ExpertLayou
 
 
 def copy_parts(layout: ExpertLayout, on_device: ExpertLayout) -> tuple[CopyPart, ...]:
-    """The copies that bring an expert to a device, as few as there can be."""
+    """The copies that bring an expert to a device, as few as possible."""
     found: list[CopyPart] = []
     for run in _runs(layout):
         place = on_device.slot_offsets[run.members[0]]
@@ -72,8 +72,8 @@ def copy_parts(layout: ExpertLayout, on_device: ExpertLayout) -> tuple[CopyPart,
 
 
 def parts_alike(experts: Sequence[Sequence[CopyPart]]) -> list[list[CopyPart]] | None:
-    """The copies of several experts, cut so that all of them fill the same places of a slot.
-    Returns None where the experts do not fill the same bytes."""
+    """The copies of several experts, cut so that all fill the same places of a slot; None if their
+    bytes differ."""
     cuts = sorted({c for parts in experts for _, at, size in parts for c in (at, at + size)})
     found: list[list[CopyPart]] = []
     for parts in experts:
@@ -97,7 +97,7 @@ class SlabViews(NamedTuple):
         down: ``[S, D, F]``.
         gate_up_bias: ``[S, 2F]``, ``[S, F]`` or None.
         down_bias: ``[S, D]`` or None.
-        is_concatenated: whether the gate's rows come before those of up; otherwise they alternate.
+        is_concatenated: the gate's rows come before those of up; otherwise they alternate.
     """
 
     gate_up: Tensor
@@ -111,8 +111,7 @@ class SlabViews(NamedTuple):
 def stack_slots(
     memory: Tensor, slot_bytes: int, layout: ExpertLayout, names: Sequence[str]
 ) -> SlabViews | None:
-    """All slots as stacks; None where tensors are quantised, or gate and up do not make one
-    tensor."""
+    """All slots as stacks; None if tensors are quantised, or gate and up are not one tensor."""
     num_slots = len(memory) // slot_bytes
     if any("." in name for name in names) or len({t.dtype for t in layout.tensors}) != 1:
         return None
@@ -120,7 +119,7 @@ def stack_slots(
     stride = slot_bytes // base.element_size()
 
     def stack(name: str, *, twice: int = 0) -> Tensor:
-        """A tensor of all slots; ``twice`` elements after it begins a second one."""
+        """A tensor of all slots; a second one begins ``twice`` elements later."""
         member = names.index(name)
         tensor = layout.tensors[member]
         shape, strides = [*tensor.shape], [*tensor.stride]

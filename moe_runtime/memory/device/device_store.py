@@ -1,4 +1,4 @@
-"""The store of experts in slots of a device, its leases, and what kernels read of it."""
+"""The store of experts in slots of a device, its leases, and the stacks that kernels read."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ W = TypeVar("W")
 R = TypeVar("R")
 
 _MOST_UNCOUNTED = 64
-"""Uses of residents that wait to be counted."""
+"""Most uses of residents that wait to be counted."""
 BROUGHT_MARGIN = 1.0
-"""Uses by which a missing expert must be ahead to be brought; chosen by replaying routes."""
+"""A missing expert is brought if it has so many more uses than its victim; from replayed routes."""
 
 Slots = npt.NDArray[np.int32]
 """``[E]``: the slot of each expert of a layer, below 0 for none."""
@@ -35,8 +35,8 @@ class Residents:
     """The experts of a layer that are in slots of a device.
 
     Attributes:
-        are_all: whether they are the whole layer, kept by the policy.
-        stream: on whose stream kernels may take them.
+        are_all: they are the whole layer, and the policy keeps them.
+        stream: the stream of kernels that may use them.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Residents:
 
     @cached_property
     def stack(self) -> Any:
-        """The stack that kernels take, or None where there are no residents."""
+        """The stack for kernels; None without residents."""
         return self._make_stack() if self.experts else None
 
 
@@ -58,8 +58,8 @@ class Planned(NamedTuple):
 
     Attributes:
         seconds: predicted.
-        begun_s: when the copies were asked for.
-        host_s: when the CPU had done its part.
+        begun_s: time at which the copies were demanded.
+        host_s: time at which the CPU had computed its part.
     """
 
     seconds: float
@@ -69,17 +69,17 @@ class Planned(NamedTuple):
 
 
 class DeviceLease(Lease[W]):
-    """A hold on experts of a device, which are handed out when their copies are queued.
+    """A hold on experts of a device, which yields them once their copies are queued.
 
-    The caller's current stream waits for the copies, not the host. A policy that decides after the
-    use is asked once an expert has arrived: then the host waits too.
+    The caller's current stream waits for the copies. The host waits too if the policy decides after
+    the use.
     """
 
     _store: DeviceStore[W]  # pyright: ignore[reportIncompatibleVariableOverride]
-    _awaited: Transfer | None = None  # what the current stream waits for already, of this group
+    _awaited: Transfer | None = None  # the stream waits for it already
 
     def _next_group(self) -> list[tuple[ExpertKey, W]]:
-        if self._held and not self._arriving:  # the caller has queued what it does with all
+        if self._held and not self._arriving:  # the caller has queued all its work
             self._store.fetcher.wake_ends()
         group = super()._next_group()
         if group:
@@ -96,9 +96,9 @@ class DeviceLease(Lease[W]):
         return self._store.stream_batch if self._streaming else len(self._keys)
 
     def _demand_missing(self) -> None:
-        """Copies what is resident below together, except what only passes through the tier."""
+        """Copies experts that are resident below together, unless they stream to a tier above."""
         if self._missing:
-            self._store.fetcher.expect(frozenset(self._missing))
+            self._store.lower.asked = frozenset(self._missing)
         while len(self._missing) > 1 and self._above is None:
             batch = [
                 self._missing.popleft() for _ in range(min(self._batch_size, len(self._missing)))
@@ -112,7 +112,7 @@ class DeviceLease(Lease[W]):
         super()._demand_missing()
 
     def _start_together(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Demands what is resident below; returns the rest."""
+        """Demands keys that are resident below; returns the others."""
         store = self._store
         absent = [key for key in keys if key not in store._entries]
         started = store.start_together(absent, self._keep, passes=self._streaming)
@@ -122,8 +122,8 @@ class DeviceLease(Lease[W]):
         return [key for key in keys if key not in set(started)]
 
     def _take_ready(self) -> list[ExpertKey]:
-        """Residents first, then those whose copies are queued. Of a stream, the experts of one copy
-        are computed while the next ones are copied."""
+        """Residents first, then experts whose copies are queued. When streaming, the experts of one
+        copy are computed while the next are copied."""
         found = super()._take_ready()
         while self._streaming and self._resident and 0 < len(found) < self._batch_size:
             found.append(self._resident.popleft())
@@ -158,19 +158,20 @@ class DeviceLease(Lease[W]):
 class DeviceStore(TierStore[W]):
     """Experts in slots of a device.
 
-    A lease is for work queued on the caller's current stream while the lease yields; the stream may
-    change from lease to lease.
+    A lease is for work that is queued on the caller's current stream while the lease yields.
 
     Attributes:
-        stacks: how kernels take the slots, if they do.
+        lower: the store of host memory below.
+        stacks: makes stacks of slots for kernels; None if there are none.
         recorded: a step that is replayed over these slots.
-        host_tables: of experts that steps read in the host's memory.
-        miss_costs: what misses cost, where the CPU may compute some.
+        host_tables: tables of experts that steps read from host memory.
+        miss_costs: returns the cost of misses, if the CPU may compute some.
     """
 
     def __init__(self, device: CudaDevice, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
         super().__init__(fetcher, *args, **kwargs)
-        self.device = device
+        assert isinstance(fetcher.lower, LowerStore)
+        self.device, self.lower = device, fetcher.lower
         self.stacks: Any = None
         self.recorded: Any = None
         self.host_tables: Any = None
@@ -180,18 +181,17 @@ class DeviceStore(TierStore[W]):
         self._planned: deque[Planned] = deque()
         self._brought: list[Transfer] = []
         self._uncounted: deque[tuple[Event, Callable[[], Sequence[ExpertKey]]]] = deque()
-        if isinstance(fetcher.lower, LowerStore):
-            own = weakref.ref(self)
-            fetcher.lower.is_above = lambda key: (above := own()) is not None and above.has(key)
+        own = weakref.ref(self)
+        self.lower.is_above = lambda key: (above := own()) is not None and above.has(key)
 
     def has(self, key: ExpertKey) -> bool:
-        """Whether an expert is in a slot, as seen without the lock."""
+        """Whether an expert is resident; without the lock, this may be outdated."""
         return is_resident(self._entries.get(key))
 
     def lease(
         self, keys: Sequence[ExpertKey], *, streaming: bool = False, above: Transfer | None = None
     ) -> DeviceLease[W]:
-        """As ``ExpertStore.lease``; MoERuntimeError where a copy failed that work was queued
+        """As ``ExpertStore.lease``; raises MoERuntimeError if a copy failed that work was queued
         after."""
         self.fetcher.raise_failure()
         self.device.compute_here()
@@ -211,7 +211,7 @@ class DeviceStore(TierStore[W]):
 
     @property
     def stream_batch(self) -> int:
-        """Half of the stream's slots: the device computes these experts while others are copied."""
+        """Half of the stream's slots: the device computes these while the others are filled."""
         return -(-self._stream_slots // 2)
 
     def read_ahead(self, keys: Sequence[ExpertKey]) -> None:
@@ -227,17 +227,16 @@ class DeviceStore(TierStore[W]):
         self.fetcher.wake_ends()
 
     def has_stack(self, layer: int, dtype: torch.dtype) -> bool:
-        """Whether kernels take the experts of a layer as one stack, for rows of this type."""
+        """Whether kernels take a layer's experts as one stack, for rows of this type."""
         return self.stacks is not None and self.stacks.takes(layer, dtype)
 
     def launch_residents(self, layer: int, launch: Callable[[Any], object]) -> Residents:
-        """Gives ``launch`` the stack of a layer's residents, unless there are none; it must not
-        wait."""
+        """Calls ``launch`` with the stack of a layer's residents, if any; it must not wait."""
         return self.with_residents(layer, lambda found: found.experts and launch(found.stack))
 
     def with_residents(self, layer: int, queue: Callable[[Residents], object]) -> Residents:
-        """Queues work on a layer's residents: none leaves meanwhile, and what fills a slot later
-        runs after it."""
+        """Queues work on a layer's residents: none is evicted meanwhile, and later copies into
+        their slots run after it."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
         with self._monitor:
@@ -251,8 +250,7 @@ class DeviceStore(TierStore[W]):
     def with_same_residents(
         self, expected: Mapping[int, Residents], queue: Callable[[], object]
     ) -> bool:
-        """Queues work if all these layers have the same residents as before; says whether they
-        have."""
+        """Queues work if all these layers have the same residents as before; returns whether."""
         self.fetcher.raise_failure()
         stream = self.device.compute_here()
         with self._monitor:
@@ -264,7 +262,7 @@ class DeviceStore(TierStore[W]):
             return True
 
     def stack_of(self, keys: Sequence[ExpertKey], into: torch.Tensor | None = None) -> Any:
-        """What kernels take of experts of one layer that a lease has just yielded."""
+        """The stack of experts of one layer that a lease has just yielded."""
         assert self.stacks is not None, "the layer has a stack"
         layer = keys[0].layer
         slots = np.full(self.stacks.num_experts(layer), -1, np.int32)
@@ -274,7 +272,7 @@ class DeviceStore(TierStore[W]):
         return self.stacks.stack(layer, slots, into)
 
     def count_later(self, event: Event, used: Callable[[], Sequence[ExpertKey]]) -> None:
-        """Counts the use of residents later: ``used`` names them after ``event``, most wanted
+        """Counts uses of residents later: ``used`` returns them after ``event``, most wanted
         last."""
         with self._monitor:
             self._uncounted.append((event, used))
@@ -282,17 +280,17 @@ class DeviceStore(TierStore[W]):
             self.count_one()
 
     def count_one(self) -> bool:
-        """Counts the oldest deferred use; says whether the device has got so far."""
+        """Counts the oldest deferred use; returns whether its event has happened."""
         with self._monitor:
             if not self._uncounted or not self._uncounted[0][0].query():
                 return False
-            # first: what an exception cuts short is not counted twice
+            # popped first: after an exception nothing is counted twice
             for key in self._uncounted.popleft()[1]():
                 self._count_use(key)
             return True
 
     def count_behind(self, event: Event) -> None:
-        """Counts what waits for an event that is about to be reused, and all before it."""
+        """Counts uses that wait for an event that is about to be reused, and all before them."""
         with self._monitor:
             while any(waited_for is event for waited_for, _ in self._uncounted):
                 self._uncounted[0][0].synchronize()
@@ -301,19 +299,18 @@ class DeviceStore(TierStore[W]):
     def count_residents(
         self, residents: Residents, ids: Sequence[int], event: Event, keys: Callable[[], Any]
     ) -> bool:
-        """Counts the use of the residents, if a step wants no others. Then nothing has to be
-        leased: no slot is overwritten before the launched work has ended."""
+        """Counts the uses of a step that needs residents alone; returns whether it does. Then no
+        lease is needed: no slot is overwritten before the launched work has ended."""
         if self._unadmitted or self.listener is not None or not residents.experts.issuperset(ids):
             return False
         self.count_later(event, keys)
         return True
 
     def bring(self, keys: Sequence[ExpertKey], uses: RecentUses) -> None:
-        """Copies experts after all demands, and keeps them as if a lease had asked.
+        """Copies experts that the CPU computed, after all demands, and keeps them.
 
-        For experts that were computed elsewhere and may be asked for again. Each needs a free slot,
-        or one of an expert that was used less by `BROUGHT_MARGIN`. Nothing is copied while earlier
-        ones are under way, or where a policy decides after a use.
+        Each needs a free slot, or that of an expert with `BROUGHT_MARGIN` fewer uses. Nothing is
+        copied while earlier ones are under way, or if the policy decides after a use.
         """
         self._count_uses(waits=False)  # an expert that was just used gives no slot
         with self._monitor:
@@ -341,14 +338,13 @@ class DeviceStore(TierStore[W]):
         begun_s: float,
         host_s: float,
     ) -> None:
-        """Counts misses of a layer: those the CPU computed, and the time of those that were
-        planned.
+        """Counts misses of a layer that the CPU computed, and the time of planned ones.
 
         Args:
-            copied: those that a lease has just demanded.
-            seconds: predicted for all; 0 where nothing was predicted.
-            begun_s: when it began, of ``time.perf_counter``.
-            host_s: when the CPU had done its part.
+            copied: misses that a lease has just demanded.
+            seconds: predicted for all misses; 0 without a plan.
+            begun_s: begin, of ``time.perf_counter``.
+            host_s: end of the CPU's part.
         """
         with self._monitor:
             self._counters.misses += num_computed
@@ -395,7 +391,7 @@ class DeviceStore(TierStore[W]):
                 if not self.count_one():
                     return
 
-    # What follows is called with the lock held.
+    # The following is called with the lock held.
 
     def start_together(
         self,
@@ -409,11 +405,10 @@ class DeviceStore(TierStore[W]):
 
         Args:
             keys: absent experts.
-            keep: those that the policy holds; the others pass through.
-            passes: whether they belong to a stream, which has slots of its own.
+            keep: experts that the policy holds; the others pass through.
+            passes: they belong to a stream.
 
-        Returns:
-            Those that are on their way now.
+        Returns the experts that are on their way now.
         """
         slots: dict[ExpertKey, torch.Tensor] = {}
         read = Transfer(priority, partial(self._arrive_together, slots), passes=passes)
@@ -468,7 +463,7 @@ class DeviceStore(TierStore[W]):
         return Residents(layer, slots.copy(), self.stacks, stream, are_kept=are_kept)
 
     def _note(self, key: ExpertKey) -> None:
-        """An expert has come or gone, or is kept now."""
+        """An expert came, left, or is kept from now on."""
         self._residents.pop(key.layer, None)
         slots = self._slots.get(key.layer)
         if slots is not None:
@@ -476,9 +471,14 @@ class DeviceStore(TierStore[W]):
 
     def _arrive(self, key: ExpertKey, read: Transfer) -> None:
         with self._monitor:
-            self.fetcher.has_arrived(key)
+            self.lower.spares[key] = None
             super()._arrive(key, read)
             self._note(key)
+
+    def return_to_host(self, key: ExpertKey) -> None:
+        """Offers a resident expert to the tier below."""
+        slot = self._slab.slot(self._entries[key].slot)
+        self.lower.take_back(key, slot, self.fetcher.moves_of(key, slot))
 
     def _keep(self, key: ExpertKey) -> None:
         super()._keep(key)
@@ -486,7 +486,7 @@ class DeviceStore(TierStore[W]):
 
     def _drop(self, key: ExpertKey) -> None:
         if key not in self._unadmitted and self.has(key) and not self.is_closed:
-            self.fetcher.give_back(key, self._slab.slot(self._entries[key].slot))
+            self.return_to_host(key)
         super()._drop(key)
         self._note(key)
 
@@ -504,15 +504,15 @@ def use_arriving(
 ) -> Sequence[ExpertKey]:
     """Copies the missing experts of a layer and queues work on them, as one operation.
 
-    A lease is several operations, which cost the host more.
+    This is cheaper for the host than a lease.
 
     Args:
         keys: the experts of the step, most wanted last.
         residents: of the layer; work on them is queued already.
-        launch: queues work on experts that are in their slots by then; it must not wait.
+        launch: queues work on the experts given to it; it must not wait.
 
     Returns:
-        Those that are still to be leased: all where one is under way or on disk, or the policy
+        Experts that must still be leased: all if one is under way or on disk, or if the policy
         decides after the use; else those without slots.
 
     Raises:
@@ -540,11 +540,11 @@ def use_arriving(
         held = [entries[key] for key in used if is_resident(entries.get(key))]
         for entry in held:
             entry.pins += 1
-        fetcher.expect(frozenset(missing))
+        store.lower.asked = frozenset(missing)
         started = store.start_together(missing, missing)
         for entry in held:
             entry.pins -= 1
-        # one read, or of each its own where the device refused the copy of all
+        # one read, or one each if the device refused the copy of all
         reads = {entries[key].read: None for key in started}
         copies = [fetcher.queued[read] for read in reads if read in fetcher.queued]
         if not started or len(copies) < len(reads):  # slots are lacking, or threads copy

@@ -1,9 +1,9 @@
-"""Misses that a device reads where they lie in the host's memory, without the host's help.
+"""Misses that kernels read from host memory, without the host's help.
 
-Where every expert is in a slot of the device or in locked host memory, kernels find each expert in
-tables on the device and read the absent ones over the link. The host learns afterwards which were
-chosen. An expert is admitted where it was used clearly more often of late than the one it would
-replace (Einziger et al., "TinyLFU", ACM TOS 2017).
+If every expert is in a slot of the device or in locked host memory, kernels find each in tables on
+the device and read absent ones over the link. The host learns the choices afterwards. It copies an
+expert to the device if its recent uses clearly exceed those of its victim (Einziger et al.,
+"TinyLFU", ACM TOS 2017).
 
 Shape suffixes: L layers, E experts, P parts of an expert, T tokens, K choices.
 """
@@ -26,28 +26,26 @@ from moe_runtime.memory.device.device_store import DeviceStore, Residents
 from moe_runtime.memory.device.recent_uses import RecentUses
 from moe_runtime.memory.reads import Priority
 from moe_runtime.memory.store import is_resident
-from moe_runtime.memory.tiers import LowerStore
 from moe_runtime.types import ExpertKey
 
 MARGIN = 2.0
-"""Uses by which an expert must be ahead; chosen by replaying routes. With less, more experts that
-come to stay cross the link twice; with more, those stay out that are wanted again and again."""
+"""An expert is copied if it has so many more recent uses than its victim; from replayed routes."""
 MOST_OF_COPIES = 2.0
-"""Times as long as a copy that a fetched expert may take: the host needs longer for cut steps."""
+"""Longest fetch, in times of a copy: beyond it, cut steps are faster."""
 _TIMES = 3
-"""Measurements, of which the shortest counts."""
+"""Measurements; the shortest counts."""
 LANDING_SHARE = 4
-"""What is fetched takes at most one of so many slots."""
+"""Fetched experts may have one slot in so many."""
 
 
 class LayerPlaces(NamedTuple):
-    """Where the experts of a layer are.
+    """The places of a layer's experts.
 
     Attributes:
         tables: on the device.
-        offsets_EP: of parts in a slot of the host.
-        word_bytes: as of ``fetch_experts``.
-        expert_bytes: that cross the link for one of them.
+        offsets_EP: offsets of parts in a slot of the host.
+        word_bytes: as in ``fetch_experts``.
+        expert_bytes: bytes of one expert over the link.
     """
 
     keys: Sequence[ExpertKey]
@@ -58,26 +56,21 @@ class LayerPlaces(NamedTuple):
 
 
 class HostTables:
-    """Tables of a device's experts and of those in the host's memory below it.
+    """Tables of the experts on a device and in the host memory below it.
 
     Attributes:
-        is_slow: whether kernels read host memory clearly slower than copies do; None before it was
-            measured.
-        slots_E: where kernels find the slots of a layer's experts while it is computed.
+        is_slow: kernels read host memory clearly slower than copies do; None before ``measure``.
+        slots_E: the slots of a layer's experts while kernels compute it.
         slots: ``[S, B]``, the memory of all slots.
     """
 
     def __init__(
-        self,
-        store: DeviceStore[Any],
-        lower: LowerStore,
-        layers: Mapping[int, LayerPlaces],
-        slots_E: torch.Tensor,
+        self, store: DeviceStore[Any], layers: Mapping[int, LayerPlaces], slots_E: torch.Tensor
     ) -> None:
         self.layers, self.slots_E = layers, slots_E
         self.is_slow: bool | None = None
         self.slots = store._slab.bytes.view(-1, store._slab.slot_bytes)
-        self._store, self._lower = store, lower
+        self._store, self._lower = store, store.lower
         self._listed: dict[int, Residents] = {}
         self._stream: int | None = None
         self._kernels: Sequence[Event] = ()
@@ -85,15 +78,17 @@ class HostTables:
 
     def launch(self, queue: Callable[[], object]) -> Mapping[int, Residents] | None:
         """Queues work on all experts of the layers, if each can be read; ``queue`` must not wait.
-        Returns the residents by layer; None where nothing was queued. Raises MoERuntimeError: a
-        copy failed that earlier work was queued after, or the model was closed."""
+
+        Returns the residents by layer; None if nothing was queued. Raises MoERuntimeError: a copy
+        failed that earlier work was queued after, or the model was closed.
+        """
         store, lower = self._store, self._lower
         store.fetcher.raise_failure()
         stream = store.device.compute_here()
         with store._monitor, lower._monitor:
             if store.is_closed:
                 raise MoERuntimeError(CLOSED)
-            if stream != self._stream:  # tables and landing slots are there once
+            if stream != self._stream:  # all streams share tables and landing slots
                 for event in self._kernels:
                     event.synchronize()
                 self._stream = stream
@@ -110,8 +105,8 @@ class HostTables:
     def measure(
         self, fetch: Callable[[int, torch.Tensor], object], num_tokens: int, num_choices: int
     ) -> None:
-        """Finds out whether it is slow. ``fetch`` queues that a layer's experts are fetched, which
-        lie in the host's memory, of choices ``[T, K]``."""
+        """Measures ``is_slow``. ``fetch`` queues a fetch of a layer's experts from host memory, for
+        choices ``[T, K]``."""
         if not self._listed:
             return
         layer, found = next(iter(self._listed.items()))
@@ -136,7 +131,7 @@ class HostTables:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Frees the slots for what is fetched, once nothing is queued that writes there."""
+        """Frees the slots of fetched experts; nothing that writes there may be queued."""
         store = self._store
         landing = next(iter(self.layers.values())).tables.landing_L.tolist()
         with store._monitor:
@@ -145,11 +140,10 @@ class HostTables:
             store._policy.divide(sum(store._policy.slots_by_layer) + len(landing))
 
     def count(self, listed: Mapping[int, Residents], ids: Mapping[int, Sequence[int]]) -> None:
-        """Counts the choices of a step, and admits what is used most.
+        """Counts the choices of a step, and copies experts with many uses to the device.
 
-        Args:
-            listed: the residents during the step.
-            ids: chosen experts by layer, most wanted last.
+        ``listed`` are the residents during the step, ``ids`` the chosen experts by layer, most
+        wanted last.
         """
         store = self._store
         with store._monitor:
@@ -165,10 +159,10 @@ class HostTables:
                     if self._uses.of(places.keys[expert]) > MARGIN:
                         self._admit(places.keys[expert])
 
-    # What follows is called with the lock held.
+    # The following is called with the lock held.
 
     def _list(self, layer: int, stream: int) -> bool:
-        """Brings the tables of a layer up to date; False where an expert is in neither memory."""
+        """Updates the tables of a layer; False if an expert is in neither memory."""
         store, lower, places = self._store, self._lower, self.layers[layer]
         found = store._residents.get(layer)
         if found is None or found.stream != stream:
@@ -189,7 +183,7 @@ class HostTables:
         return True
 
     def _admit(self, key: ExpertKey) -> None:
-        """Begins to copy an expert, unless the one it would replace is used as much."""
+        """Begins to copy an expert, unless its victim has about as many uses."""
         store, lower = self._store, self._lower
         if key in store._entries or store.is_closed:
             return
@@ -203,10 +197,8 @@ class HostTables:
                     if self._uses.of(key) <= self._uses.of(victim) + MARGIN:
                         return
                 if not lower.has(victim):
-                    # first: it must not be in neither memory meanwhile
-                    if lower.has_spare(victim.layer):
-                        slot = store._slab.slot(store._entries[victim].slot)
-                        store.fetcher.give_back(victim, slot)
+                    if lower.has_spare(victim.layer):  # it must always be in one of both memories
+                        store.return_to_host(victim)
                     return
                 store._counters.evictions += 1
                 store._drop(victim)
@@ -217,21 +209,20 @@ def open_host_tables(
     store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
 ) -> HostTables | None:
     """Makes tables for the layers of a model, with ``num_choices`` slots for fetched experts.
-    Returns None where the device cannot read the host's memory, experts of a layer differ in what
-    they fill of a slot, slots are few, an expert is in neither memory, or a policy decides after
-    each use."""
-    lower = store.fetcher.lower
+
+    Returns None if the device cannot read host memory, a policy decides after each use, there are
+    too few slots, an expert is in neither memory, or experts of a layer fill different bytes.
+    """
+    lower = store.lower
     if (
-        not isinstance(lower, LowerStore)
-        or store.decides_later
+        store.decides_later
         or lower.decides_later
         or not tiers_have_room(store, layers, num_choices)
         or not store.device.reads_host(lower._slab.bytes)
     ):
         return None
     slot, find = store._slab.slot(0), store.fetcher.moves_of
-    # at once: slots that are neither free nor closed nor an expert's are lost
-    with store._monitor, lower._monitor:  # taking the lower lock delivers ended reads
+    with store._monitor, lower._monitor:  # delivers ended reads
         if not all(store.has(key) or lower.has(key) for keys in layers.values() for key in keys):
             return None
         moves = dict[int, Sequence[Sequence[CopyPart]]]()
@@ -250,7 +241,7 @@ def open_host_tables(
             event.synchronize()
         places = {n: _places(store, keys, moves[n], landing) for n, keys in layers.items()}
         slots_E = store.device.upload(np.full(max(map(len, layers.values())), -1, np.int32))
-        tables = HostTables(store, lower, places, slots_E)
+        tables = HostTables(store, places, slots_E)
         store._closed.update(landing)
         store.host_tables = tables
         store._policy.divide(sum(store._policy.slots_by_layer) - num_choices)
@@ -260,8 +251,8 @@ def open_host_tables(
 def has_room(
     num_slots: int, num_below: int, *, num_experts: int, num_layers: int, num_choices: int
 ) -> bool:
-    """Whether the two memories have slots for all experts, but the device's alone has not. In every
-    layer one may be in both: it is copied before the one that leaves is copied back."""
+    """Whether the two memories have slots for all experts, but the device alone has not. In every
+    layer one expert may be in both, while two are exchanged."""
     is_enough = num_experts + num_layers <= num_slots - num_choices + num_below
     return num_slots < num_experts and is_enough and num_choices <= num_slots // LANDING_SHARE
 
@@ -270,16 +261,15 @@ def tiers_have_room(
     store: DeviceStore[Any], layers: Mapping[int, Sequence[ExpertKey]], num_choices: int
 ) -> bool:
     return has_room(
-        store._slab.num_slots, store.fetcher.lower.num_slots,
+        store._slab.num_slots, store.lower.num_slots,
         num_experts=sum(map(len, layers.values())), num_layers=len(layers), num_choices=num_choices,
     )  # fmt: skip
 
 
 def read_rest(store: DeviceStore[Any], keys: list[ExpertKey]) -> None:
     """Begins to read experts that are in neither memory, without evicting another's only copy.
-    Removes those that are there or under way from ``keys``."""
-    lower = store.fetcher.lower
-    assert isinstance(lower, LowerStore), "it has room for the others"
+    Removes keys that are resident or under way from ``keys``."""
+    lower = store.lower
     with lower._monitor:
         keys[:] = [key for key in keys if not (store.has(key) or lower.read_spare(key))]
 
@@ -299,7 +289,7 @@ def _places(
         upload(np.ascontiguousarray(parts_2P)),
         upload(np.array(landing, np.int32)),
     )
-    lower = store.fetcher.lower._slab
+    lower = store.lower._slab
     numbers = lower.bytes.data_ptr(), lower.slot_bytes, store.slot_bytes
     word_bytes = math.gcd(8, *numbers, *offsets_EP.flatten().tolist(), *parts_2P.flatten().tolist())
     return LayerPlaces(keys, tables, offsets_EP, word_bytes, int(parts_2P[1].sum()))

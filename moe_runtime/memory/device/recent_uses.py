@@ -1,4 +1,4 @@
-"""How often experts were used of late, which decides who is worth a slot of a device.
+"""Recent uses of experts, which decide whether one gets a slot of a device.
 
 Source: Einziger et al., "TinyLFU", ACM TOS 2017.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from moe_runtime.types import ExpertKey
 
 DECAY = 0.98
-"""A use counts half after 34 steps. Replaying recorded routes chose it."""
+"""A use counts half after 34 steps; from replayed routes."""
 
 
 class RecentUses:

@@ -1,6 +1,6 @@
 """Answers many requests that are not urgent with the most tokens per second.
 
-An `AnswerFile` has a line of JSON for each answer, grows while they come, and is taken up again.
+An `AnswerFile` has a line of JSON for each answer. A later run continues it.
 """
 
 from __future__ import annotations

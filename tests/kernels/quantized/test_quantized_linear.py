@@ -243,7 +243,7 @@ generator = torch.Generator().manual_seed(7)
 for isa in library.isas():
     library.select_isa(isa)
     for name, kind in PUBLISHED.items():
-        for n, k, rows in ((1, 1, 1), (5, 31, 1), (90, 144, 1), (7, 130, 7), (33, 272, 13)):
+        for n, k, rows in ((5, 31, 1), (90, 130, 1), (33, 272, 13)):
             weight = random_matrix(kind, n, k, generator)
             x = torch.randn(rows, k, generator=generator).bfloat16()
             guarded = replace(weight, codes=at_the_end(weight.codes),

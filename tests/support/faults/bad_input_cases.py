@@ -51,37 +51,25 @@ def _damage_json_file(rng: Random, path: Path) -> None:
         path.write_text(json.dumps(value))
 
 
-def config(rng: Random, place: Path, good: Path) -> Case:
-    """One to three odd values in config.json."""
-    file = _model(place, good) / "config.json"
-    if rng.random() < 0.3:
+_GENERATION = (
+    *("eos_token_id", "max_length", "num_beams", "temperature", "top_k", "use_cache"),
+    *("cache_implementation", "bad_words_ids", "stop_strings", "num_return_sequences"),
+    *("repetition_penalty", "max_time", "min_length", "pad_token_id", "do_sample"),
+)
+
+
+def settings(rng: Random, place: Path, good: Path) -> Case:
+    """Odd values in a file of settings, also under names that it did not have."""
+    files = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    (name,) = rng.choices(files, (22, 8, 4, 4))
+    file = _model(place, good) / name
+    if rng.random() < 0.4 or name.startswith("tokenizer"):
         _damage_json_file(rng, file)
     else:
         values = json.loads(file.read_text())
-        for _ in range(rng.randrange(1, 3)):
-            values[rng.choice(sorted(values))] = rng.choice(VALUES)
+        names = _GENERATION if name.startswith("generation") else sorted(values)
+        values |= {name: rng.choice(VALUES) for name in rng.sample(names, rng.randrange(1, 3))}
         file.write_text(json.dumps(values))
-    return _use_of_model(rng)
-
-
-def generation_config(rng: Random, place: Path, good: Path) -> Case:
-    """Odd values in generation_config.json, also under names that it did not have."""
-    file = _model(place, good) / "generation_config.json"
-    if rng.random() < 0.5:
-        _damage_json_file(rng, file)
-    else:
-        names = ("eos_token_id", "max_length", "num_beams", "temperature", "top_k", "use_cache")
-        names += ("cache_implementation", "bad_words_ids", "stop_strings", "num_return_sequences")
-        names += ("repetition_penalty", "max_time", "min_length", "pad_token_id", "do_sample")
-        values = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randrange(1, 3))}
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-    return _use_of_model(rng)
-
-
-def tokenizer(rng: Random, place: Path, good: Path) -> Case:
-    """Damaged tokenizer files."""
-    folder = _model(place, good)
-    _damage_json_file(rng, folder / rng.choice(("tokenizer.json", "tokenizer_config.json")))
     return _use_of_model(rng)
 
 
@@ -95,8 +83,8 @@ def chat_template(rng: Random, place: Path, good: Path) -> Case:
         *("{% include 'x' %}", "{{ strftime_now(3) }}", "{{ '\\ud800' }}"),
         *({"default": 3}, [{"name": "default"}], 7, None, ["a"], {"a": "{{ 1 }}"}),
     )
-    settings = json.loads(file.read_text()) | {"chat_template": rng.choice(templates)}
-    file.write_text(json.dumps(settings))
+    values = json.loads(file.read_text()) | {"chat_template": rng.choice(templates)}
+    file.write_text(json.dumps(values))
     return Case(["run", "model", "-p", "The store", "-n", "1", "--chat", *_BUDGET])
 
 
@@ -202,7 +190,7 @@ _TEXT_ROLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
-def _all_files(place: Path, good: Path) -> None:
+def all_files(place: Path, good: Path) -> None:
     _model(place, good)
     for file in good.iterdir():
         if file.is_file():
@@ -212,7 +200,7 @@ def _all_files(place: Path, good: Path) -> None:
 def odd_file(rng: Random, place: Path, good: Path) -> Case:
     """Something that is no file, or a file of another kind, for every option that names one."""
     name, words, outputs = rng.choice((*_FILE_ROLES, *_TEXT_ROLES))
-    _all_files(place, good)
+    all_files(place, good)
     (place / name).unlink(missing_ok=True)
     while put_odd_file(rng, place / name, good) and (name, words, outputs) in _TEXT_ROLES:
         (place / name).unlink()
@@ -222,7 +210,7 @@ def odd_file(rng: Random, place: Path, good: Path) -> Case:
 def damaged_file(rng: Random, place: Path, good: Path) -> Case:
     """Files of every kind with other bytes."""
     name, words, outputs = rng.choice((*_FILE_ROLES, *_TEXT_ROLES))
-    _all_files(place, good)
+    all_files(place, good)
     raw = (place / name).read_bytes()
     is_text = not name.endswith(".npz")
     if name.endswith(".json") and rng.random() < 0.7:
@@ -236,7 +224,7 @@ def arrays(rng: Random, place: Path, good: Path) -> Case:
     """Traces and predictors whose arrays or header are others."""
     roles = [role for role in _FILE_ROLES if role[0].endswith(".npz")]
     name, words, outputs = rng.choice(roles)
-    _all_files(place, good)
+    all_files(place, good)
     with np.load(place / name) as archive:
         columns = dict(archive)
     if "header" in columns and rng.random() < 0.4:
@@ -291,7 +279,7 @@ def prompt(rng: Random, place: Path, good: Path) -> Case:
 
 def interrupted(rng: Random, place: Path, good: Path) -> Case:
     """A signal at any moment."""
-    _all_files(place, good)
+    all_files(place, good)
     commands = (
         Case(
             ["run", "model", "-p", "The", "-n", "200", *_BUDGET, "--trace", "new.npz"],
@@ -315,7 +303,7 @@ def interrupted(rng: Random, place: Path, good: Path) -> Case:
 
 def little_room(rng: Random, place: Path, good: Path) -> Case:
     """Less address space than is asked for, as after `ulimit -v`."""
-    _all_files(place, good)
+    all_files(place, good)
     case = _use_of_model(rng)
     case.room_bytes = int(2 ** rng.uniform(12, 30))
     return case
@@ -324,7 +312,7 @@ def little_room(rng: Random, place: Path, good: Path) -> Case:
 def npy_in_npz(rng: Random, place: Path, good: Path) -> Case:
     """A member that announces what it does not hold, or holds objects."""
     name, words, outputs = rng.choice([r for r in _FILE_ROLES if r[0].endswith(".npz")])
-    _all_files(place, good)
+    all_files(place, good)
     buffer = io.BytesIO()
     np.savez(buffer, header=np.array([{"a": 1}], dtype=object), ids=np.zeros((4, 2, 2), np.uint8))
     raw = buffer.getvalue()
@@ -334,9 +322,7 @@ def npy_in_npz(rng: Random, place: Path, good: Path) -> Case:
 
 
 MAKERS: dict[str, tuple[Maker, int]] = {
-    "config": (config, 22),
-    "generation_config": (generation_config, 8),
-    "tokenizer": (tokenizer, 8),
+    "settings": (settings, 38),
     "chat_template": (chat_template, 4),
     "header": (header, 8),
     "shards": (shards, 5),

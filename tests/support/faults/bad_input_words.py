@@ -1,11 +1,11 @@
 """Cases about the words of the command line, and about the streams of a process."""
 
-import shutil
 import signal
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from bad_input_cases import all_files
 from bad_input_runner import Case, Maker
 from bad_input_values import WORDS
 from typer.main import get_command
@@ -106,19 +106,12 @@ def commands() -> dict[str, list[tuple[str, bool]]]:
     return {name: options_of(name) for name in found}
 
 
-def _fill(place: Path, good: Path) -> None:
-    for path in good.iterdir():
-        if path.is_file():
-            shutil.copy(path, place / path.name)
-    shutil.copytree(good / "model", place / "model")
-
-
 def option(rng: Random, place: Path, good: Path) -> Case:
     """One or two options of any command with odd values."""
     table = commands()
     names = sorted(table)
     command = rng.choices(names, [_RARE.get(name, 1.0) for name in names])[0]
-    _fill(place, good)
+    all_files(place, good)
     words, outputs = [*command.split(), *_SOUND[command]], list(_OUTPUTS)
     options = [(n, v) for n, v in table[command] if n != "--debug"]
     for name, takes_value in rng.sample(options, min(len(options), rng.choice((1, 1, 2)))):
@@ -134,7 +127,7 @@ def option(rng: Random, place: Path, good: Path) -> Case:
 
 def argument(rng: Random, place: Path, good: Path) -> Case:
     """Odd words where a model or a file belongs, and words too many or too few."""
-    _fill(place, good)
+    all_files(place, good)
     command = rng.choice(sorted(set(_SOUND) - {*_RARE, "simulate layer", "serve"}))
     words = [*command.split(), *_SOUND[command]]
     at = len(command.split())
@@ -166,7 +159,7 @@ _STREAMS = (
 
 def streams(rng: Random, place: Path, good: Path) -> Case:
     """Streams that are closed, full, or read by nobody; real processes."""
-    _fill(place, good)
+    all_files(place, good)
     shell = rng.choice(_STREAMS)
     is_silent = "2>" in shell
     return Case(rng.choice(_CHEAP), shell=shell, lines=(0, 1) if is_silent else (1,))
@@ -174,14 +167,14 @@ def streams(rng: Random, place: Path, good: Path) -> Case:
 
 def ulimit(rng: Random, place: Path, good: Path) -> Case:
     """`ulimit -v` from the start of the process."""
-    _fill(place, good)
+    all_files(place, good)
     kib = rng.choice((100_000, 300_000, 600_000, 1_000_000, 1_500_000, 2_500_000))
     return Case(_CHEAP[3], shell=f'ulimit -v {kib}; exec "$@"')
 
 
 def early_interrupt(rng: Random, place: Path, good: Path) -> Case:
     """Ctrl-C while a process imports what it needs."""
-    _fill(place, good)
+    all_files(place, good)
     words = rng.choice((_CHEAP[0], _CHEAP[2], _CHEAP[3]))
     return Case(words, shell='exec "$@"', send=(signal.SIGINT, rng.uniform(0.15, 2.5)))
 
