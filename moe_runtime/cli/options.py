@@ -312,6 +312,9 @@ class SeveralProcesses:
         device = ctx.params.get("device", "auto")
         if self.gpus is not None and device not in ("auto", "cuda"):
             raise ValueError(f"--device {device}: --gpus names the devices, leave it out")
+        if self.processes is not None and device.startswith("cuda:"):
+            why = "--processes would share this GPU; --gpus starts a process for each GPU"
+            raise ValueError(f"--device {device}: {why}")
         draft = ctx.params.get("draft", "none")
         if self.are_asked_for and draft != "none":
             raise ValueError(f"--draft {draft} is for one process: leave it out")

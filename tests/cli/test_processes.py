@@ -210,6 +210,7 @@ def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
         (["m", "--processes", "3"], "--processes asks for 3 processes, torchrun started 2"),
         (["m", "--processes", "2", "--draft", "lookup"], "--draft lookup is for one process"),
         (["m", "--gpus", "0,1", "--device", "cpu"], "--device cpu: --gpus names the devices"),
+        (["m", "--processes", "2", "--device", "cuda:0"], "--processes would share this GPU"),
     ):
         assert main(["serve", *words]) == 2
         assert complaint in capsys.readouterr().err
