@@ -29,6 +29,7 @@ from training_runs import train, training_records, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.cli.main import main
+from moe_runtime.cli.options import SeveralProcesses
 from moe_runtime.cli.processes import _forwarded_signals, named_end
 from moe_runtime.errors import RankFailureError
 
@@ -210,7 +211,6 @@ def test_what_one_process_serves_alone_is_refused(monkeypatch, capsys):
         (["m", "--processes", "3"], "--processes asks for 3 processes, torchrun started 2"),
         (["m", "--processes", "2", "--draft", "lookup"], "--draft lookup is for one process"),
         (["m", "--gpus", "0,1", "--device", "cpu"], "--device cpu: --gpus names the devices"),
-        (["m", "--processes", "2", "--device", "cuda:0"], "--processes would share this GPU"),
     ):
         assert main(["serve", *words]) == 2
         assert complaint in capsys.readouterr().err
@@ -313,6 +313,12 @@ def test_a_command_starts_its_own_processes(codes, expected, monkeypatch, capsys
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1, GPU-5,7")
         assert main([*words[:-2], "--gpus", gpus]) == expected
         assert os.environ["CUDA_VISIBLE_DEVICES"] == names
+
+
+def test_processes_do_not_share_a_numbered_gpu():
+    ctx: Any = SimpleNamespace(params={"device": "cuda:0"})
+    with pytest.raises(ValueError, match="--processes would share this GPU"):
+        SeveralProcesses(processes=2).check(ctx)
 
 
 def test_gpus_that_are_not_here(capsys, monkeypatch):
