@@ -1,7 +1,7 @@
 """The case ``ablation``: variants of a training configuration, trained with the same seeds.
 
-A repetition trains a variant with the next seed, as ``moe-runtime train`` does, in a temporary
-folder. All variants are prepared before the first one is trained.
+A repetition trains a variant with the next seed in a temporary folder, as ``moe-runtime train``
+does. All variants are checked before the first training.
 """
 
 import contextlib

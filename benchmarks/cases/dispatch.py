@@ -1,9 +1,9 @@
 """The case ``dispatch``: dispatch and combine between processes, and a padded all-to-all.
 
-A round begins after a barrier, and the slowest rank's time counts. The peer does what GShard and
-Tutel do: every expert gets as many slots as the busiest one needs, and equal parts travel. Where a
-bit of its results differs on any rank, it gets no numbers. On this machine alone the measuring
-process is the first rank, and its children follow.
+A round starts after a barrier, and the slowest rank's time counts. The peer works like GShard and
+Tutel: every expert gets as many slots as the busiest one needs, and all messages have equal size.
+If a bit of its results differs on any rank, it gets no numbers. Without torchrun the measuring
+process is the first rank and starts the others.
 
 Shape suffixes: T tokens, D model, K choices, E experts, R rows, P ranks.
 """
@@ -253,7 +253,7 @@ def ranks_here(plan: Any, num_ranks: int, store: str, follow: Follow = follow) -
     """A default group of this process, the first rank, and child processes that follow it.
 
     Raises:
-        RankFailureError: a rank ended; the message has the last line of what it said.
+        RankFailureError: a rank ended; the message has its last line of output.
     """
     resource_tracker.ensure_running()  # which lets interruptions through where it starts
     with interruptions_held():  # children keep them held: this process ends them

@@ -1,16 +1,16 @@
 """The case ``experts``: one layer of experts by this project, transformers and peers.
 
-Every call has other routing than the one before, so that at few tokens weights come from memory, as
-in a model. An implementation whose outputs differ gets no numbers.
+Calls alternate between routings, so that few tokens read their weights from memory, as in a model.
+An implementation whose outputs differ gets no numbers.
 
-Two tokens are computed in float64: the distance, in the 2-norm, may be what the roundings on the
-way allow. There are K + 6 of them in the type of the weights (gate, up, activation, their product,
-an expert's output, its weighting, K terms of the sum) and D + F in fp32, each an independent
-relative error of at most the unit roundoff. With backward the gradient of x passes them twice. All
-other tokens are compared with this project's by twice the bound.
+Two tokens are also computed in float64. The 2-norm of the error may be as large as the roundings
+allow: K + 6 in the dtype of the weights (gate, up, activation, their product, an expert's output,
+its weighting, K terms of the sum) and D + F in fp32, each an independent relative error of at most
+the unit roundoff. A backward pass doubles them. All other tokens must be within twice the bound of
+this project's.
 
-Peers run in processes of their own and compute forward passes alone. Between its turns the threads
-of a peer are stopped: some would go on spinning.
+Peers run in their own processes and only compute forward passes. Their threads are stopped between
+turns, since some would keep spinning.
 """
 
 import copy
@@ -109,7 +109,7 @@ def output_or_gradient(call: Callable[[Tensor], Tensor], x: Tensor, *, trains: b
 def num_near(found: Tensor, expected: Tensor, exact: Tensor, bound: float) -> int:
     """The number of tokens ``[T, D]`` within twice a relative bound of the expected ones.
 
-    The first ones must be within the bound of the exact results ``[few, D]``.
+    The first tokens must be within the bound of the exact results ``[few, D]``.
     """
 
     def is_within(one: Tensor, other: Tensor, bound: float) -> Tensor:
@@ -193,7 +193,7 @@ class ExpertLayer:
         """The weights for a peer in another process: gate and up ``[E, F, D]``, down ``[E, D, F]``.
 
         Raises:
-            PeerFailedError: the layer has other parts than gate, up and down in bf16.
+            PeerFailedError: the layer is not gate, up and down in bf16.
         """
         found = {name: value.detach() for name, value in self.module.named_parameters()}
         is_transposed = getattr(self.module, "is_transposed", False)
@@ -221,11 +221,11 @@ def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
     """The first layer of experts of a checkpoint, with random weights.
 
     Args:
-        dtype: to compute in; ``"auto"`` for the checkpoint's own.
+        dtype: compute dtype; ``"auto"`` for the checkpoint's.
 
     Raises:
-        CheckpointError: nothing readable is there.
-        UnsupportedModelError: it has no experts that transformers marks as such.
+        CheckpointError: there is no readable checkpoint.
+        UnsupportedModelError: transformers marks no experts in the model.
     """
     built, found_dtype = _built(model, dtype)
     return _drawn(found_dtype, *_experts_of(built))

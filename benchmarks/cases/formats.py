@@ -1,7 +1,7 @@
 """The case ``experts`` with ``--formats``: one layer's experts in quantised formats.
 
-A format is a system, and so are a plain read of as many bytes and every peer that has the format.
-One expert is drawn; the others are its rows in another order. The reference decodes one expert.
+Each format is a system; so are a plain read of the same bytes, and every peer with the format. One
+expert is drawn; the others are its rows in another order. The reference decodes one expert.
 
 T tokens, K choices, D model, F hidden; R routed rows.
 """

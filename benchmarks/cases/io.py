@@ -1,7 +1,7 @@
 """The case ``io``: reads experts from disk as a run does, compared with plain reads.
 
-The page cache is dropped before each repetition; bytes that came from storage are counted. Some
-experts are compared with the file: a system whose bytes differ gets no numbers.
+The page cache is dropped before each repetition, and bytes from storage are counted. A system whose
+bytes differ from the file's gets no numbers; some experts are compared.
 """
 
 import contextlib

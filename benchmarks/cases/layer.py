@@ -1,7 +1,7 @@
 """The case ``layer``: `MoELayer` and transformers' Qwen3-MoE block on the same weights.
 
 Results are compared as in ``experts``, with a bound that includes the rounding of the gate's
-logits. Tokens for which roundings may choose another expert are not drawn.
+logits. Tokens whose choice of experts depends on rounding are not drawn.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """The load on a server: requests at a fixed concurrency or rate, and their latencies.
 
-A request is streamed, with the time of each piece of its answer.
+Answers are streamed, and the arrival of each piece is timed.
 """
 
 import asyncio
@@ -390,7 +390,7 @@ def measure(
     """Measure all levels with connections of its own, by `run_load`.
 
     Args:
-        meters: count something while a level is measured, as `EnergyMeter` does.
+        meters: context managers that count while a level is measured, such as `EnergyMeter`.
     """
 
     async def run() -> tuple[str, list[MeasuredLevel]]:

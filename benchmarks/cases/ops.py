@@ -1,6 +1,6 @@
 """The case ``ops``: every op of ``kernels`` in a layer of experts, on the CPU.
 
-Each is a system of its own; its result is first compared with that of its reference.
+Each op is a system, whose result is first compared with its reference.
 
 T tokens, E experts, K choices, D model, F hidden; R routed rows.
 """

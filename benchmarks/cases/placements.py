@@ -1,6 +1,6 @@
 """The case ``placements``: placements by each algorithm, scored on later routing.
 
-A repetition places the experts by the first part of the trace and scores them on the rest.
+A repetition places experts by the first part of the trace and scores the placement on the rest.
 """
 
 import importlib

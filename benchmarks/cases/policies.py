@@ -1,7 +1,7 @@
 """The case ``policies``: hit rates and speed of eviction policies on a recorded trace.
 
-A repetition replays the whole trace from a cold start at every capacity. The beginning is also
-served by the policy's object, as in a run: a policy whose hits differ gets no numbers.
+A repetition replays the whole trace from a cold start at every capacity. The policy's live object
+also serves the start of the trace; if its hits differ, the policy gets no numbers.
 """
 
 import dataclasses

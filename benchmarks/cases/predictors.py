@@ -1,7 +1,7 @@
 """The case ``predictors``: recall on held-out sequences, and the cost of a prediction.
 
-The control reads the answer: where it does not find all of it, no predictor has numbers. A
-repetition asks the object that runs live for every layer of the first held-out steps.
+A control that knows the answer must reach full recall, or no predictor gets numbers. A repetition
+asks the live object for every layer of the first held-out steps.
 """
 
 import copy

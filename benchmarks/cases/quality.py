@@ -1,10 +1,10 @@
 """The case ``quality``: perplexity on a text, and the distance from a reference model.
 
-Chunks and numbers are those of llama.cpp's perplexity tool: each chunk begins with the model's
-first token, if it has one, and the tokens of its second half are judged. Systems take turns, part
-by part of the text; one is loaded at a time, and the reference's logits wait in a temporary file.
+Chunks and metrics follow llama.cpp's perplexity tool: each chunk starts with the BOS token, if the
+model has one, and the tokens of its second half count. Systems take turns on parts of the text. One
+is loaded at a time; the reference's logits are kept in a temporary file.
 
-T tokens, N of them judged, V the vocabulary. Logarithms are natural, sums float64.
+T tokens, N counted tokens, V vocabulary. Logarithms are natural, sums float64.
 """
 
 import inspect
@@ -57,8 +57,8 @@ class QualityPlan:
     """The work of every system: chunks of token ids of one length.
 
     Attributes:
-        is_stepwise: the second half is read token by token, as in decoding.
-        kept: the reference's logits of the part that is being read.
+        is_stepwise: read the second half token by token, as in decoding.
+        kept: file with the reference's logits of the current part.
     """
 
     chunks: Sequence[Sequence[int]]
@@ -84,7 +84,7 @@ def cut_text(words: str, models: Sequence[str], context: int) -> tuple[list[list
     """Split a text into chunks of ``context`` token ids; also return the vocabulary size.
 
     Raises:
-        ValueError: there is no chunk, a model knows fewer positions, or the vocabularies differ.
+        ValueError: the text is too short, a model has fewer positions, or vocabularies differ.
         CheckpointError: a tokenizer or a configuration cannot be used.
     """
     found = dict[tuple[int, bytes], Tensor]()
@@ -119,7 +119,7 @@ def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) 
     reference ``[N, 1]``.
 
     Raises:
-        CheckpointError: logits are NaN, or give a token of the text or of the reference no chance.
+        CheckpointError: logits are NaN, or give a token no probability.
     """
     log_q = logits_NV.double().log_softmax(-1)
     columns = [-log_q.gather(1, ids_N[:, None])[:, 0]]
@@ -138,7 +138,7 @@ def score_tokens(logits_NV: Tensor, ids_N: Tensor, reference_NV: Tensor | None) 
 def summarize(scores: Scores) -> dict[str, dict[str, Any]]:
     """Means of `score_tokens` by metric, with 95 % intervals; tokens count as independent.
 
-    A ratio's interval is that of the differences, so the covariance of both logarithms is in it.
+    The interval of a ratio is that of the differences, which includes the covariance.
     """
     found = {"perplexity": _mean(scores[:, 0], is_logarithm=True)}
     if scores.shape[1] > 1:
@@ -163,7 +163,7 @@ def _mean(values: Scores, *, is_logarithm: bool = False) -> dict[str, Any]:
 class QualitySystem(suite.BenchSystem):
     """A model under test, loaded with the given options. Each repetition reads the next part.
 
-    The reference has none itself: it keeps the logits of a part, which the others read.
+    The reference itself has no reference: it keeps the logits of a part for the others.
     """
 
     def __init__(
@@ -267,11 +267,11 @@ def measure_quality(
     """Judge systems, each a name, a model and its options. The first is the reference.
 
     Returns:
-        The content of a results file. Means of what is judged, and their 95 % intervals, are over
-        all tokens that every system has read.
+        The content of a results file. Means and their 95 % intervals are over all tokens that
+        every system has read.
 
     Raises:
-        PeerFailedError: the reference has no numbers, or no other system has any.
+        PeerFailedError: the reference or all other systems failed.
     """
     num_parts = len(plan.parts())
     # all parts are read, however certain the numbers are

@@ -1,7 +1,7 @@
 """Replace a model's routing by a recorded trace, and compute what the hardware allows.
 
-A text of the benchmark takes a request of the trace, from its first token on. Weights and reads are
-the checkpoint's; the choices of experts and their weights are those of real text.
+Each text of the benchmark takes a request of the trace from its first token. Reads and weights come
+from the checkpoint; the chosen experts and their gate weights come from real text.
 """
 
 import json
@@ -61,7 +61,7 @@ def take_routes(path: Path, asked: TracedModel, num_requests: int, num_tokens: i
     """The first requests of a trace that are long enough, cut to that length.
 
     Raises:
-        ValueError: the trace is of another model, or too short.
+        ValueError: the trace belongs to another model, or is too short.
     """
     routes = routes_of(read_layers(path, asked))
     lengths = np.diff(routes.offsets)
@@ -120,10 +120,10 @@ class RecordedRouting:
     """The requests of a benchmark by batch, with their routing and its bounds.
 
     Args:
-        trace: its requests are taken in turn.
-        all_layers: of the shape whose first layers the checkpoint has; None for all.
-        batches: numbers of the requests of each text.
-        num_prompt, num_new: tokens of a prompt, and after it.
+        trace: recorded routing; its requests are taken in turn.
+        all_layers: layers of the full shape, if the checkpoint has only the first ones.
+        batches: request numbers of each text.
+        num_prompt, num_new: tokens of a prompt and of its continuation.
     """
 
     def __init__(
@@ -241,10 +241,10 @@ class RecordedRouting:
         """`ROUTED_METRICS` of a repetition.
 
         Args:
-            steps_s: of each decode step.
-            held_s: of steps whose experts are all resident.
-            counts: of the decode steps of each text, ``bytes_read``, ``stall_s``, ``predict_s``.
-            num_slots: experts that fit.
+            steps_s: seconds of each decode step.
+            held_s: seconds of steps with all experts resident.
+            counts: ``bytes_read``, ``stall_s`` and ``predict_s`` of each text's decode steps.
+            num_slots: number of expert slots.
         """
         disk = self.measured_disk()
         speed, step_s, computing_s = disk["bytes_per_s"], fmean(steps_s), median(held_s)

@@ -1,6 +1,6 @@
 """Route a loaded model by a recorded trace, for benchmarks.
 
-Legend: T tokens of a pass, K experts that a token visits.
+Shape suffixes: T tokens of a pass, K experts of a token.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from moe_runtime.inference.steps import Listener, Step
 class RoutedModel(Listener):
     """Gives a model's experts the choices and weights of a trace instead of its gates'.
 
-    The gates compute as ever. A request takes a request of the trace, a token the row of its
-    position; behind the last one they begin again. Other listeners see the trace's token ids.
+    The gates still compute. Each request takes a request of the trace, each token the row of its
+    position; after the last row they start again. Other listeners see the trace's token ids.
     """
 
     def __init__(self, model: Any, path: str) -> None:

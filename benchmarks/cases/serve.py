@@ -1,7 +1,7 @@
 """The case ``serve``: what the clients of a server wait for.
 
-A level (so many clients, or requests a second) is a system, each answered request a repetition.
-Requests of a level are not independent: their interval says less than one of repetitions.
+A level (a number of clients or a request rate) is a system, and each answered request is a
+repetition. Requests of a level are not independent, so their interval is too narrow.
 """
 
 import os
@@ -28,7 +28,7 @@ class StartedServer:
     """The kernel's counters of a server's process, without its children.
 
     Attributes:
-        disk_bytes_per_s: how fast its disk reads experts, if that was measured.
+        disk_bytes_per_s: measured speed of reading experts, if any.
     """
 
     disk_bytes_per_s: float | None = None

@@ -1,9 +1,9 @@
 """The cases ``latency`` and ``throughput``: systems continue texts with the same tokens.
 
-Each repetition is a process: it imports, loads, answers the first text untimed, then all of them.
-All systems are given the tokens that this project finds likeliest, and say what they find likeliest
-after each: one that differs in more than the share agreed on gets no numbers. (In bf16, systems
-that sum in another order sometimes disagree on two almost equal logits.)
+Each repetition is a process that loads the model, answers the first text untimed, and then times
+all texts. All systems get the same tokens, the top tokens of this project, and report their own top
+token after each. A system that disagrees too often gets no numbers. (In bf16, another order of sums
+sometimes swaps two almost equal logits.)
 """
 
 import shutil
@@ -60,7 +60,7 @@ class TextPlan:
     """The work of every system: batches of prompts; for ``latency`` one prompt each.
 
     Attributes:
-        continuations: what follows each prompt; None for what this project finds likeliest.
+        continuations: tokens after each prompt; None for this project's top tokens.
     """
 
     case: str

@@ -1,6 +1,6 @@
 """The case ``training``: optimizer steps of a language model here, in transformers and in peers.
 
-All begin with the same weights and tokens. The losses of the first, untimed steps are compared.
+All start from the same weights and tokens. The losses of the first, untimed steps are compared.
 """
 
 import mmap

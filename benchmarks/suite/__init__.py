@@ -1,9 +1,9 @@
 """Shared parts of ``moe-runtime bench``: systems take turns, and all results have one format.
 
-A case (``cases``) gives the numbers of one repetition. All systems are asked in turn until the
-numbers are certain enough: a machine that slows down slows all of them, and the first one changes
-from round to round. A results file (``schema.json``) holds numbers and what they depend on:
-machine, versions, commit, command, settings. ``comparing`` compares two of them.
+A case (``cases``) measures one repetition of a system. Systems take turns until the means are
+certain enough, so that a slower phase of the machine affects all of them. The order rotates from
+round to round. A results file (``schema.json``) holds the numbers with the machine, versions,
+commit, command and settings. ``comparing`` compares two files.
 """
 
 import json
@@ -57,7 +57,7 @@ class BenchSystem(ABC):
         """Run the system once. The first run also compares its answers.
 
         Raises:
-            PeerFailedError: it has no numbers.
+            PeerFailedError: the system cannot be measured.
         """
 
     def count(
@@ -80,12 +80,12 @@ class Rules:
     """When a measurement ends, and its callbacks.
 
     Attributes:
-        judged: the metrics that must be certain.
-        least, most: repetitions of each system.
-        precision: half of the confidence interval of the mean, as a share of it.
-        max_s: no round begins that would end later, going by the longest.
-        on_repetition: gets a system's name and the number of its repetitions.
-        is_stopping: asked before each repetition; what was found until then counts.
+        judged: metrics whose means must be certain.
+        least, most: minimum and maximum repetitions of each system.
+        precision: half of the mean's confidence interval, relative to the mean.
+        max_s: seconds; no round starts that would end later, judging by the longest so far.
+        on_repetition: called with a system's name and its number of repetitions.
+        is_stopping: called before each repetition; earlier repetitions count.
     """
 
     judged: Sequence[str]
@@ -120,8 +120,8 @@ def run_in_turn(
     """Measure systems in turn.
 
     Returns:
-        What was found, by name, and why it ended: ``narrow``, ``time``, ``most``, ``interrupted``,
-        or ``failed`` where no system has numbers.
+        The measured systems by name, and why the measurement ended: ``narrow``, ``time``,
+        ``most``, ``interrupted``, or ``failed`` if no system has numbers.
     """
     found = {system.name: MeasuredSystem() for system in systems}
     begin, longest_s = rules.clock(), 0.0
@@ -291,8 +291,8 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write a results file.
 
     Raises:
-        ValueError: the schema refuses it.
-        OSError: it cannot be written.
+        ValueError: the schema rejects the results.
+        OSError: the file cannot be written.
     """
     require_valid(dict(results))
     write_text(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -302,8 +302,8 @@ def read_results(path: Path) -> dict[str, Any]:
     """Read a results file.
 
     Raises:
-        CheckpointError: it is none, or has another version.
-        OSError: it cannot be read.
+        CheckpointError: the file is not one, or has another version.
+        OSError: the file cannot be read.
     """
 
     def refuse_constant(name: str) -> None:

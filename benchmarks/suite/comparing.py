@@ -1,8 +1,8 @@
 """Compare two results files: do they measure the same work, and do they differ?
 
-A difference counts when it is larger than a bound and the rank test of Mann and Whitney (1947),
-exact and one-sided, gives at most 5 %. It takes one number of each repetition; fewer than three on
-either side are noise. The settings in ``_SETTINGS`` are the work; all others may differ.
+A difference counts if it exceeds a bound and the one-sided exact rank test of Mann and Whitney
+(1947) gives at most 5 %. The test takes one number per repetition; fewer than three on either side
+count as noise. The settings in ``_SETTINGS`` define the work; all others may differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +142,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], bound: float) -> list
     """Judge every judged metric of every system that has numbers in both results.
 
     Raises:
-        ValueError: what was measured differs, or no system has numbers in both.
+        ValueError: the work differs, or no system has numbers in both.
     """
     if before["case"] != after["case"]:
         raise ValueError(

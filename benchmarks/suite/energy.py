@@ -26,7 +26,7 @@ class EnergyMeter:
     def measured(self) -> Iterator[dict[str, float]]:
         """``cpu_joules`` and ``gpu_joules`` of a block, once it has ended, where they can be read.
 
-        A zone begins again at some 262 kJ: two turns in a block count as one.
+        A zone's counter wraps at about 262 kJ: two wraps in a block count as one.
         """
         found: dict[str, float] = {}
         zones, gpus = _microjoules(self._ranges), self._millijoules()

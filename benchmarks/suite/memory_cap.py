@@ -1,7 +1,7 @@
 """Cap a process's memory, page cache included, with Linux control groups.
 
-The group is ours where we may make one (root, or a part of the tree handed down); else systemd is
-asked for a scope of the user's own.
+Uses a group of our own if permitted (as root, or in a delegated subtree), or else a systemd scope
+of the user.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Peers: their names, their environments, and the processes that run them.
 
-A peer is asked in lines of JSON; ``peers/host.py`` is the other end.
+Requests and answers are lines of JSON; ``peers/host.py`` is the other end.
 """
 
 import ast

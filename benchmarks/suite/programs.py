@@ -25,8 +25,8 @@ def running(
 ) -> "Iterator[subprocess.Popen[Any]]":
     """Run a program within the block, in its own session, so that Ctrl-C reaches only this process.
 
-    When the block ends, what is left of the session gets the signal ``asked``, if one is named, and
-    after ``grace_s`` seconds it is killed.
+    At the end of the block all processes of the session get the signal ``asked``, if given, and are
+    killed after ``grace_s`` seconds.
     """
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:

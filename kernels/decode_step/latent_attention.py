@@ -62,8 +62,7 @@ def latent_attention(
 
     Returns:
         `[B, H, V]` in the dtype of the query; sums are in fp32. With the native kernel, a query's
-            bits
-        do not depend on other queries or on threads.
+            bits do not depend on other queries or on threads.
 
     Raises:
         ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.

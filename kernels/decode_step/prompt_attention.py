@@ -67,9 +67,8 @@ def prompt_attention(
 
     Returns:
         `[B, Q, H, V]` in the dtype of the query. Sums are in fp32; the kernel rounds exponentials
-            to
-        bf16 before their product with bf16 values. A query's bits do not depend on other queries or
-        on threads.
+            to bf16 before their product with bf16 values. With it, a query's bits do not depend on
+            other queries or on threads.
 
     Raises:
         ValueError: Shapes do not fit, `impl` is unknown, or the named kernel cannot take the input.

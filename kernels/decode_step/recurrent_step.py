@@ -47,8 +47,7 @@ def delta_rule_step(
 
     Returns:
         `[B, H, V]` in fp32. With the native kernel, a sequence's bits do not depend on the others
-            or
-        on threads.
+            or on threads.
 
     Raises:
         ValueError: Shapes do not fit, a gradient is needed, `impl` is unknown, or the named kernel

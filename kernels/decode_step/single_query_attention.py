@@ -14,11 +14,13 @@ from moe_runtime.kernels.decode_step.rounded_rows import widen_rows, width_of
 from moe_runtime.kernels.native import (
     CACHED_CODES,
     DTYPE_CODES,
+    NEEDS_TORCH,
     STATUS_NO_MEMORY,
     NativeLibrary,
     chosen_library,
     kernel_problem,
     native_library,
+    needs_torch,
 )
 from moe_runtime.kernels.operands import precise_dtype
 
@@ -110,14 +112,14 @@ def _problem(
 
 def _native_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
-    cached = () if key.dtype is torch.uint8 else (key, value)
-    if any(part.dtype is not query.dtype for part in cached) or not (key.is_cpu and value.is_cpu):
+    is_known = {key.dtype, value.dtype} in ({query.dtype}, {torch.uint8})
+    if not (is_known and key.is_cpu and value.is_cpu):
         return f"keys and values must be {query.dtype} or int8 on the CPU, got {key.dtype}"
     if query.shape[-1] > MAX_COLUMNS:
         return f"keys have at most {MAX_COLUMNS} elements, got {query.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
-    return kernel_problem(query, *cached, sinks)
+    return kernel_problem(query, sinks) or (NEEDS_TORCH if needs_torch(key, value) else None)
 
 
 def _run_native(

@@ -60,8 +60,7 @@ def split_attention(
 
     Returns:
         `[B, H, V]`. For a place past the end the reference raises; the kernel leaves the cache
-            alone
-        and gives NaN.
+            alone and gives NaN.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or the kernel cannot take the input.

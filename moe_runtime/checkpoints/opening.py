@@ -41,6 +41,7 @@ from moe_runtime.checkpoints.strict_json import (
     check_generation_settings,
     check_layers,
     clipped,
+    named_lookup,
     one_line,
     parse_object,
 )
@@ -185,17 +186,22 @@ def read_tokenizer(folder: Path) -> Any:
     files = [folder / name for name in _TOKENIZER_FILES if os.path.lexists(folder / name)]
     for file in files:
         _read_whole(file)
-    if not _has_vocabulary(folder):  # transformers would make an empty tokenizer
-        raise CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
+    missing = CheckpointError(f"{folder}: has no tokenizer files, such as tokenizer.json")
     try:
         with blamed_on(f"{folder}: the tokenizer cannot be loaded; its files are damaged"):
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=False, local_files_only=True
             )
     except CheckpointError:
         for file in files:
             _read_object(file)
+        if not _has_vocabulary(folder):
+            raise missing from None
         raise
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer if there are no files
+        raise missing
+    return tokenizer
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
@@ -297,7 +303,8 @@ def build_on_meta(checkpoint: Checkpoint) -> PreTrainedModel:
     with ExitStack() as stack:
         for context in model_class.get_init_context(checkpoint.dtype, False, False, None):
             stack.enter_context(context)
-        with blamed_on(f"{file} does not describe a {model_class.__name__}"):
+        what = f"{file} does not describe a {model_class.__name__}"
+        with blamed_on(what), named_lookup(checkpoint.config):
             model = model_class(checkpoint.config)
         checkpoint.adapt(model)
         return model

@@ -5,6 +5,7 @@ Also checks the values of ``config.json`` and ``generation_config.json`` that th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -151,7 +152,12 @@ _SMALLEST = {
 """Sizes of a model and their smallest values; some are lists with one size for each layer."""
 
 QUANTIZATION_NAMES = ("compression_config", "quantization_config")
-_NUMBERS = ("rope_theta", "rms_norm_eps", "layer_norm_eps", "factor", "attention_factor")
+_TEXTS = ("hidden_act", "rope_type")
+_NUMBERS = (
+    *("rope_theta", "rms_norm_eps", "layer_norm_eps"),
+    *("factor", "attention_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
+)
+_LISTS = ("mrope_section", "short_factor", "long_factor")
 
 _WHOLE = frozenset(
     {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "top_k"}
@@ -185,12 +191,19 @@ def check_config(values: dict[str, Any], file: Path) -> None:
     if not isinstance(kind := values.get("model_type"), str):
         _refuse(file, "model_type", "the name of an architecture, such as 'olmoe'", kind)
     for part in _parts(values):
+        for name in _TEXTS:
+            if not isinstance(part.get(name), str | None):
+                _refuse(file, name, "a name", part[name])
         for name in QUANTIZATION_NAMES:
             if not isinstance(part.get(name), dict | None):
                 _refuse(file, name, "an object, or left out of plain weights", part[name])
         for name in _NUMBERS:
             if not all(one is None or _is_real(one) for one in _each(part.get(name))):
                 _refuse(file, name, "a number", part[name])
+        for name in _LISTS:  # some are first used in the forward pass
+            value = part.get(name)
+            if value is not None and not (isinstance(value, list) and all(map(_is_real, value))):
+                _refuse(file, name, "a list of numbers", value)
         if part.get("return_dict") is False:
             _refuse(file, "return_dict", "true, which transformers' models rely on", False)
         for name, smallest in _SMALLEST.items():
@@ -219,6 +232,20 @@ def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> 
     if isinstance(num_layers, int) and num_layers > highest + 1:
         expected = f"at most {highest + 1}, the highest number in a tensor's name and one"
         _refuse(file, "num_hidden_layers", expected, num_layers)
+
+
+@contextlib.contextmanager
+def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
+    """Names the setting whose value is unknown in a table of transformers."""
+    try:
+        yield
+    except KeyError as error:
+        for part in _parts(config.to_dict()):
+            for key, value in part.items():
+                if isinstance(value, str) and (value,) == error.args:
+                    reason = f"transformers knows no {key} {clipped(value)}"
+                    raise ValueError(reason) from error
+        raise
 
 
 def check_generation_settings(values: dict[str, Any], file: Path) -> None:

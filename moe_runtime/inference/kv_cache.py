@@ -169,7 +169,8 @@ def give_room(cache: Any, model: Any = None) -> None:
     gives_rows = rounding is not None and rounding.gives_rows(model)
     for index, layer in enumerate(cache.layers):
         if type(layer) in growing and getattr(layer, "sliding_window", 2) > 1:
-            cache.layers[index] = taken = object.__new__(growing[type(layer)])
+            taken: Any = object.__new__(growing[type(layer)])
+            cache.layers[index] = taken
             vars(taken).update(vars(layer), growing_keys=_Growing(), growing_values=_Growing())
             if rounding is not None and taken.is_initialized:
                 taken.keys, taken.values = round_rows(taken.keys), round_rows(taken.values)

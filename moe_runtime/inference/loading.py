@@ -64,7 +64,7 @@ from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
     RuntimeHandle,
     as_loaded_model,
-    regret_drafts,
+    watch_misses_of_drafts,
 )
 from moe_runtime.inference.kv_cache import grow_cache_in_place, require_roundable
 from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_records, open_record
@@ -408,7 +408,7 @@ def load(
             handle.draft_model = drafting.drafter.load(model, max_tokens, progress)
             failure.pop_all()
         drafts.source, drafts.handle = handle.draft_model, handle
-        regret_drafts(handle, len(experts.layouts) - plans["host"].num_slots)
+        watch_misses_of_drafts(handle, len(experts.layouts) - plans["host"].num_slots)
     if drafts is not None:
         cast(Any, model)._drafts = drafts
         handle.reset_stats()

@@ -25,7 +25,7 @@ from moe_runtime.checkpoints.transformers_private import (
     head_of_further_tokens,
 )
 from moe_runtime.errors import UnsupportedModelError
-from moe_runtime.inference.budget import CONTEXT_STEP, MemoryPlan
+from moe_runtime.inference.budget import CONTEXT_STEP, plan_memory
 from moe_runtime.inference.draft_models import CPU, IN_PASS, CachedDrafts, DraftPlan, ModelText
 from moe_runtime.inference.drafts import Offer
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
@@ -101,12 +101,12 @@ class HeadPlan(DraftPlan):
         finish_dense(head, self._checkpoint, experts, CPU, progress)
         if modules:
             num_slots, slot_bytes = len(experts.layouts), experts.slot_bytes
-            plan = MemoryPlan(
-                budget_bytes=num_slots * slot_bytes,
+            plan = plan_memory(
+                num_slots * slot_bytes,
                 dense_bytes=0,
                 reserve_bytes=0,
                 slot_bytes=slot_bytes,
-                num_slots=num_slots,
+                num_experts=num_slots,
             )
             choice = PolicyChoice(policy="lru", adaptive=False, reason="")
             signature = signature_of(self._checkpoint, experts)

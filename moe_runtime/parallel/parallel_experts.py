@@ -553,7 +553,7 @@ class MoveCosts(Protocol):
     def cost(self, num_transfers: int) -> float: ...
 
 
-_PERSISTENCE = 0.9
+_PERSISTENCE = 0.98
 """Largest share of a gain that remains at the next look."""
 
 

@@ -87,9 +87,9 @@ class SkippedSteps:
         self.in_a_row += 1
         if not has_loss and self.total > step - first:
             raise ValueError(
-                f"the loss of step {step} is no number, and no weight was changed before it: those "
-                "that are begun with give none; `moe-runtime inspect MODEL --verify` names the "
-                "ones of a model, and of a run an earlier checkpoint may be whole"
+                f"the loss of step {step} is no number, and no weight was changed before it: the "
+                "first weights are damaged; `moe-runtime inspect MODEL --verify` names the damaged "
+                "weights of a model, and an earlier checkpoint of a run may be sound"
             )
         if not has_loss and step == last:
             raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")

@@ -155,7 +155,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 class TensorBoard:
-    """Records as TensorBoard's scalars; hides what an earlier run logged after `first_step`."""
+    """Records as TensorBoard's scalars; hides an earlier run's scalars after `first_step`."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         try:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuses in one line a missing compiler, of which `torch.compile` would complain at length."""
+    """Refuses a missing compiler in one line; `torch.compile` would print a long error."""
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise ValueError(
             "run.compile needs a C++ compiler on the CPU (g++ or clang++), and none is on the "

@@ -119,6 +119,7 @@ def check_name(predictor: str) -> None:
 
 
 def make_estimator(name: str, shape: Shape) -> "Estimator":
+    """Makes the named estimator, untrained; ValueError for an unknown name."""
     if name not in PREDICTORS:
         raise ValueError(f"unknown predictor {name!r}: {nearest(name, PREDICTORS)}")
     return PREDICTORS[name](shape)

@@ -290,6 +290,7 @@ class LookaheadPredictor:
 
 
 def make_predictor(estimator: Estimator) -> Predictor:
+    """Makes the predictor that fits an estimator."""
     if isinstance(estimator, NextGate):
         return LookaheadPredictor(estimator)
     return TrackedPredictor(estimator)

@@ -328,6 +328,26 @@ def test_a_setting_that_transformers_refuses_is_one_line(tmp_path, name, value):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_act": 5}, "expected hidden_act to be a name, found 5"),
+        ({"rope_parameters": {"beta_fast": True}}, "expected beta_fast to be a number, found True"),
+        # used only for texts beyond the original length
+        ({"rope_parameters": {"long_factor": ["a"]}}, "expected long_factor to be a list of numb"),
+    ],
+)
+def test_settings_of_wrong_types_are_refused(tmp_path, values, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | values))
+    with pytest.raises(CheckpointError, match=words):
+        read_config(tmp_path)
+
+
+def test_an_activation_that_transformers_does_not_know_is_named(plain, tmp_path):
+    folder = with_settings(plain, tmp_path / "a", hidden_act="telepathy")
+    assert refusal(folder).endswith("transformers knows no hidden_act 'telepathy'")
+
+
 def test_plain_matrices_beside_quantised_ones_of_an_expert_must_be_bf16(originals, tmp_path):
     """Known before the first token, which no product could compute."""
 

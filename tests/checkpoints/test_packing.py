@@ -260,7 +260,19 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
     assert [contents(folder) for folder in kept] == before
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"origin": 1, "shards": [{}]}'])
+_SHARD = '{"origin": 1, "shards": [{"file": %s, "pieces": %s, "notes": []}]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", '{"origin": 1, "shards": [{}]}'),
+        *(
+            _SHARD % pair
+            for pair in [("1", "[[0, 1, 1]]"), ('"a"', "[]"), ('"a"', '[[0, "1", 1]]')]
+        ),
+    ],
+)
 def test_damaged_notes_of_an_earlier_run_are_one_line(source, tmp_path, text):
     staging = staging_of(tmp_path / "packed")
     staging.mkdir()

@@ -37,15 +37,13 @@ def generate(**settings: str) -> tuple[torch.Tensor, RuntimeStats]:
         return out, model.moe.stats()
 
 
-@pytest.fixture(scope="module")
-def expected() -> torch.Tensor:
-    return generate()[0]
-
-
 def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain, named = generate()
     assert (named.policy, named.shares, named.policy_reason) == ("lru", "even", "")
+    adaptive, sharing = generate(policy="lfu-aging", shares="adaptive")
+    assert torch.equal(adaptive, plain)
+    assert sharing.shares == "adaptive"
     signature = inspect_checkpoint(pocket_path()).signature
     assert read_recent(signature, pocket_path()) is None  # only `auto` keeps it
 
@@ -125,12 +123,6 @@ def test_listeners_of_resident_experts_get_the_same_events(policy: str) -> None:
     events = found[0][1]
     assert len(events) == 2 * 6 * 20
     assert [kind for kind, *_ in events[::2]] == ["routed"] * 120
-
-
-def test_adaptive_shares_change_no_bit(expected: torch.Tensor) -> None:
-    found, stats = generate(policy="lfu-aging", shares="adaptive")
-    assert torch.equal(found, expected)
-    assert stats.shares == "adaptive"
 
 
 def test_a_replay_policy_is_refused_with_a_hint() -> None:

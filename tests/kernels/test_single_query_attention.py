@@ -3,9 +3,11 @@
 import pytest
 import torch
 from native_marks import needs_native
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_runtime.kernels.decode_step.rounded_rows import GROUP, round_rows, widen_rows
 from moe_runtime.kernels.decode_step.single_query_attention import (
+    native_attention,
     single_query_attention,
     single_query_attention_reference,
 )
@@ -172,3 +174,11 @@ def test_what_does_not_fit():
         single_query_attention(query, key, value, mask, 1.0, torch.zeros(3))
     with pytest.raises(ValueError, match="impl must be"):
         single_query_attention(query, key, value, None, 1.0, impl="cuda")  # type: ignore[arg-type]
+
+
+@needs_native
+def test_fake_rounded_caches_are_left_to_the_reference():
+    query, cached = torch.randn(1, 2, GROUP), round_rows(torch.randn(1, 2, 3, GROUP))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(cached)
+        assert native_attention(query, fake, fake, None, 1.0) is None

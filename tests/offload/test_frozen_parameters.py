@@ -27,8 +27,6 @@ from moe_runtime.errors import CheckpointError, UnsupportedModelError
 from moe_runtime.research.zeroth_order import offload_zeroth_order
 from moe_runtime.training.offload import activations as activation_swap
 from moe_runtime.training.offload.activations import ActivationSwap
-from moe_runtime.training.offload.adamw import bytes_of_step
-from moe_runtime.training.offload.records import Sections
 
 MIXTRAL = next(family for family in FAMILIES if family.folder == "mixtral")
 SETTINGS = moe_runtime.AdamW(weight_decay=0.1)
@@ -119,28 +117,6 @@ def test_frozen_parameters_have_no_part_in_the_norm():
         one.loss(batches(1)[0]).backward()
     norm = nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
     assert training.step().gradient_norm == pytest.approx(float(norm), rel=1e-5)
-    training.close()
-
-
-@pytest.mark.parametrize("what", FROZEN)
-def test_a_frozen_parameter_has_no_gradient_and_no_moments(tmp_path, what):
-    model = frozen_stack(what)
-    trained = sum(
-        p.numel() for n, p in model.named_parameters() if ".experts." in n and p.requires_grad
-    )
-    training = offloaded(model, SETTINGS, tmp_path, experts_in_memory=0.4)
-    layouts = [expert.layout for expert in training.records.experts.values()]
-    assert sum(tensor.num_elements for layout in layouts for tensor in layout.trained) == trained
-    assert sum(math.prod(span.shape) for layout in layouts for span in layout.spans) == trained
-    for layout in layouts:
-        if not layout.trained:
-            assert layout.record_bytes == layout.bytes_of(Sections.PARAMETERS)
-            assert bytes_of_step(layout, SETTINGS) == (2 * layout.record_bytes, 0)
-    model.loss(batches(1)[0]).backward()
-    waiting = [expert for expert in training.records.experts.values() if expert.has_gradient]
-    assert all(expert.layout.trained for expert in waiting)
-    assert bool(waiting) == bool(trained)
-    training.discard()
     training.close()
 
 

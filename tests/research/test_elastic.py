@@ -45,7 +45,7 @@ from moe_runtime.types import ExpertKey
 
 VOCAB = 300
 PROMPTS = [tuple((7 * i + 3 * j) % VOCAB for j in range(3 + 5 * i)) for i in range(5)]
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 # Nobody waits that long unless something is wrong.
 TIMEOUT_S = 250.0
 

@@ -342,12 +342,3 @@ def test_bias_is_kept_in_fp32_and_evaluation_counts_nothing():
     assert torch.equal(gate.expert_bias, torch.full((8,), 1e-5))
     gate.eval()(rows(10))
     assert gate.load_E.sum() == 0
-
-
-def test_cosine_ignores_the_length_of_a_token_and_bounds_the_scale():
-    gate = make_gate("cosine_topk", D, 6, 2)
-    near, far = gate(rows(20)), gate(rows(20) * 1000)
-    torch.testing.assert_close(near.logits_TE, far.logits_TE)
-    assert near.logits_TE.abs().max() <= 2 + 1e-5, "the scale starts at 1 / 0.5"
-    gate.log_scale.data.fill_(99.0)
-    assert gate(rows(20)).logits_TE.abs().max() <= 100 + 1e-3

@@ -76,7 +76,9 @@ def their_curve(model: Any) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(
+    "implementation", [pytest.param("eager", marks=pytest.mark.long), "grouped_mm"]
+)
 def test_same_curve_as_transformers(implementation, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -89,11 +89,25 @@ def read_progress(staging: Path) -> dict[str, Any] | None:
     try:
         values = parse_object(path.read_bytes())
         origin, shards = values["origin"], [WrittenFile(**shard) for shard in values["shards"]]
+        if not all(map(_is_sound, shards)):
+            raise ValueError("a file of experts without sound pieces")
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} cannot be read; {staging} {advice}") from None
     if any(left.is_dir() for left in staging.iterdir()):
         raise ValueError(f"{staging} {advice}: it holds folders, which no run makes")
     return {"origin": origin, "shards": shards}
+
+
+def _is_sound(shard: WrittenFile) -> bool:
+    return (
+        type(shard.file) is str
+        and type(shard.notes) is list
+        and bool(shard.pieces)
+        and all(
+            {type(begin), type(size), type(crc)} == {int} and begin >= 0 and size > 0
+            for begin, size, crc in shard.pieces
+        )
+    )
 
 
 class GrowingFile:

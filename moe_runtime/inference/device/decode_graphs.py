@@ -158,20 +158,20 @@ class DecodeGraphs:
         self.__wrapped__ = self._forward  # for its signature
         self._names = [*inspect.signature(self._forward).parameters]
         self._seen: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the last call by cache
-        self._refused, self._is_torn = 0.0, False  # calls without recording
+        self._refused, self._is_recording = 0.0, False  # calls without recording
         self._caches = caches
         self._trusted: RecordedStep | None = None
-        self._is_looked_at = False  # the last call compared the recording
+        self._was_compared = False  # the last call compared the recording
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._names, args, strict=False))
-        for module in self._modules if self._is_torn else ():  # an interrupted recording
+        for module in self._modules if self._is_recording else ():  # an interrupted recording
             module.recording = None
-        self._is_torn = False
+        self._is_recording = False
         store = self.store
         recorded = recording_of(store, cache_of(kwargs), self._caches)
         is_trusted = recorded is self._trusted
-        self._trusted, self._is_looked_at = None, False
+        self._trusted, self._was_compared = None, False
         call = None if self._refused else read_step(self._model, kwargs)
         self._refused = max(0.0, self._refused - 1)
         if call is None:
@@ -185,7 +185,7 @@ class DecodeGraphs:
                 self._seen[call.cache] = call.key
                 return found
             try:
-                self._is_torn = True  # until the recording is complete
+                self._is_recording = True  # until the recording is complete
                 recorded = RecordedStep(
                     self._model,
                     self._forward,
@@ -193,7 +193,7 @@ class DecodeGraphs:
                     self._modules,
                     keeps_cache=self._caches.is_own(call.cache),
                 )
-                self._is_torn = False
+                self._is_recording = False
             except RuntimeError as error:
                 # memory may be free later; an unsupported operation stays unsupported
                 is_memory = isinstance(error, torch.OutOfMemoryError)
@@ -205,15 +205,15 @@ class DecodeGraphs:
                 return self._forward(**kwargs)
             put_first(store, recorded)
         else:
-            self._is_looked_at = True
+            self._was_compared = True
         found = recorded.replay(call)
         return self._forward(**kwargs) if found is None else found
 
-    def looked_at(self, cache: Any) -> RecordedStep | None:
+    def replayed_for(self, cache: Any) -> RecordedStep | None:
         """The recording that the last call replayed, if it is of this cache; None after a new
         recording, since an observed model is recorded at every call."""
         recorded = self.store.recorded
-        is_ours = self._is_looked_at and recorded is not None and recorded.cache is cache
+        is_ours = self._was_compared and recorded is not None and recorded.cache is cache
         return recorded if is_ours else None
 
     def trust(self, recorded: RecordedStep | None) -> None:
@@ -684,7 +684,7 @@ class RecordedLayer:
         self.give = self._products.give
         stack_over = partial(experts.store.stacks.stack_over, experts.layer)
         may_plan = experts.misses is not None and self.takes_rows
-        self._told = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
+        self._host_copy = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
         self._is_counted = True
         self._products.add(stack_over(self._residents_E))
         self._at_once = recorder.cut()
@@ -702,21 +702,21 @@ class RecordedLayer:
 
     def prepare(self) -> None:
         """Drops the choices of the last step; call it before each replay."""
-        self._told.settle()
+        self._host_copy.settle()
         if not self._is_counted:
-            self._store.count_behind(self._told)
-        self._told.forget()
+            self._store.count_behind(self._host_copy)
+        self._host_copy.forget()
         self._is_counted = False
 
     def _launch(self) -> tuple[Residents, Found]:
         residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
         if self.following is not None:
             self.following.prepare()
-        return residents, self._experts.found(self, self._routed, self._told, self._used)
+        return residents, self._experts.found(self, self._routed, self._host_copy, self._used)
 
     def _used(self) -> list[ExpertKey]:
         self._is_counted = True
-        return self._experts.keys_of_rows(self._told.numbers)
+        return self._experts.keys_of_rows(self._host_copy.numbers)
 
     def _list_and_replay(self, residents: Residents) -> None:
         if residents is not self._listed:

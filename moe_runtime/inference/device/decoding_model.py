@@ -261,7 +261,7 @@ def decode_ahead(
         if selection.is_known:
             graphs.trust(recorded)
         output = model(**inputs, return_dict=True)
-        recorded = graphs.looked_at(cache)
+        recorded = graphs.replayed_for(cache)
         return output
 
     # a user's own cache may have no room for a step ahead

@@ -493,7 +493,7 @@ def resize_cache(handle: RuntimeHandle, num_slots: int) -> int:
     return found
 
 
-def regret_drafts(handle: RuntimeHandle, num_lacking: int) -> None:
+def watch_misses_of_drafts(handle: RuntimeHandle, num_lacking: int) -> None:
     """Counts misses that would be hits if the memory of drafts held experts. ``num_lacking``
     experts have no slot."""
     if is_resizable(handle):

@@ -236,7 +236,7 @@ def _check_kind(place: str, record: Mapping[str, Any]) -> None:
     found = ["/".join(kind) for kind in _KINDS if all(name in record for name in kind)]
     if len(found) > 1:
         raise ValueError(
-            f"{place}: has {' and '.join(found)}, and each says what to train on; keep only one"
+            f"{place}: has {' and '.join(found)}, and each defines the targets; keep only one"
         )
     if not found:
         pair = {"prompt": "completion", "completion": "prompt"}

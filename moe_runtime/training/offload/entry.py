@@ -80,7 +80,7 @@ def _whole_save(model: Any, trained: Mapping[str, bool]) -> Any:
     def save_whole(*args: Any, **options: Any) -> None:
         bound = inspect.signature(save).bind(model, *args, **options).arguments
         state_dict = {**bound, **bound.get("kwargs", {})}.get("state_dict") or {}
-        # adapters are saved without what they adapt
+        # adapters are saved without their base
         saves_adapters = has_adapters(model) or hasattr(model, "get_base_model")
         needed = [name for name, is_trained in trained.items() if is_trained or not saves_adapters]
         absent = (TrainedElsewhere, type(None))

@@ -178,7 +178,7 @@ class TrainedExpertsExecutor(LayerExecutor):
         self._widths = [site.dim_preactivation for site in sites]
 
     def expect_first_layer(self) -> None:
-        """Reads ahead what the next forward pass will probably need first."""
+        """Reads ahead the experts that the next forward pass will probably need first."""
         self._records.expect(self._optimizer.needs(self._last_visited.get(0, [])))
 
     def forward(

@@ -240,7 +240,7 @@ class RecordStore:
         with self._changed:
             for key in keys:
                 expert = self.experts[key]
-                assert expert.resident_slot is not None, "what lives on the disk is saved"
+                assert expert.resident_slot is not None, "experts on the disk are saved"
                 expert.is_saved = False  # if the write fails, the next checkpoint writes it again
                 self._write(key, self._new_version(expert, expert.step), Sections.STATE)
                 expert.is_saved = True

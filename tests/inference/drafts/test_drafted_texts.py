@@ -20,7 +20,6 @@ NEW = 24
 QUICK = {
     ("DeepseekV3ForCausalLM", "float32"),  # latents
     ("GptOssForCausalLM", "bfloat16"),  # windows and sinks
-    ("Cohere2MoeForCausalLM", "float32"),  # windows
     ("OlmoeForCausalLM", "bfloat16"),
     ("Qwen3NextForCausalLM", "float32"),  # states of a delta rule
     ("NemotronHForCausalLM", "bfloat16"),  # states of Mamba 2

@@ -124,8 +124,11 @@ class Noted(EveryDraft):
 @pytest.mark.parametrize(
     "name",
     [
-        *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"),
-        *(QWEN_WITH_PICTURES, MIMO),
+        *("DeepseekV3ForCausalLM", QWEN_WITH_PICTURES, MIMO),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
+        ),
     ],
 )
 def test_a_head_drafts_like_transformers_module(name, tmp_path):

@@ -118,7 +118,7 @@ def test_tables_that_were_made_in_inference_mode_serve_other_calls(checkpoint):
     """Warming up makes such tables."""
     with warmed(checkpoint) as model:
         with torch.inference_mode():
-            Request(model).until_fetched()
+            Request(model, THREE[1:2]).until_fetched()
         request = Request(model).until_fetched()
         request.steps(3)
         assert model.moe.stats().misses > 0
@@ -141,8 +141,8 @@ def test_used_experts_become_resident(checkpoint):
     """With one repeated prompt, its experts become resident."""
     misses, requests = [], []
     with warmed(checkpoint, host_slots=ENOUGH) as model:
-        Request(model).until_fetched()
-        for _ in range(6):
+        Request(model, THREE[1:2]).until_fetched()
+        for _ in range(5):
             model.moe.reset_stats()
             requests.append(Request(model))
             requests[-1].steps(8)
@@ -173,7 +173,10 @@ def test_steps_are_cut_while_an_expert_is_in_no_memory(checkpoint):
 
 
 @emulated
-@pytest.mark.parametrize("mode", [None, PrefetchMode.OBSERVE, PrefetchMode.AUTO])
+@pytest.mark.parametrize(
+    "mode",
+    [None, pytest.param(PrefetchMode.OBSERVE, marks=pytest.mark.long), PrefetchMode.AUTO],
+)
 def test_evicted_experts_are_read_ahead_if_prefetch_is_on(checkpoint, mode):
     with warmed(checkpoint, host_slots=ENOUGH) as model:
         model.moe.prefetcher = mode and Mock(mode=mode)
@@ -293,7 +296,7 @@ def decode_and_count(model: Any) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, pytest.param(OSError, marks=pytest.mark.long)])
 def test_a_step_that_fails_leaves_the_next_request_right(checkpoint, kind, monkeypatch):
     error = kind("unplugged")
     monkeypatch.setattr(host_tables, "MARGIN", -1.0)

@@ -20,7 +20,7 @@ from emulated_models import (
     load_on_emulated_device,
 )
 from moe_families import Family
-from tiny_checkpoints import PROMPT, tiny_model
+from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StaticCache, StoppingCriteria
 
 from moe_runtime.inference.device import decode_graphs
@@ -29,10 +29,16 @@ from moe_runtime.inference.device.static_caches import StaticCaches
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 4
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 1})
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-SLOTS = pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
+SLOTS = pytest.mark.parametrize("slots", [3, NUM_EXPERTS])
 PROMPTS = [PROMPT.roll(shift, 1)[:, :length] for shift, length in ((0, 4), (1, 6), (2, 3))]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer with experts: each call records its steps anew."""
+    return save(tiny_model(FAMILY), tmp_path_factory.mktemp("one_layer"), sharded=True)
 
 
 @contextmanager
@@ -185,7 +191,7 @@ def change_at(model: Any, where: str, step: int) -> dict[str, Any]:
 @emulated
 @pytest.mark.parametrize(
     ("where", "slots"),
-    [("hook", NUM_EXPERTS), ("processor", 2), ("function", NUM_EXPERTS), ("between calls", 2)],
+    [("hook", NUM_EXPERTS), ("processor", 3), ("function", NUM_EXPERTS), ("between calls", 3)],
 )
 def test_foreign_code_may_change_the_model_between_steps(checkpoint, where, slots):
     found = []
@@ -301,9 +307,9 @@ def test_a_recording_without_its_cache_is_freed(checkpoint):
 
 @emulated
 def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
-    with loaded(checkpoint, 2) as model, counted_recordings() as made:
+    with loaded(checkpoint, 3) as model, counted_recordings() as made:
         first = model.generate(PROMPT, **SETTINGS)
-        for length in (0, 1, 3, 0):
+        for length in (0, 3):
             found = model.generate(PROMPT[:, length:], **SETTINGS)
             assert length or torch.equal(found, first)
         assert len(made) == 1
@@ -315,7 +321,7 @@ def test_hooks_are_called_in_every_step(checkpoint, slots):
     """None is called by a replay: such a model is recorded at every call."""
     with loaded(checkpoint, slots) as model:
         model.generate(PROMPT, **SETTINGS)
-        norm, calls = model.model.layers[1].input_layernorm, list[Any]()
+        norm, calls = model.model.layers[0].input_layernorm, list[Any]()
         for register in (
             norm.register_forward_hook,
             norm.register_forward_pre_hook,
@@ -331,17 +337,17 @@ def test_hooks_are_called_in_every_step(checkpoint, slots):
 @emulated
 def test_guidance_that_calls_the_model_at_each_step_costs_no_recordings(checkpoint):
     found, options = [], {"guidance_scale": 1.5, **SETTINGS}
-    with loaded(checkpoint, 2) as model, counted_recordings() as made:
+    with loaded(checkpoint, 3) as model, counted_recordings() as made:
         found.append(model.generate(PROMPT, **options))
         assert len(made) == 1
-    with loaded(checkpoint, 2, is_recorded=False) as model:
+    with loaded(checkpoint, 3, is_recorded=False) as model:
         found.append(model.generate(PROMPT, **options))
     assert torch.equal(*found)
 
 
 @emulated
 def test_other_calls_do_not_affect_the_kept_cache(checkpoint):
-    with loaded(checkpoint, 2) as model:
+    with loaded(checkpoint, 3) as model:
         prompt = PROMPT.to(model.device)
         expected = model.generate(prompt, **SETTINGS)
         new = expected[:, prompt.shape[1] :]
@@ -404,7 +410,7 @@ def test_one_cache_is_kept_and_goes_with_the_model(checkpoint):
 
 @emulated
 def test_two_threads_never_take_one_cache(checkpoint):
-    with loaded(checkpoint, 2) as model:
+    with loaded(checkpoint, 3) as model:
         caches = model._caches
         model.generate(PROMPT, **SETTINGS)
         found, free = list[Any](), caches._free

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,19 @@ from http_server import ScriptedEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece_tokenizer import WORDS, sentencepiece_tokenizer
+from transformers import GenerationConfig
 
 from moe_runtime.inference.incremental_text import IncrementalText
-from moe_runtime.serving.batches.batch_run import Batch, read_lines
+from moe_runtime.serving.batches import batch_run
+from moe_runtime.serving.batches.batch_run import Batch, BatchSettings, read_lines
 from moe_runtime.serving.batches.offline import Answer
 from moe_runtime.serving.requests import (
+    EngineOptions,
     Event,
     Finished,
     GenerationRequest,
     NewToken,
     PromptRead,
-    SamplingOptions,
     TokenLogprob,
 )
 
@@ -135,18 +138,25 @@ def test_a_chat_goes_on_only_with_a_message_that_it_continues(staged):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_lines_of_a_file_go_on_with_their_prompts(chat):
+def test_lines_of_a_file_go_on_with_their_prompts(monkeypatch, chat):
     tokenizer = sentencepiece_tokenizer()
     tokenizer.chat_template = TEMPLATE
     text = SimpleNamespace(vocab_size=SIZE, max_position_embeddings=100)
     config = SimpleNamespace(get_text_config=lambda: text)
+    made = {"find_checkpoint": Path("m"), "read_generation_config": GenerationConfig()}
+    for name, value in {**made, "load_tokenizer": tokenizer, "read_config": config}.items():
+        monkeypatch.setattr(batch_run, name, lambda *_, value=value, **__: value)
     asked = [{"prompt": "Once a"}, {"prompt": [1, 68]}]
     asked.append({"messages": [{"role": "user", "content": "a"}]})
     lines = "\n".join(map(json.dumps, asked))
-    read = read_lines(lines, "file", max_new_tokens=3)
-    batch, texts = Batch(read, tokenizer, config, "m", chat=chat, sampling=SamplingOptions()), []
+    settings: Any = BatchSettings(
+        **{"model": "m", "file": "file", "output": Path("out"), "chat": chat, "seed": None},
+        **{"temperature": None, "top_p": None, "max_new_tokens": 3, "max_tokens": None},
+        **{"loading": {"group": "none takes pictures"}, "engine": EngineOptions()},
+    )
+    batch, texts = Batch(read_lines(lines, "file", max_new_tokens=3), settings), []
     for job in batch.jobs("float32"):
-        assert [batch.is_over(job, NewToken(token)) for token in ANSWER] == [False] * len(ANSWER)
+        assert [batch.add_token(job, NewToken(token)) for token in ANSWER] == [False] * len(ANSWER)
         texts.append(batch.record(job, Answer(ANSWER, "length"))["text"])
     alone, further = "time there was", " time there was"
     assert texts == [alone if chat else further, further, alone]

@@ -153,7 +153,7 @@ def test_sound_requests_are_answered(site):
 
 
 def test_damaged_requests_are_refused(site):
-    found = fuzz(site, Random(1), 160)
+    found = fuzz(site, Random(1), 120)
     assert 400 in found
     assert 200 in found
 
@@ -169,7 +169,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_damaged_pictures_are_refused(seeing):
     sound = [check(seeing, path, json.dumps(body).encode()) for path, body in PICTURES.items()]
     assert sound == [200] * len(PICTURES)
-    found = fuzz(seeing, Random(3), 120, PICTURES)
+    found = fuzz(seeing, Random(3), 30, PICTURES)
     assert 400 in found
     assert 200 in found
 

@@ -110,7 +110,7 @@ def test_a_text_within_a_call_is_of_its_grammar(grammars, tokenizer, how):
     text = {"type": "string", "pattern": '^(?:[ab]{2}\n(?:"|/)c?)$'}
     tool = Function(name="tool", parameters={"type": "object", "properties": {"input": {}}})
     schema: Any = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-    tool.enforce(schema | {"additionalProperties": False})
+    tool.enforce(schema | {"additionalProperties": False}, "it")
     grammar = of_tools([tool], how, {}, is_needed=True, may_repeat=False)
     assert grammar is not None
     for written in texts(grammars, tokenizer, grammar):
@@ -289,7 +289,7 @@ def test_rules_within_rules_do_not_end_the_process(grammars, tokenizer, asked, t
 
 
 def test_a_grammar_that_is_too_long_is_not_read(grammars):
-    with pytest.raises(FieldError, match="grammar of 200012 characters, at most 131072"):
+    with pytest.raises(FieldError, match="grammar of 200012 characters, expected at most 131072"):
         grammars.compile('start: "a"\n//' + "x" * 199_999, "response_format")
 
 

@@ -282,7 +282,7 @@ def train_switching_layer(
 
 
 def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[list[Any], int, int]:
-    """Twelve steps of AdamW of two layers: every loss and all experts' parameters at the end."""
+    """Nine steps of AdamW of two layers: every loss and all experts' parameters at the end."""
     torch.manual_seed(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     options: dict[str, Any] = {"dtype": torch.float64, "impl": "reference", "bias": True}
@@ -304,7 +304,7 @@ def train_sparsely(rules: CopyRules | None, reshard_every: int = 0) -> tuple[lis
     own = {parameter for experts in many for parameter in experts.parameters()}
     dense = [parameter for parameter in model.parameters() if parameter not in own]
     losses, num_sent, num_moved = [], 0, 0
-    for step in range(12):
+    for step in range(9):
         random = torch.Generator().manual_seed(step // 4)
         # The second rank has none in every third step, and the hot experts drift.
         data = torch.randn(size, 7, 8, dtype=torch.float64, generator=random)[rank]
