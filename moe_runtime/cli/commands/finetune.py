@@ -202,7 +202,10 @@ def finetune(
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
-        show_outcome(*_finetune(preparation, resume=resume, reschedule=reschedule), as_json)
+        summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
+        show_outcome(summary, as_json=as_json)
+    if exit_code:  # not within the group of processes, which ends in order
+        raise typer.Exit(exit_code)
 
 
 def _finetune(
