@@ -232,7 +232,7 @@ def mount_points() -> set[Path]:
 def check_output_path(path: str | os.PathLike[str], what: str) -> None:
     """Refuses a path where no file can be written; does not change an existing file."""
     if _is_folder_name(path) or os.path.isdir(path):
-        raise CheckpointError(f"{path}: is a folder, expected the name of a {what} file")
+        raise CheckpointError(f"{path}: is a folder, expected the name of a file")
     with named_failure(path, what):
         place = place_of(path)
         if not place.parent.is_dir():
@@ -253,7 +253,7 @@ def check_output_folder(folder: str | os.PathLike[str], what: str) -> None:
         while not os.path.lexists(there):
             there = there.parent
         if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", str(folder))
+            raise NotADirectoryError(errno.ENOTDIR, f"{there} is not a folder", str(folder))
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(bytes(_PROBE_BYTES))
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from operator import attrgetter
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -60,6 +61,24 @@ def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     return find
 
 
+_OWN_CODE = "moe_runtime.own_code."
+
+
+def own_code_files() -> list[str]:
+    """The user's files of Python code that this process executed."""
+    return [str(own.__file__) for name, own in sys.modules.items() if name.startswith(_OWN_CODE)]
+
+
+def place_in_own_code(error: BaseException) -> str | None:
+    """The last line of a user's file that an error passed, as FILE:LINE."""
+    lines = [
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(_OWN_CODE)
+    ]
+    return lines[-1] if lines else None
+
+
 def is_code_file(name: object) -> bool:
     """Whether a name is that of a file of Python code."""
     return isinstance(name, str) and name.endswith(".py")
@@ -75,7 +94,7 @@ def class_in_file(path: str, base: type, arguments: tuple[str, ...] = ()) -> Any
     from moe_runtime.files import open_regular
 
     open_regular(path).close()  # errors have the name
-    name = f"moe_runtime.own_code.{len(sys.modules)}"
+    name = f"{_OWN_CODE}{len(sys.modules)}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -112,14 +112,19 @@ def _problem(
 
 def _native_problem(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> str | None:
     """Why the C kernel cannot take these (valid) arguments, or None."""
-    is_known = {key.dtype, value.dtype} in ({query.dtype}, {torch.uint8})
-    if not (is_known and key.is_cpu and value.is_cpu):
-        return f"keys and values must be {query.dtype} or int8 on the CPU, got {key.dtype}"
+    dtype = query.dtype
+    is_known = dtype in DTYPE_CODES and {key.dtype, value.dtype} in ({dtype}, {torch.uint8})
+    if not (is_known and query.is_cpu and key.is_cpu and value.is_cpu):
+        return (
+            f"it takes fp32, bf16 or fp16, and int8 caches, on the CPU, got {dtype} on {key.device}"
+        )
     if query.shape[-1] > MAX_COLUMNS:
         return f"keys have at most {MAX_COLUMNS} elements, got {query.shape[-1]}"
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         return f"keys and values need unit stride, got {key.stride()} and {value.stride()}"
-    return kernel_problem(query, sinks) or (NEEDS_TORCH if needs_torch(key, value) else None)
+    if sinks is not None and (problem := kernel_problem(sinks)):
+        return problem
+    return NEEDS_TORCH if needs_torch(query, key, value, sinks) else None
 
 
 def _run_native(

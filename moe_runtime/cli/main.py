@@ -37,6 +37,7 @@ from moe_runtime.cli.console import Session, one_line, print_json, require_addre
 from moe_runtime.cli.stopping import StopRequest, release_broken_streams, terminable
 from moe_runtime.cli.strict import StrictCommand, expanded, option
 from moe_runtime.errors import MoERuntimeError
+from moe_runtime.lazy import own_code_files, place_in_own_code
 
 _FIRST_SCREEN = """\
 moe-runtime runs Mixture-of-Experts models whose experts do not fit in memory.
@@ -252,8 +253,11 @@ def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
     package = type(error).__module__.partition(".")[0]
     if is_ours or isinstance(error, OSError) or package in _OUTSIDE_PACKAGES:
         return 2, one_line(str(error)) or type(error).__name__
-    message = one_line(f"{type(error).__name__}: {error}")
-    return 1, f"{message} (a bug of moe-runtime; --debug shows where)"
+    message = f"{type(error).__name__}: {error}"
+    if (place := place_in_own_code(error)) is not None:
+        return 2, one_line(f"{place}: {message}")
+    whose = " or ".join(["moe-runtime", *own_code_files()])
+    return 1, one_line(f"{message} (a bug of {whose}; --debug shows where)")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ class ScMoEBlock(nn.Module):
         routing = self.routed.route(normed, **arguments)
         if self.on_routing is not None:
             self.on_routing(routing)
-        # # grad mode and autocast belong to a thread: another thread would compute other numbers
+        # grad mode and autocast belong to a thread: another thread would compute other numbers
         is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(normed.device.type))
         if self.executor is None or not is_plain:
             return self.routed.begin(normed, routing)

@@ -215,6 +215,11 @@ class Lease(Generic[W]):
                 self._held = self._take_ready()
                 if self._held or not (self._missing or self._arriving):
                     break
+                entries = store._entries
+                if not self._arriving and entries and all(map(store._is_idle, entries)):
+                    monitor.may_be_interrupted = True
+                    policy = type(store._policy.layers[0]).__name__
+                    raise ValueError(f"{policy}.victim found no expert, but each may be evicted")
                 start, self._has_waited = time.perf_counter(), True
                 monitor.wait()
                 store._counters.stall_s += time.perf_counter() - start
@@ -332,8 +337,7 @@ class ExpertStore(Generic[W]):
     Attributes:
         listener: called for every read and lease.
         is_closed: its memory was freed, and leases are refused.
-        num_watched: number of recently evicted experts in ``gone``: so many more slots would have
-            kept them.
+        num_watched: length of ``gone``; so many more slots would have kept those experts.
         gone: recently evicted experts that did not come back, the last one last.
     """
 
@@ -666,17 +670,12 @@ class ExpertStore(Generic[W]):
             self._monitor.notify_all()
 
     def _take_slot(self, incoming: ExpertKey, *, keep: bool) -> int | None:
-        """Takes a free slot, or that of a streamed expert, or that of the policy's victim.
-
-        Without ``keep`` there is a victim only while streaming has slots left. Returns None if
-        nothing can be evicted.
-        """
+        """Takes a free slot, that of a streamed expert, or that of the policy's victim, if any.
+        Without ``keep`` there is a victim only while streaming has slots left."""
         if self._free:
             return self._free.pop()
-        victim, idle = None, list[ExpertKey]()
-        if self._unadmitted:
-            idle = [key for key in self._unadmitted if self._is_idle(key)]
-            victim = next((key for key in idle if not self._entries[key].expected), None)
+        idle = [key for key in self._unadmitted if self._is_idle(key)]
+        victim = next((key for key in idle if not self._entries[key].expected), None)
         if victim is None and (keep or len(self._unadmitted) < self._stream_slots):
             victim = self._victim(incoming)
         return self._evict_for_slot(next(iter(idle), None) if victim is None else victim)

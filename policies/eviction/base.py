@@ -133,7 +133,10 @@ class EvictionPolicy(ABC, Generic[K]):
         in_use = frozenset(keys)
         for key in missing[max(0, num_slots - len(self)) :]:
             victim = self.victim(lambda held: held not in in_use, key)
-            assert victim is not None, "what is kept of the event fits, so another key is held"
+            if victim is None:
+                raise ValueError(
+                    f"{type(self).__name__}.victim found no key, but some may be evicted"
+                )
             self.remove(victim)
         kept = set(missing)
         for key in keys:

@@ -132,7 +132,7 @@ class PredictedUse:
     @classmethod
     def maker(cls, setting: Setting) -> Maker:
         if setting.predictor is None:
-            raise ValueError("policy 'predicted' needs a predictor; name one")
+            raise ValueError("policy 'predicted' needs a predictor")
         return partial(Scored, cls(setting.shape, setting.predictor), may_decline=True)
 
     def __init__(self, shape: Shape, predictor: TrackedPredictor) -> None:

@@ -204,7 +204,7 @@ def _windows(routes: Routes) -> list[_Window]:
         for ahead, one in enumerate(worth, 1):
             target[:-ahead] += one * used[ahead:]
         older, before = np.zeros((len(PAST_DECAYS), *sizes), np.float32), np.zeros(sizes, bool)
-        # # the next uses of the last tokens are unknown
+        # the next uses of the last tokens are unknown
         for start in range(0, len(used) - HORIZON, _WINDOW):
             stop = min(start + _WINDOW, len(used) - HORIZON)
             part = slice(start, stop)

@@ -22,7 +22,7 @@ LEAST_CHANCE = 0.1
 COLLECTED_MATRICES = 120
 """Activation matrices that are kept; MoE-Infinity finds 120 enough for 290 tasks."""
 
-REMEMBERED_TOKENS = 2048  # # tokens among which similar moments are searched
+REMEMBERED_TOKENS = 2048  # tokens among which similar moments are searched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Predictor(Protocol):
     moves nothing; its caller decides what a guess is worth.
     """
 
-    needs_history: bool  # # it must see all events, also while no guesses are wanted
+    needs_history: bool  # it must see all events, also while no guesses are wanted
 
     def observe(self, event: Event) -> None: ...
 

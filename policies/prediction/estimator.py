@@ -127,7 +127,7 @@ State = Mapping[str, np.ndarray]
 class Kept(NamedTuple):
     """A learned array of numbers that an estimator keeps in its file."""
 
-    attribute: str  # # of the estimator; an axis of size 0 in a new one may have any size
+    attribute: str  # of the estimator; an axis of size 0 in a new one may have any size
     dtype: str = "<f4"
     is_chance: bool = False  # its numbers lie between 0 and 1
 

@@ -39,7 +39,7 @@ E]`` float32. The form of the hidden states is up to the scorer."""
 HiddenRanker = Callable[[Any, int, int], list[list[int]]]
 """Takes the same; returns the experts of largest logit for each row, largest first."""
 
-PRIOR = 8.0  # # lists of all layers together weigh as much as so many of the layer's own
+PRIOR = 8.0  # lists of all layers together weigh as much as so many of the layer's own
 REMEMBERED = 0.97
 """Decay of older lists with each new one of a layer: the last thirty or so count."""
 

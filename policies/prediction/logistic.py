@@ -72,7 +72,7 @@ def fit_logistic(
     rng = np.random.default_rng(seed)
     bounds = np.linspace(0, num_rows, batches + 1).astype(int).tolist()
     for _ in range(epochs):
-        # # shuffled once an epoch, features first: the numbers of a step are then contiguous
+        # shuffled once an epoch, features first: the numbers of a step are then contiguous
         order = rng.permutation(num_rows)
         aligned_FnE = aligned[order].transpose(1, 0, 2).astype(np.float32, order="C")
         aligned_FnE /= aligned_scale[:, None, None]

@@ -18,7 +18,7 @@ from moe_runtime.policies.prediction.estimator import (
 )
 from moe_runtime.policies.prediction.tables import sum_to
 
-NEVER_SEEN = 1e-8  # # share of an expert that no matched request visited
+NEVER_SEEN = 1e-8  # share of an expert that no matched request visited
 COVERED = 0.75
 """Least cosine of a request that the collection covers, as in the paper's bound."""
 NUM_MAPS = 1024  # maps that ``expert-map`` keeps

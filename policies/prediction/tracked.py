@@ -42,7 +42,7 @@ class TrackedPredictor:
         self._path = np.zeros((0, 0, 0), dtype=np.int64)
         self._weights = np.zeros((0, 0, 0), dtype=np.float32)
         self._contexts: Contexts | None = None
-        self._following: Contexts | None = None  # # the next tokens, once predicted for
+        self._following: Contexts | None = None  # the next tokens, once predicted for
         self._keys = [key for layer in keys_of(self.shape) for key in layer]
 
     def observe(self, event: Event) -> None:
@@ -59,7 +59,7 @@ class TrackedPredictor:
         guesses = self._guesses(contexts, now, range(now + 1, min(now + horizon + 1, num_layers)))
         beyond = min(now + horizon + 1 - num_layers, num_layers)
         if beyond > 0:
-            # # unless the horizon is wide, those layers of this step were routed before it was made
+            # unless the horizon is wide, those layers of this step were routed before it was made
             following = self._following if 2 * horizon <= num_layers + 1 else None
             following = self._following = following or self._next_tokens(contexts)
             guesses += self._guesses(following, -1, range(beyond))
@@ -108,7 +108,7 @@ class TrackedPredictor:
         size = (num_tokens, self.shape.num_layers, self.shape.top_k)
         self._path = np.full(size, self.shape.num_experts, dtype=np.int64)
         self._weights = np.zeros(size, dtype=np.float32)
-        # # set last: an exception may strike before
+        # set last: an exception may strike before
         self._running, self._tokens_of = running, tokens_of
         if len(first) == num_tokens:
             self._contexts = stack_states(self._running, self._token_ids, self._path, self._weights)
@@ -122,7 +122,7 @@ class TrackedPredictor:
                 f"of {len(self._path)} tokens, {self.shape.num_layers} layers, "
                 f"top {self.shape.top_k}"
             )
-        # # one token needs no order, which would take as long as a guess
+        # one token needs no order, which would take as long as a guess
         order = self._order if num_tokens > 1 else slice(None)
         self._path[:, event.layer, :top_k] = event.expert_ids[order]
         self._weights[:, event.layer, :top_k] = event.gate_weights[order]

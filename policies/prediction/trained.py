@@ -30,7 +30,7 @@ MAX_TABLE_BYTES = 64 << 20  # largest table; the tokens seen most often are kept
 NUM_FEATURES = 7
 TRAINING_BYTES = 768 << 20
 """Largest table of features in training; of more tokens some are sampled."""
-_MEMO_SIZE = 1 << 20  # # most numbers of a feature that are kept for the later layers of a step
+_MEMO_SIZE = 1 << 20  # most numbers of a feature that are kept for the later layers of a step
 
 
 class TokenIdentity(Popularity):
@@ -270,7 +270,7 @@ class Samples:
 
 DISTANCES = (1, 2, 4)
 """Look-ahead distances with own weights; others use those of the next larger one."""
-SOURCES = 3  # # layers that are looked at, from the last known one back
+SOURCES = 3  # layers that are looked at, from the last known one back
 _VARIANT_AT = tuple(
     next(variant for variant, most in enumerate(DISTANCES) if distance <= most)
     for distance in range(DISTANCES[-1] + 1)
@@ -446,7 +446,7 @@ class _Tokens(ctypes.Structure):
     """The arguments of ``combined.c`` for the tokens of a step."""
 
     at: int
-    kept: tuple[Any, ...]  # # arrays that the fields point into
+    kept: tuple[Any, ...]  # arrays that the fields point into
     best_experts: Any
     best_chances: Any
     _fields_: ClassVar = [
@@ -537,7 +537,7 @@ class PathNetwork(TokenEvidence):
 
     def _sizes(self, num_known: int) -> dict[str, tuple[int, ...]]:
         experts = self.shape.num_layers * self.shape.num_experts
-        # # the last embedding is that of unknown tokens
+        # the last embedding is that of unknown tokens
         sizes = (
             *((num_known + 1, EMBEDDING), (num_known + 1, EMBEDDING)),
             *((2 * experts, HISTORY), (2 * EMBEDDING + HISTORY, HIDDEN), (HIDDEN,)),

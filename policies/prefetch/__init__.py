@@ -98,7 +98,7 @@ class Admission:
         sure = [guess for guess in guesses if guess[1] >= least]
         if len(sure) < 2:
             return sure
-        least_s = 1e-3 * max(self._miss_s) or 1.0  # # a layer that never waited comes last
+        least_s = 1e-3 * max(self._miss_s) or 1.0  # a layer that never waited comes last
 
         def impact(guess: Guess) -> float:
             key, probability = guess
@@ -146,11 +146,11 @@ class Admission:
 class StepCost:
     """The cost of a decode step."""
 
-    seconds: float  # # from its begin to the begin of the next, with waiting and predicting
-    stall_s: float  # # of these, waiting for experts
-    predict_s: float  # # of these, predicting
-    saved_s: float  # # upper bound of the saving: the transfers of right guesses
-    # # transfers of all experts that would have been missed without guesses, on an idle link
+    seconds: float  # from its begin to the begin of the next, with waiting and predicting
+    stall_s: float  # of these, waiting for experts
+    predict_s: float  # of these, predicting
+    saved_s: float  # upper bound of the saving: the transfers of right guesses
+    # transfers of all experts that would have been missed without guesses, on an idle link
     needed_s: float = 0.0
 
 
@@ -181,7 +181,7 @@ class Controller:
     """Least share of waiting in a step for a trial: only a part of it can be saved."""
     LEAST_STALL_S = 2e-3
     """Least seconds of waiting in a step: predicting costs as much as shorter waits."""
-    HOPELESS = 1.1  # # slower by chance, even with few steps
+    HOPELESS = 1.1  # slower by chance, even with few steps
     STEPS_ON = 256
     STEPS_OFF = 64
     """Steps until the next trial after a failed one, doubled after each further one."""

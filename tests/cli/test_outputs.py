@@ -305,7 +305,7 @@ def test_plots_go_where_nothing_else_lies(trace, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     words = ["report", str(trace), "-o", str(tmp_path / "plots" / "page.png"), "--png"]
     (tmp_path / "plots").mkdir()
-    for folder, reason in (("plots", "among the plots"), ("file/below", "is no folder")):
+    for folder, reason in (("plots", "among the plots"), ("file/below", "is not a folder")):
         assert main([*words, str(tmp_path / folder)]) == 2
         err = capsys.readouterr().err
         assert (err.count("\n"), reason in err) == (1, True)

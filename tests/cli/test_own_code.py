@@ -1,8 +1,10 @@
 """Policies and predictors of one's own: `--policy FILE.py` and `--predictor FILE.py`."""
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fixture_types import Patch
 from page_blocks import blocks_of
@@ -62,6 +64,21 @@ def test_code_that_does_not_fit_is_refused_in_a_line(code, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line
     assert REFUSED[code] in line
+
+
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [("1 / 0", "first_in.py:20: ZeroDivisionError"), ("None", "FirstIn.victim found no")],
+)
+@pytest.mark.parametrize("command", ["run", "replay"])
+def test_faults_of_own_code_end_in_a_line_that_names_it(command, victim, said, own_files, capsys):
+    file = own_files / "first_in.py"
+    file.write_text(re.sub(r"return next.*", f"return {victim}", file.read_text()))
+    ids = np.random.default_rng(0).integers(0, 16, (40, 6, 2))
+    np.savez("trace.npz", ids=ids)
+    given = {"run": RUN, "replay": ("replay", "trace.npz", "--num-experts", "16")}[command]
+    assert main([*given, "--policy", str(file)]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_predictors_need_a_name_and_files_must_be_there(tmp_path, capsys):

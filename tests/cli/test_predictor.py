@@ -265,3 +265,10 @@ def test_what_teaching_needs_is_said(tmp_path, monkeypatch, capsys):
     ):
         assert main(["predictor", "teach", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_list_has_whole_sentences(capsys):
+    assert main(["predictor", "list", "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)["predictors"]
+    assert about["running-counts"].endswith("starting at popularity.")
+    assert not any("\n" in text for text in about.values())

@@ -146,7 +146,7 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--expert-size", "1MB,2MB", "--bandwidth", "1GB"], "must be one size"),
         (["--latency", "0.1"], "--latency is about modelled time; give --bandwidth"),
         (["--predictor", "missing.npz", "--bandwidth", "1GB"], "missing.npz: cannot be read"),
-        (["--predictor", "previous-token"], "say how fast the link is"),
+        (["--predictor", "previous-token"], "needs modelled time; give --bandwidth"),
         (["--predictor", "previous-token", "--bandwidth", "1GB"], "needs a training trace"),
         (["--policy", "predicted"], "needs a predictor"),
         (["--bandwidth", "0"], "--bandwidth must be positive and at least one byte, got '0'"),

@@ -148,6 +148,15 @@ def test_a_signal_within_a_callback_is_raised_after_it(drop_one, number, capsys)
     assert sys.unraisablehook is hook
 
 
+def test_other_exceptions_of_a_callback_reach_the_hook_that_was_there(monkeypatch):
+    lost_types: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: lost_types.append(lost.exc_type))
+    with terminable() as request:
+        strike_in_a_callback_of_a_weak_reference(lambda: [].remove(1))
+    assert lost_types == [ValueError]
+    assert not request.is_set
+
+
 def test_an_interrupt_that_an_import_drops_ends_the_program(tmp_path):
     """Before `main` there is: its module is imported by a loader that is struck in a callback."""
     starter = tmp_path / "starter.py"

@@ -289,7 +289,7 @@ def test_what_a_living_process_writes_is_not_taken(tmp_path):
 def test_places_that_cannot_be_written_are_known_at_once(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(CheckpointError, match="is a folder, expected the name of a report file"):
+    with pytest.raises(CheckpointError, match="is a folder, expected the name of a file"):
         check_output_path(tmp_path, "report")
     with pytest.raises(CheckpointError, match=r"the report cannot be written: there is no folder"):
         check_output_path(tmp_path / "absent" / "file", "report")
@@ -315,7 +315,7 @@ def test_places_that_cannot_be_written_are_known_at_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["out/", "out/."])
 def test_a_folder_s_name_is_no_file_s(tmp_path, name):
-    with pytest.raises(CheckpointError, match="is a folder, expected the name of a trace file"):
+    with pytest.raises(CheckpointError, match="is a folder, expected the name of a file"):
         check_output_path(f"{tmp_path}/{name}", "trace")
     with pytest.raises(IsADirectoryError):
         write(f"{tmp_path}/{name}")
@@ -348,7 +348,7 @@ def test_folders_that_cannot_be_made_are_known_at_once(tmp_path):
     check_output_folder(tmp_path / "new" / "below", "plots")
     check_output_folder(tmp_path, "plots")
     for name in ("file", "file/below"):
-        with pytest.raises(CheckpointError, match=r"the plots cannot .*: .*file is no folder"):
+        with pytest.raises(CheckpointError, match=r"the plots cannot .*: .*file is not a folder"):
             check_output_folder(tmp_path / name, "plots")
     assert os.listdir(tmp_path) == ["file"]
 

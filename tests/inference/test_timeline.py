@@ -151,7 +151,7 @@ def test_a_crash_leaves_a_trace_without_its_bracket(tmp_path):
     ("words", "expected"),
     [
         (["--timeline", "{}/none/t.json"], "the timeline cannot be written: there is no folder"),
-        (["--timeline", "{}"], "is a folder, expected the name of a timeline file"),
+        (["--timeline", "{}"], "is a folder, expected the name of a file"),
         (["--timeline", "{}/t.npz", "--trace", "{}/t.npz"], "must be different files"),
         (["--timeline", "{}/t.part", "--trace", "{}/t"], "must be different files"),
         (["--timeline", "{}/t", "--trace", "{}/t.part"], "must be different files"),

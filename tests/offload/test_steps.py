@@ -1,5 +1,6 @@
 """Bytes of a step, skipped steps, loss scales, and changes of tiers."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError
 from moe_runtime.lab import record_tiers
 from moe_runtime.training.offload import OffloadedTraining
+from moe_runtime.training.offload.passes import MicroBatchWindow
 from moe_runtime.types import ExpertKey
 
 PLAIN = moe_runtime.AdamW()
@@ -233,3 +235,16 @@ def test_budget_too_small_names_the_smallest(tmp_path):
 def test_folder_must_exist(tmp_path):
     with pytest.raises(CheckpointError, match="not a directory"):
         offloaded(stack(), PLAIN, tmp_path / "absent", experts_in_memory=0)
+
+
+def test_no_handler_of_a_micro_batch_hides_an_error_of_the_experts():
+    def fails(entries: object) -> list[object]:
+        raise CheckpointError("an expert cannot be read")
+
+    def part() -> None:
+        with contextlib.suppress(Exception):
+            window.meet(0, None, fails)
+
+    window = MicroBatchWindow(torch.nn.Identity(), [part, part])
+    with pytest.raises(CheckpointError, match="an expert cannot be read"):
+        window.run()

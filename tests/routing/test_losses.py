@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_runtime.routing import LOSSES, LossInputs, make_gate
 
@@ -92,6 +93,18 @@ def test_global_balance_counts_the_micro_batches_of_a_step(gate):
         with torch.set_grad_enabled(not quiet.training):
             quiet(parts[0])
     assert torch.equal(layer.step_counts_E, before), "only training counts"
+
+
+def test_recomputed_activations_do_not_change_the_gradient_of_global_balance():
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        gate = make_gate("softmax_topk", 8, E, K, loss_weights={"global_balance": 1.0})
+        for part in torch.randn(3, 10, 8):
+            routing = checkpoint(gate, part, use_reentrant=False) if recompute else gate(part)
+            routing.losses["global_balance"].backward()
+        gradients.append(gate.weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_importance_and_z_by_hand():

@@ -1,8 +1,10 @@
 """Requests that nobody waits for: their texts, the order of work, and how much room they take."""
 
+import threading
 from typing import Any
 
-from engine_events import greedy, request_of
+import pytest
+from engine_events import PATIENCE_S, greedy, request_of
 
 from moe_runtime.serving.batches.offline import Answer, answer_all, order_of_work
 from moe_runtime.serving.prefixes import LEAST_SHARED
@@ -10,8 +12,10 @@ from moe_runtime.serving.requests import (
     EngineOptions,
     EngineStatistics,
     GenerationRequest,
+    NewToken,
 )
 from moe_runtime.serving.sampling import Sampler
+from moe_runtime.serving.scheduling import Sequence
 
 NEW = 12
 
@@ -82,6 +86,58 @@ def test_an_answer_that_the_caller_finds_over_ends_there(pocket, prompts):
     )
     assert (len(found[0].token_ids), found[0].reason) == (NEW, "length")
     assert (found[1].token_ids, found[1].reason) == (greedy(pocket, prompts[1], 4), "stop")
+
+
+@pytest.fixture
+def has_ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    event = threading.Event()
+    real = Sequence.finish
+
+    def finish(self: Sequence, *words: Any, **options: Any) -> None:
+        real(self, *words, **options)
+        event.set()
+
+    monkeypatch.setattr(Sequence, "finish", finish)
+    return event
+
+
+def test_answers_that_were_done_before_an_interrupt_are_reported(pocket, prompts, has_ended):
+    found: dict[int, Answer] = {}
+
+    def interrupt(number: int, token: NewToken) -> bool:
+        if number:
+            return False
+        assert has_ended.wait(PATIENCE_S)
+        raise KeyboardInterrupt
+
+    requests = {0: request_of(prompts[0], 400), 1: request_of(prompts[1], 1)}
+    with pytest.raises(KeyboardInterrupt):
+        answer_all(
+            pocket, requests, EngineOptions(), on_token=interrupt, on_answer=found.__setitem__
+        )
+    assert found.keys() == {1}
+
+
+def test_an_answer_that_an_interrupt_left_by_half_is_not_reported(pocket, prompts, has_ended):
+    found: dict[int, Answer] = {}
+    seen: list[NewToken] = []
+
+    def interrupt(number: int, token: NewToken) -> bool:
+        seen.append(token)
+        if len(seen) == 2:
+            assert has_ended.wait(PATIENCE_S)
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        answer_all(
+            pocket,
+            {0: request_of(prompts[0], NEW)},
+            EngineOptions(),
+            on_token=interrupt,
+            on_answer=found.__setitem__,
+        )
+    assert not found
 
 
 def test_a_request_that_fails_fails_alone(pocket, prompts, monkeypatch):

@@ -224,10 +224,10 @@ def test_a_run_s_places_are_known_before_its_work(tmp_path):
         (out, out / "missing" / "x.npz", "there is no folder"),
         (out, out, "is the run's folder"),
         (out / "run", out, "is the run's folder"),
-        (tmp_path / "file", None, "is no folder"),
-        (tmp_path / "loop", None, "is no folder"),
+        (tmp_path / "file", None, "is not a folder"),
+        (tmp_path / "loop", None, "is not a folder"),
         (out, tmp_path / "loop", "Too many levels of symbolic links"),
-        (tmp_path / "file" / "below", None, "is no folder"),
+        (tmp_path / "file" / "below", None, "is not a folder"),
     ):
         check_inputs_stay(output, trace, [tmp_path / "text.txt"], tmp_path / "model")
         with pytest.raises(CheckpointError, match=reason):
@@ -235,7 +235,7 @@ def test_a_run_s_places_are_known_before_its_work(tmp_path):
     (out / "checkpoints").mkdir(parents=True)
     check_outputs(out, out / "checkpoints" / "x.npz")
     (out / "data").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         check_outputs(out, None)
 
 

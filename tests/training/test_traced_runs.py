@@ -1,8 +1,11 @@
 """`run.trace`: the routing of training in the format of all traces, wherever experts live."""
 
+import contextlib
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,8 +96,17 @@ def test_a_run_that_goes_on_has_a_trace_of_its_own(tmp_path, monkeypatch):
         return record
 
     command = ["train", str(config), "--set", "run.trace=routing.npz", "--set", "run.trace_steps=0"]
+    ended = []
+
+    @contextlib.contextmanager
+    def joined(session: Any) -> Iterator[None]:
+        yield
+        ended.append(session)
+
+    monkeypatch.setattr("moe_runtime.cli.commands.train.joined_processes", joined)
     monkeypatch.setattr(loop.Trainer, "_take_step", interrupted)
     assert main(command) == 130
+    assert ended  # the exit code is no error of the group of processes
     monkeypatch.undo()
     assert main([*command, "--resume"]) == 0
     before = read_trace(tmp_path / "parts" / "routing.npz")

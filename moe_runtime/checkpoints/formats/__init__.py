@@ -43,7 +43,7 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
 BESIDE_WEIGHTS = (
     *("input_scale", "input_global_scale", "k_scale", "v_scale", "weight_shape", "g_idx"),
 )
-"""Ends of the names of tensors that change no weight: they say how to round activations."""
+"""Ends of the names of tensors that change no weight: of activations, caches, shapes and groups."""
 
 
 def packed_weights(

@@ -87,15 +87,15 @@ def finetune(
     Args:
         data: Files of records (.jsonl, .json, .parquet), text files, folders, patterns such as
             'a/*.md', or data sets of the hub (OWNER/NAME). A record has `messages`, `prompt` and
-            `completion`, `text`, or `input_ids`. Of conversations the answers are trained on.
+            `completion`, `text`, or `input_ids`. In conversations, only answers are trained on.
         output: Folder of the run.
         lora: Train adapters of this rank only.
         lora_on: Modules with adapters: attention, experts, or both with a comma.
         lora_alpha: Factor of the adapters, divided by the rank; twice the rank when omitted.
-        lora_dropout: Share of the adapters' inputs that a step leaves out; on attention alone.
+        lora_dropout: Dropout on the adapters' inputs; needs --lora-on attention.
         rslora: Divide the factor by the root of the rank.
-        dora: Train the lengths of the weights' rows too; on attention alone.
-        lora_from: Adapter of PEFT's with the same options to start from.
+        dora: Also train the norm of each weight row (DoRA); needs --lora-on attention.
+        lora_from: PEFT adapter to start from, made with the same options.
         merge: With --lora, also write the checkpoint with the adapters merged.
         steps: Optimizer steps; once over the data when omitted.
         epochs: How often all data is trained on, instead of --steps.
@@ -202,7 +202,10 @@ def finetune(
         if dry_run:
             _show_plan(preparation, as_json=as_json)
             return
-        show_outcome(*_finetune(preparation, resume=resume, reschedule=reschedule), as_json)
+        summary, exit_code = _finetune(preparation, resume=resume, reschedule=reschedule)
+        show_outcome(summary, as_json=as_json)
+    if exit_code:  # not within the group of processes, which ends in order
+        raise typer.Exit(exit_code)
 
 
 def _finetune(

@@ -38,7 +38,7 @@ class Placing:
 
     Args:
         gpus: Devices (ranks) on all nodes together.
-        nodes: Machines with these devices.
+        nodes: Number of machines that the devices are divided among.
         replicas: Slots of a layer for second copies of hot experts.
         groups: Groups of experts that stay on one node (eplb).
         fit: Share of the trace that the placement is made from; the rest is for scores.

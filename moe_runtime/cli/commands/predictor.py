@@ -1,5 +1,6 @@
 """``moe-runtime predictor``: train predictors from traces, and measure them honestly."""
 
+import inspect
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ class Measuring:
     """Which predictors are measured, and on what.
 
     Args:
-        predictor: Which predictor, several times if wanted; all by default.
+        predictor: Predictor to measure. Repeatable; all when omitted.
         test_share: Share of the sequences kept from training.
         seed: Seed of the split into training and test sequences.
         distances: Layers to look ahead, separated by commas.
@@ -108,7 +109,10 @@ def show(as_json: options.Json = False) -> None:
     """List the predictors and the data that they use."""
     from moe_runtime.policies.prediction import PREDICTORS
 
-    about = {name: (kind.__doc__ or "").split("\n")[0] for name, kind in PREDICTORS.items()}
+    about = {
+        name: inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+        for name, kind in PREDICTORS.items()
+    }
     facts = {"predictors": about} if as_json else about
     console.print_facts("predictors", facts, as_json=as_json)
 

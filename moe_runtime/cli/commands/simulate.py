@@ -100,7 +100,7 @@ class System(Spread):
 def simulate_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(
-        help="Predict layers, a service, or training on ranks that one need not have.",
+        help="Predict the speed of a layer, a service or training on any number of ranks.",
         no_args_is_help=True,
     )
     for command in (layer, serve, train):
@@ -250,13 +250,13 @@ def serve(
         arrivals: CSV file with TIMESTAMP, ContextTokens and GeneratedTokens of requests, as Azure
             published; without it they come at random.
         rates: Requests a second, separated by commas; with --arrivals, how many times as fast.
-        requests: How many.
-        prompt_tokens: Of each request.
-        new_tokens: Of each request.
+        requests: Number of requests.
+        prompt_tokens: Prompt tokens of each request.
+        new_tokens: New tokens of each request.
         step_tokens: Prompt tokens of a rank in a step.
         prefill_ranks: Ranks that read prompts alone and send keys and values to the others.
-        first_token: Seconds to the first token that are good enough.
-        between_tokens: Seconds between tokens that are good enough.
+        first_token: A request is good if its first token takes at most these seconds.
+        between_tokens: A request is good if at most these seconds lie between its tokens.
     """
     if arrivals is not None:
         named = {"requests", "prompt_tokens", "new_tokens"}
@@ -339,8 +339,8 @@ def train(
     """Predict throughput of training a model whose experts are spread over many ranks.
 
     Args:
-        tokens: Of a micro-batch on each rank.
-        micro_batches: Of a step on each rank.
+        tokens: Tokens of a micro-batch on each rank.
+        micro_batches: Micro-batches of a step on each rank.
         checkpoint_minutes: Between two checkpoints; when omitted, the interval that loses least.
     """
     numbers = system.numbers()

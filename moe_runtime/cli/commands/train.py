@@ -104,7 +104,10 @@ def train(
             else:
                 console.print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
             return
-        show_outcome(*_train(preparation, ranks, resume=resume, reschedule=reschedule), as_json)
+        summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
+        show_outcome(summary, as_json=as_json)
+    if exit_code:  # not within the group of processes, which ends in order
+        raise typer.Exit(exit_code)
 
 
 def experts_maker(parallel: "ParallelConfig") -> "Callable[..., ParallelExperts] | None":
@@ -281,14 +284,12 @@ def offload_rows(found: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
     return [*rows, ("experts", moved), ("speed", speed)]
 
 
-def show_outcome(summary: dict[str, Any], exit_code: int, as_json: bool) -> None:
-    """Prints the summary, if this process has one, and exits with a code that is not 0."""
+def show_outcome(summary: dict[str, Any], *, as_json: bool) -> None:
+    """Prints the summary, if this process has one."""
     if as_json and summary:
         console.print_json(summary)
     elif summary:
         console.print_rows("what was trained", _outcome_rows(summary), to_stderr=True)
-    if exit_code:
-        raise typer.Exit(exit_code)
 
 
 def _outcome_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

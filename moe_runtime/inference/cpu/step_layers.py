@@ -72,17 +72,18 @@ def replace_dense_layers(model: torch.nn.Module) -> None:
                 setattr(module, name, norm.train(child.training))
 
 
-_OBSERVERS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    "_modules",  # a part of a linear layer or norm is a parametrization
-)
-
-
 def is_observed(*parts: torch.nn.Module) -> bool:
     """Whether modules have hooks, a replaced ``forward`` or parametrizations."""
     for part in parts:
         own = part.__dict__
-        if "forward" in own or any(map(own.__getitem__, _OBSERVERS)):
+        if (  # in full, as it runs for every layer of a step
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or own["_modules"]  # a part of a linear layer or norm is a parametrization
+            or "forward" in own
+        ):
             return True
     return False
 

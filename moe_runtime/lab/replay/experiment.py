@@ -62,7 +62,7 @@ class Experiment:
             )
         asked = "predicted" in self.policies
         if self.predictor is not None and self.machine is None and not asked:
-            raise ValueError("prefetching is a matter of time; say how fast the link is")
+            raise ValueError("a predictor needs modelled time; give --bandwidth too")
         if self.predictor is not None and self.training is None and self.trained is None:
             raise ValueError(
                 f"predictor {self.predictor!r} needs a training trace, other than the replayed one "
@@ -73,7 +73,7 @@ class Experiment:
                 "modelled time knows one size of all experts; leave out one of the two"
             )
         if asked and self.predictor is None:
-            raise ValueError("policy 'predicted' needs a predictor; name one")
+            raise ValueError("policy 'predicted' needs a predictor; give --predictor too")
 
     @property
     def names(self) -> list[str]:

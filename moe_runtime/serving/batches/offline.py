@@ -158,8 +158,8 @@ def _open(place: Path) -> IO[bytes]:
     return file
 
 
-News = queue.SimpleQueue[tuple[int, Event] | Mapping[int, GenerationRequest] | None]
-"""Input of a batch: events of requests by number, more requests, and None as their end."""
+News = queue.SimpleQueue[int | Mapping[int, GenerationRequest] | None]
+"""Input of a batch: numbers of requests with new events, more requests, and None as their end."""
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ def answer_all(
 ) -> EngineStatistics:
     """Answers requests in the order that is quickest for all together.
 
-    An error or Ctrl-C cancels unfinished requests.
+    An error or Ctrl-C cancels unfinished requests; answers that had ended are reported.
 
     Args:
         requests: by number; each fits into the memory that the model was loaded for.
@@ -206,8 +206,10 @@ def answer_all(
             are not reported.
     """
     options = batch_options(options)
-    with Engine(model, options) as engine:
-        _Flow(engine, requests, options, on_token, on_answer, whole, news).run()
+    with contextlib.ExitStack() as after, Engine(model, options) as engine:
+        flow = _Flow(engine, requests, options, on_token, on_answer, whole, news)
+        after.callback(flow.take_the_rest)  # when the engine has sent its last events
+        flow.run()
         return engine.statistics()
 
 
@@ -235,6 +237,15 @@ def tokens_of(request: GenerationRequest) -> int:
     return len(request.prompt_ids) + request.max_new_tokens
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request of the engine; its thread adds the events."""
+
+    answer: Answer = field(default_factory=Answer)
+    events: deque[Event] = field(default_factory=deque)
+    handle: EngineHandle | None = None
+
+
 class _Flow:
     """Submits requests as they have room, and takes their events."""
 
@@ -255,7 +266,8 @@ class _Flow:
         self._ready = deque(order_of_work(requests))
         self._news: News = queue.SimpleQueue() if news is None else news
         self._is_fed = news is not None
-        self._open: dict[int, tuple[Answer, EngineHandle]] = {}
+        self._open: dict[int, _Open] = {}
+        self._taken: int | None = None
         self._open_tokens = 0
 
     def run(self) -> None:
@@ -264,9 +276,8 @@ class _Flow:
             while self._ready and self._fits(self._ready[0], capacity):
                 self._submit(self._ready.popleft())
             news = self._news.get()
-            if isinstance(news, tuple):
-                if news[0] in self._open:  # the answer may be over before its last events
-                    self._take(*news)
+            if isinstance(news, int):
+                self._take(news)
             else:
                 self._is_fed = news is not None
                 self._requests.update(news or {})
@@ -278,14 +289,39 @@ class _Flow:
         is_room = len(self._open) < self._most_open and self._open_tokens + needed <= capacity
         return is_room or not self._open
 
+    def take_the_rest(self) -> None:
+        """Reports answers that ended before an error or Ctrl-C, except one that it left by half."""
+        for number, request in [*self._open.items()]:
+            last = request.events[-1] if request.events else None
+            if isinstance(last, Finished) and not self._is_cut_off(last) and number != self._taken:
+                self._take(number)
+
+    def _is_cut_off(self, last: Finished) -> bool:
+        """Whether the end of the engine ended the answer."""
+        has_failed = self._engine.failure is not None
+        return last.reason == "cancelled" or (has_failed and last.reason == "error")
+
     def _submit(self, number: int) -> None:
         request = self._whole(number)
+        self._open[number] = opened = _Open()
         self._open_tokens += rounded_up(tokens_of(request))
-        handle = self._engine.submit(request, lambda event: self._news.put((number, event)))
-        self._open[number] = Answer(), handle
 
-    def _take(self, number: int, event: Event) -> None:
-        answer, handle = self._open[number]
+        def add(event: Event) -> None:
+            opened.events.append(event)
+            self._news.put(number)
+
+        opened.handle = self._engine.submit(request, add)
+
+    def _take(self, number: int) -> None:
+        # an event leaves the queue when it is taken: an interrupt between them loses none
+        while (request := self._open.get(number)) and request.events:
+            self._taken = number
+            self._take_event(number, request, request.events[0])
+            request.events.popleft()
+            self._taken = None
+
+    def _take_event(self, number: int, request: _Open, event: Event) -> None:
+        answer = request.answer
         if isinstance(event, PromptRead | NewToken) and event.routing is not None:
             answer.routing.append(event.routing)
         if isinstance(event, PromptRead):
@@ -293,12 +329,13 @@ class _Flow:
         elif isinstance(event, NewToken):
             answer.token_ids.append(event.token_id)
             if self._on_token(number, event):
-                handle.cancel()
+                assert request.handle is not None
+                request.handle.cancel()
                 answer.reason = "stop"
         elif isinstance(event, Finished):
-            failure = self._engine.failure
-            if event.reason == "cancelled" or (failure is not None and event.reason == "error"):
-                raise failure or EngineClosedError(event.message or "the engine was closed")
+            if self._is_cut_off(event):
+                closed = EngineClosedError(event.message or "the engine was closed")
+                raise self._engine.failure or closed
             answer.reason = event.reason
             answer.message = event.problem if event.reason == "error" else None
         if answer.reason is not None:

@@ -364,9 +364,10 @@ class ChoiceAnswers(Answers):
         options = body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_all_usage = options is not None and bool(options.continuous_usage_stats)
-        self._kinds = kinds
+        self._chunk_kind = kinds[1]
         self._frame = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kinds[0],
             "created": self._created_s,
             "model": generation.model.name,
             "system_fingerprint": f"moe-runtime-{moe_runtime.__version__}",
@@ -381,14 +382,14 @@ class ChoiceAnswers(Answers):
                 self.reasons[index] = self.collect(index, piece) or self.reasons[index]
                 self.tokens[index] += piece.tokens
         usage = self.generation.usage.body()
-        found = {"object": self._kinds[0], **self._frame, **self.collected(), "usage": usage}
+        found = {**self._frame, **self.collected(), "usage": usage}
         if len(self.tokens) == 1 and self._has_routing:  # SGLang's form, for a single answer
             ids = self._routed(0).astype("<i4").tobytes()
             found["sglext"] = {"routed_experts": base64.b64encode(ids).decode()}
         return found
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        frame, usage = {"object": self._kinds[1], **self._frame}, self.generation.usage
+        frame, usage = self._frame | {"object": self._chunk_kind}, self.generation.usage
         async with contextlib.aclosing(self.generation.pieces()) as pieces:
             async for index, piece in pieces:
                 for fields in self.chunk_fields(index, piece):

@@ -288,8 +288,10 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
     value = asked.get(kind)
     if kind == "json_schema":
         given = value if isinstance(value, dict) else {}
-        for field in given.keys() - {"name", "description", "schema", "strict"}:
-            raise FieldError(f"response_format.json_schema.{field[:64]}", "is no field of it")
+        known = ("name", "description", "schema", "strict")
+        for field in given.keys() - {*known}:
+            problem = f"is no field of it; known are {', '.join(known)}"
+            raise FieldError(f"response_format.json_schema.{field[:64]}", problem)
         if not isinstance(given.get("schema"), dict):
             raise FieldError("response_format.json_schema.schema", "expected a JSON schema")
         return f"start: {_json(given['schema'])}"

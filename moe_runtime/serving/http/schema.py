@@ -120,7 +120,8 @@ def _integer(least: int, most: int = 2**63 - 1) -> BeforeValidator:
     def check(given: Any) -> int:
         if type(given) is not int or not least <= given <= most:
             ends = {"least": least, "most": most}
-            raise PydanticCustomError("integer", "expected an integer from {least} to {most}", ends)
+            numbers = "{least}" if least == most else "an integer from {least} to {most}"
+            raise PydanticCustomError("integer", "expected " + numbers, ends)
         return given
 
     return BeforeValidator(check)

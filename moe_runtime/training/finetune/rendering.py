@@ -243,7 +243,7 @@ def _check_kind(place: str, record: Mapping[str, Any]) -> None:
         missing = [f"{other} is missing; " for name, other in pair.items() if name in record]
         raise ValueError(
             f"{place}: {''.join(missing)}expected messages, prompt and completion, text, or "
-            f"input_ids, got {', '.join(record) or 'an empty record'}"
+            f"input_ids, got {'the keys ' + ', '.join(record) if record else 'an empty record'}"
         )
 
 

@@ -65,7 +65,7 @@ class LoraConfig:
         places: layers with adapters: `attention`, `experts`, or both.
         rslora: divide alpha by the root of the rank instead (Kalajdzievski, 2023).
         dropout: share of an adapter's inputs that a step drops; only on attention.
-        dora: train the lengths of the weights' rows too (Liu et al., 2024); only on attention.
+        dora: also train the norm of each weight row (Liu et al., 2024); only on attention.
         start: folder of an adapter of the same form with the first weights.
     """
 

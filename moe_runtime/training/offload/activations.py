@@ -130,7 +130,9 @@ class Swapped:
 
     Attributes:
         buffer: its content until it is written; None afterwards.
-        written, read: results of the transfers; None before they begin.
+        written, read: transfers of its slots; `read` is None before they begin.
+        content: filled by `read`.
+        unwritten: slots that are still to be written.
     """
 
     def __init__(self, tensor: Tensor, slots: list[int], release: Callable[[list[int]], None]):
@@ -138,8 +140,10 @@ class Swapped:
         self.num_bytes = tensor.numel() * tensor.element_size()
         self.slots = slots
         self.buffer: Tensor | None = None
-        self.written: Future[None] | None = None
-        self.read: Future[Tensor] | None = None
+        self.content: Tensor | None = None
+        self.written: list[Future[int]] = []
+        self.read: list[Future[int]] | None = None
+        self.unwritten = len(slots)
         weakref.finalize(self, release, slots).atexit = False
 
 
@@ -168,7 +172,7 @@ class ActivationSwap:
         self._lock = threading.RLock()
         self.buffer_bytes = buffer_bytes
         self._smallest_bytes = smallest_bytes
-        self._writes: deque[tuple[Future[None], int]] = deque()
+        self._writes: deque[tuple[list[Future[int]], int]] = deque()
         self._stack: list[weakref.ref[Swapped]] = []
 
     def pack(self, tensor: Tensor) -> Tensor | Swapped:
@@ -184,7 +188,10 @@ class ActivationSwap:
             self._await_write()
         held.buffer = aligned_bytes(size)
         held.buffer[: held.num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        held.written = self._threads.submit(self._write, held, held.buffer)
+        held.written = [
+            self._threads.submit(self._write, held, *block)
+            for block in self._blocks(held, held.buffer)
+        ]
         self._writes.append((held.written, size))
         self._stack = [ref for ref in self._stack if ref() is not None]
         self._stack.append(weakref.ref(held))
@@ -193,9 +200,11 @@ class ActivationSwap:
     def unpack(self, held: Tensor | Swapped) -> Tensor:
         if isinstance(held, Tensor):
             return held
-        read = self._begin_read(held)
+        content, reads = self._begin_read(held)
         self._read_ahead(held)
-        flat = read.result()[: held.num_bytes].view(held.dtype).view(held.shape)
+        for read in reads:
+            read.result()
+        flat = content[: held.num_bytes].view(held.dtype).view(held.shape)
         return flat if held.device.type == "cpu" else flat.to(held.device)
 
     def measure(self) -> tuple[float, float]:
@@ -217,37 +226,39 @@ class ActivationSwap:
         self._file.path.unlink(missing_ok=True)
 
     def _await_write(self) -> None:
-        write, _ = self._writes.popleft()
-        write.result()
+        writes, _ = self._writes.popleft()
+        for write in writes:
+            write.result()
 
-    def _write(self, held: Swapped, buffer: Tensor) -> None:
+    def _write(self, held: Swapped, offset: int, content: memoryview) -> int:
         try:
-            for offset, content in self._blocks(held, buffer):
-                self._file.write(offset, content)
+            return self._file.write(offset, content)
         finally:
-            held.buffer = None
+            with self._lock:
+                held.unwritten -= 1
+                if not held.unwritten:
+                    held.buffer = None
 
-    def _read(self, held: Swapped) -> Tensor:
-        assert held.written is not None, "pack began to write it"
-        held.written.result()
-        buffer = aligned_bytes(len(held.slots) * SLOT_BYTES)
-        for offset, content in self._blocks(held, buffer):
-            self._file.fetch(offset, content)
-        return buffer
+    def _read(self, held: Swapped, offset: int, content: memoryview) -> int:
+        for write in held.written:
+            write.result()
+        return self._file.fetch(offset, content)
 
     def _blocks(self, held: Swapped, buffer: Tensor) -> Iterator[tuple[int, memoryview]]:
         view = host_view(buffer)
         for number, slot in enumerate(held.slots):
             yield slot * SLOT_BYTES, view[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
 
-    def _begin_read(self, held: Swapped) -> Future[Tensor]:
-        if held.read is None:
-            if (buffer := held.buffer) is None:
-                held.read = self._threads.submit(self._read, held)
-            else:  # it is still being written
-                held.read = Future()
-                held.read.set_result(buffer)
-        return held.read
+    def _begin_read(self, held: Swapped) -> tuple[Tensor, list[Future[int]]]:
+        if held.content is None or held.read is None:
+            held.content, held.read = held.buffer, []  # the buffer while it is being written
+            if held.content is None:
+                held.content = aligned_bytes(len(held.slots) * SLOT_BYTES)
+                held.read = [
+                    self._threads.submit(self._read, held, *block)
+                    for block in self._blocks(held, held.content)
+                ]
+        return held.content, held.read
 
     def _read_ahead(self, held: Swapped) -> None:
         """Begins to read the tensors packed before this one, as far as the buffers go."""

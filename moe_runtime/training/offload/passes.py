@@ -430,18 +430,23 @@ class MicroBatchWindow(Generic[T]):
         if number + 1 < len(self._parts):
             self._turns[number + 1].release()
             return
-        if len(set(self._places)) > 1:
-            raise RuntimeError(
-                "the micro-batches of a window must visit the same layers in the same order; "
-                f"one is at {self._places[0]}, another elsewhere"
-            )
-        if together is not None:
+        try:
+            if len(set(self._places)) > 1:
+                raise RuntimeError(
+                    "the micro-batches of a window must visit the same layers in the same order; "
+                    f"one is at {self._places[0]}, another elsewhere"
+                )
+            if together is None:
+                return
             self._answers = together(self._entries)
-            self._entries = [None] * len(self._parts)
-            self._turns[0].release()
+        except BaseException as error:  # of all parts: no handler in this one may hide it
+            self._abort(error)
+            raise _Aborted from None
+        self._entries = [None] * len(self._parts)
+        self._turns[0].release()
 
     def _abort(self, error: BaseException) -> None:
-        self._failure = self._failure or error
+        self._failure = error if self._failure is None else self._failure
         for turn in self._turns:
             turn.release()
 
