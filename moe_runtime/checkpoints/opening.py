@@ -97,7 +97,7 @@ def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
         return folder
     if is_there:
         if folder.suffix != ".gguf" or not folder.is_file():
-            raise CheckpointError(f"{folder} is a file; expected a checkpoint's folder, or .gguf")
+            raise CheckpointError(f"{folder} is a file; expected a folder or .gguf file")
         return folder
     on_hub = None if isinstance(path_or_id, Path) else parse_hub_name(name)
     if on_hub is None:

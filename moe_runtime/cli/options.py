@@ -294,8 +294,8 @@ class SeveralProcesses:
     """How processes divide a model.
 
     Args:
-        processes: Divide the experts among so many processes here, each with --host-memory of its
-            own. On several machines start the command with `torchrun` instead.
+        processes: Divide the experts among this many processes, each with its own --host-memory.
+            On several machines start the command with `torchrun` instead.
         gpus: The same with a process for each of these GPUs: 0,1 or all.
         placement: Map made by `moe-runtime place` that assigns experts to processes.
     """

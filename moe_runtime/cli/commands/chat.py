@@ -61,8 +61,8 @@ def chat(
     Args:
         system: System message at the beginning of the conversation.
         max_new_tokens: Most tokens of an answer.
-        max_tokens: Memory for the whole conversation, in tokens; when omitted 4096, or more where
-            experts leave it.
+        max_tokens: Maximum tokens of the whole conversation, which take memory. [4096, or more if
+            all experts fit anyway]
     """
     start_processes(several, ctx.obj)
     with joined_processes(ctx.obj) as group:

@@ -47,7 +47,7 @@ def doctor(
 
     Args:
         path: File or folder whose disk is measured.
-        read_size: Size of one read: that of an expert.
+        read_size: Size of one read, such as the size of an expert.
     """
     read_bytes = options.bytes_of(read_size, "--read-size")
     if not 4096 <= read_bytes <= 1 << 30:

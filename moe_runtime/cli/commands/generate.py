@@ -73,9 +73,9 @@ def generate(
             messages, or a line of OpenAI's batch format. - reads standard input.
         output: Answers, one line of JSON each; existing answers are kept.
         chat: Put prompts that are text into the model's chat template.
-        max_running: Most requests at a time; fewer where memory has no room.
-        max_tokens: Room for prompts and answers of all requests at a time; when omitted, as they
-            need, up to a quarter of the memory that experts lack.
+        max_running: Maximum number of running requests; fewer if memory is short.
+        max_tokens: Maximum tokens of all running requests together, prompts and answers. [what the
+            requests need, in at most a quarter of the memory that experts could use]
         ray: Answer on the machines of a Ray cluster: its HOST:PORT, auto for the one that this
             machine belongs to, or local. The checkpoint is at the same place on all of them.
         ray_engines: Copies of the model on the cluster, each with --host-memory; one for each GPU

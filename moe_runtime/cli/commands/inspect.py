@@ -36,8 +36,7 @@ def inspect(
 
     Args:
         host_memory: Also show what this budget buys, such as 7GiB.
-        max_tokens: Tokens to set memory aside for; when omitted 4096, or more where experts leave
-            it.
+        max_tokens: Tokens to set memory aside for. [4096, or more if all experts fit anyway]
         verify: Also read every weight of the model, and name the first that is NaN or infinite.
         speed: Also measure memory and disk for three seconds, and show the tokens/s that they
             allow where experts are used evenly.

@@ -86,7 +86,7 @@ def place(
     from_map: Annotated[Path | None, typer.Option("--from")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Place experts and their replicas on devices, and score this on the rest of the trace.
+    """Place experts and replicas on devices, and score the placement on the rest of the trace.
 
     Balance is the mean load of the devices divided by the largest (1 is perfect). A hop is a token
     that changes device between two layers. Scores use tokens that the placement was not made from.

@@ -96,7 +96,7 @@ class Sources:
 def predictor_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(
-        help="Train and measure predictors of the experts to come.", no_args_is_help=True
+        help="Train and measure predictors of the next experts.", no_args_is_help=True
     )
     app.command("list", cls=StrictCommand)(expanded(show))
     app.command(cls=StrictCommand)(expanded(fit))

@@ -73,7 +73,7 @@ def run(
         image: Picture before the text of each prompt, which goes into the chat template; repeat it
             for several pictures.
         chat: Put the prompt into the model's chat template.
-        max_tokens: Room for prompt and new tokens; just enough when omitted.
+        max_tokens: Maximum tokens of prompt and answer together. [as many as are needed]
         trace: Record every routing decision into this .npz file.
         timeline: Write the times of layers, waits and reads as a Chrome trace (.json).
     """

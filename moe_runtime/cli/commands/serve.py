@@ -108,8 +108,8 @@ def serve(
         port: 0 takes any free port.
         api_keys: File with a key in each line; requests must have one of them.
         cors: Pages of this origin may read answers in a browser, * for all; repeatable.
-        max_tokens: Memory for all requests at a time, in tokens of prompts and answers; when
-            omitted 4096, or more where experts leave it.
+        max_tokens: Maximum tokens of all running requests together, prompts and answers, which
+            take memory. [4096, or more if all experts fit anyway]
         max_running: Requests that are answered at a time.
         max_waiting: Requests that may wait; more get 429.
         step_tokens: Maximum prompt tokens per step. A higher value gives more throughput; a lower

@@ -458,7 +458,7 @@ def make_app(server: Server) -> ASGIApp:
 def _failed(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     if isinstance(error, HTTPException):
-        known = "see /v1/models, /v1/chat/completions, /v1/responses, /v1/messages, /metrics"
+        known = "see /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages"
         error = ApiError(
             f"{request.method} {path[:200]}: {error.detail}; {known}",
             status=error.status_code,
