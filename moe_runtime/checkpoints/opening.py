@@ -41,6 +41,7 @@ from moe_runtime.checkpoints.strict_json import (
     check_generation_settings,
     check_layers,
     clipped,
+    in_our_words,
     named_lookup,
     one_line,
     parse_object,
@@ -97,7 +98,9 @@ def _local_or_hub(path_or_id: str | Path) -> Path | HubName:
         return folder
     if is_there:
         if folder.suffix != ".gguf" or not folder.is_file():
-            raise CheckpointError(f"{folder} is a file; expected a folder or .gguf file")
+            raise CheckpointError(
+                f"{folder} is a file; expected a checkpoint's folder or .gguf file"
+            )
         return folder
     on_hub = None if isinstance(path_or_id, Path) else parse_hub_name(name)
     if on_hub is None:
@@ -135,13 +138,16 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if (name := values["model_type"]) not in {*transformers.CONFIG_MAPPING, *_SAME_LAYOUT}:
         why = f"transformers {transformers.__version__} knows no model_type {clipped(name)}"
         raise UnsupportedModelError(f"{file}: {why}; install one that does, if there is one")
-    with blamed_on(f"{file} cannot be read"):
-        if name not in transformers.CONFIG_MAPPING:
-            other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
-            return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
-        return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
+    try:
+        with blamed_on(f"{file} cannot be read"):
+            if name not in transformers.CONFIG_MAPPING:
+                other = {"model_type": _SAME_LAYOUT[name], "auto_map": None}
+                return transformers.CONFIG_MAPPING[_SAME_LAYOUT[name]].from_dict(values | other)
+            return transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+    except CheckpointError as error:
+        raise in_our_words(error, file) from error.__cause__
 
 
 def take_quantization(config: PreTrainedConfig, folder: Path) -> tuple[dict[str, Any] | None, str]:

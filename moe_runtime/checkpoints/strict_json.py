@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from moe_runtime.config import type_in_words
 from moe_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -133,6 +134,50 @@ def _parse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text}, which JSON does not have")
 
 
+_NO_DTYPE = re.compile(r"module 'torch' has no attribute ('.*')")
+_FIELD = re.compile(r"Validation error for field '(\w+)'")
+_ONE_TYPE = re.compile(r"expected (\w+), got \w+ \(value: (.*)\)")
+_SOME_TYPES = re.compile(r"with value (.*) doesn't match any type in \((.*?)\)\.(?: |$)")
+_LIST = re.compile(r"(list|tuple)\[(\w+)((?:, \w+)*)\]")
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
+_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+def in_our_words(error: CheckpointError, file: Path) -> CheckpointError:
+    """Rewords transformers' error about the type of a value: key, expectation and value."""
+    reason = " ".join(str(error.__cause__).split())
+    if unknown := _NO_DTYPE.fullmatch(reason):
+        expected = "a floating-point type of torch, such as 'bfloat16'"
+        return CheckpointError(f"{file}: expected dtype to be {expected}, found {unknown[1]:.80}")
+    field = _FIELD.match(reason)
+    if some := _SOME_TYPES.search(reason):
+        names, found = re.split(r", (?![^\[]*\])", some[2]), some[1]
+    elif one := _ONE_TYPE.search(reason):
+        names, found = [one[1]], one[2]
+    else:
+        return error
+    names = [re.sub(r"<class '(.*)'>", r"\1", name) for name in names]
+    words = [_in_words(name) for name in names if not (name == "int" and "float" in names)]
+    expected = " or ".join(dict.fromkeys(filter(None, words)))
+    if field is None or not expected:
+        return error
+    found = _JSON_WORDS.get(found, f"{found:.80}")
+    return CheckpointError(f"{file}: expected {field[1]} to be {expected}, found {found}")
+
+
+def _in_words(name: str) -> str:
+    """The JSON name of a type that transformers names; empty if there is none."""
+    if found := _LIST.fullmatch(name):
+        count = f"{found[3].count(',') + 1} " if found[3] or found[1] == "tuple" else ""
+        kind = type_in_words(_TYPES[found[2]]).removeprefix("a ") if found[2] in _TYPES else "value"
+        return f"a list of {count}{kind}s"
+    if name == "dict" or name.startswith("transformers."):
+        return "an object"
+    if name == "NoneType":
+        return "null"
+    return type_in_words(_TYPES[name]) if name in _TYPES else ""
+
+
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 50_000
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 TOP_KS = (
@@ -236,7 +281,7 @@ def check_layers(config: PreTrainedConfig, names: Iterable[str], file: Path) -> 
 
 @contextlib.contextmanager
 def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
-    """Names the setting whose value is unknown in a table of transformers."""
+    """Names the setting whose value transformers does not know, or a number that is null."""
     try:
         yield
     except KeyError as error:
@@ -245,6 +290,12 @@ def named_lookup(config: PreTrainedConfig) -> Iterator[None]:
                 if isinstance(value, str) and (value,) == error.args:
                     reason = f"transformers knows no {key} {clipped(value)}"
                     raise ValueError(reason) from error
+        raise
+    except TypeError as error:
+        for part in _parts(config.to_dict()):
+            for name in _EXPERTS:
+                if part.get(name, 0) is None:
+                    raise ValueError(f"expected {name} to be a whole number, found null") from error
         raise
 
 

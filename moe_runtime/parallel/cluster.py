@@ -90,7 +90,9 @@ class Cluster:
         return node * self.local_ranks + local % (self.processors_per_node or self.local_ranks)
 
 
-def fit_link(message_bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> Link:
+def fit_link(
+    message_bytes: npt.ArrayLike, seconds: npt.ArrayLike, *, occupies_compute: bool = False
+) -> Link:
     """The link that fits timed messages best: least sum of relative deviations, which a minority of
     late messages does not shift. Neither alpha nor beta is negative.
 
@@ -119,4 +121,8 @@ def fit_link(message_bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> Link:
     deviations_C[(alphas_C < 0) | (slopes_C < 0)] = np.inf
     best = np.argmin(deviations_C)
     per_byte = max(slopes_C[best], _LEAST_SHARE * alphas_C[best] / sizes.max())
-    return Link(alpha_s=float(alphas_C[best]), bytes_per_s=1 / float(per_byte))
+    return Link(
+        alpha_s=float(alphas_C[best]),
+        bytes_per_s=1 / float(per_byte),
+        occupies_compute=occupies_compute,
+    )

@@ -89,6 +89,7 @@ def test_numbers_are_those_of_train(tmp_path, capsys):
     assert all(name in page.read_text() for name in settings)
 
 
+@pytest.mark.long
 def test_a_budget_changes_no_bit_and_narrow_moments_do(tmp_path, monkeypatch, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -75,6 +75,7 @@ def test_the_rehearsal_of_decoding(tmp_path, monkeypatch):
     assert [row["hit_rate"] for row in systems[resident]["repetitions"]] == [1, 1]
 
 
+@pytest.mark.long
 def test_the_rehearsal_of_training(tmp_path, monkeypatch):
     words = ["--steps", "2", "--tokens", "16", "--context", "8", "--rank", "2"]
     found = rehearsed(device_training, tmp_path / "found.json", words, monkeypatch)

@@ -88,6 +88,7 @@ def test_a_rank_that_cannot_start_is_named_with_its_last_line(tmp_path, monkeypa
         pytest.fail("the group was made")
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_within_the_block_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     others = set(psutil.Process().children())

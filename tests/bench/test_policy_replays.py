@@ -108,6 +108,7 @@ def test_learners_are_taught_and_requests_decode_side_by_side(trace, tmp_path, c
     assert work_of(printed)["side_by_side"] == 3
 
 
+@pytest.mark.long
 def test_predicted_asks_what_was_trained_and_bytes_are_weighed(trace, tmp_path, capsys):
     other = trace_of(make_routes(SHAPE, num_sequences=8, seed=1))
     write_trace(tmp_path / "t.npz", trace)

@@ -159,6 +159,7 @@ def test_a_small_file_of_logits_gives_the_same(monkeypatch, capsys):
         assert next(means) == pytest.approx(next(means), rel=1e-12)
 
 
+@pytest.mark.long
 def test_what_loses_nothing_differs_in_nothing(capsys):
     """Another budget, policy and code read other bytes and say the same."""
     words = (
@@ -283,6 +284,7 @@ def test_refusals_are_one_line(words, message, capsys):
     assert shown.out == ""
 
 
+@pytest.mark.long
 def test_a_system_that_fails_leaves_the_others_their_numbers(capsys):
     words = ["bench", "quality", POCKET, "--text", "text.txt", "--context", str(CONTEXT), "--json"]
     assert main([*words, "--vary", "activations=int8", "--vary", "policy=reuse"]) == 1

@@ -162,6 +162,7 @@ def test_reads_of_a_step_are_those_of_a_cache_that_is_counted_by_hand(model, tra
     assert routing.step_bytes("lru", NUM_EXPERTS * NUM_LAYERS) <= routing.step_bytes("lru", share)
 
 
+@pytest.mark.long
 def test_a_network_is_taught_for_those_runs_alone_that_ask_for_it(model, tmp_path, monkeypatch):
     """By requests that a file of ours holds; too few of them end the run in a line."""
     monkeypatch.setattr(sys, "executable", warm_python())

@@ -183,6 +183,7 @@ def test_deepspeed_takes_the_steps_that_are_asked_for(variant, tmp_path, monkeyp
     assert (config["gradient_clipping"], config["bf16"]["enabled"]) == (0.0, False)
 
 
+@pytest.mark.long
 def test_what_compares_no_digests_trains_the_same(tmp_path, monkeypatch):
     sizes = LayerSizes(num_experts=8, top_k=4, dim_model=64, dim_hidden=512)
     plan = TrainingPlan(sizes=sizes, layers=1, sequences=1, context=16, dtype=torch.float32)
@@ -233,6 +234,7 @@ def test_the_command_trains_in_memory_and_offloaded(tmp_path, capsys):
     assert sizes == [NUM_EXPERTS, TOP_K, 64, 48]
 
 
+@pytest.mark.long
 def test_what_a_step_moves_is_counted_and_moved_again(tmp_path):
     """Records are 3 x 64 x 512 numbers of 12 bytes, of which 16 MiB have room for a few of 16."""
     sizes = LayerSizes(num_experts=16, top_k=4, dim_model=64, dim_hidden=512)

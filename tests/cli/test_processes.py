@@ -180,6 +180,7 @@ def test_a_batch_goes_on_where_a_dead_process_has_ended_it(checkpoint, tmp_path)
         assert all(whole.startswith(one["text"]) for one in found)
 
 
+@pytest.mark.long
 def test_two_processes_chat_as_one(checkpoint, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
@@ -346,6 +347,7 @@ def test_the_launcher_itself(checkpoint):
     assert server.returncode == 128 + signal.SIGINT, shown
 
 
+@pytest.mark.long
 def test_processes_that_torchrun_starts_anew_begin_with_nothing(tmp_path):
     """`--max-restarts`: its store still has what the processes before wrote into it."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

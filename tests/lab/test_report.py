@@ -202,6 +202,7 @@ def test_findings_agree_with_each_other(found):
     assert found.timed["off"].num_tokens == 60
 
 
+@pytest.mark.long
 def test_a_long_trace_is_cut_and_one_request_is_no_obstacle():
     routes = make_routes(SHAPE, num_sequences=1, length=90)
     found = find(trace_of(routes), settings(max_accesses=30 * 6))

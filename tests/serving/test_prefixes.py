@@ -74,6 +74,7 @@ def test_a_conversation_is_found_again_as_long_as_it_fits(
     assert found.kv_tokens <= CAPACITY
 
 
+@pytest.mark.long
 def test_keys_and_values_are_never_there_twice(
     pocket: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

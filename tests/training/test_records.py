@@ -98,7 +98,10 @@ def test_other_kinds_of_records():
             ({"messages": [{"role": "user", "content": own}]}, f"message 1 has .*not text: {came}")
             for own, came in [(["a", {"type": "image"}], "{'type': 'image'}"), (3, "3")]
         ),
-        ({"prompt": "x"}, "completion is missing; expected messages, prompt and .* got prompt"),
+        (
+            {"prompt": "x"},
+            "completion is missing; expected messages, prompt and .* got the keys prompt",
+        ),
         ({"text": 3}, "expected text as text, got int"),
         ({"input_ids": [1, 2], "labels": [1]}, "as many labels as input_ids, got 1 of 2"),
         ({"input_ids": 7}, "a list of numbers as input_ids, got 7"),

@@ -227,6 +227,7 @@ def test_many_rows_take_the_values(library, kind, generator):
         assert (found - exact).norm() <= 200 * 2.0**-24 * exact.norm()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="protects memory in the Unix way")
 def test_nothing_is_read_beyond_codes_and_scales(library):
     """Codes, scales and zero points end where unreadable memory begins."""

@@ -166,6 +166,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield found
 
 
+@pytest.mark.long
 def test_damaged_pictures_are_refused(seeing):
     sound = [check(seeing, path, json.dumps(body).encode()) for path, body in PICTURES.items()]
     assert sound == [200] * len(PICTURES)
