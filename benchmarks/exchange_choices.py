@@ -231,7 +231,7 @@ def seconds_of(layer: Layer, loads_NE: np.ndarray) -> Iterator[tuple[str, float]
 
 def main() -> int:
     parser = scripting.results_parser(__doc__)
-    parser.add_argument("--steps", type=scripting.positive, default=320)
+    parser.add_argument("--steps", type=scripting.positive, default=240)
     options = parser.parse_args()
     settings = {"steps": options.steps, "every": EVERY, "copies": COPIES, "zipf": 0.8}
     results = scripting.ScriptResults(
