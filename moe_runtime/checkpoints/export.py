@@ -127,7 +127,7 @@ class LikeCheckpoint:
         self._write_tensors(outputs, dense, tensors_of)
 
     def _require_unchanged(self, quantised: Mapping[str, Tensor]) -> None:
-        """Refuses values that differ from the codes', since nothing is quantised anew."""
+        """Refuses values that differ from the codes', since nothing is quantised again."""
         weights = [self._checkpoint.packed[name] for name in quantised]
         reader = DenseReader(weights, self._checkpoint.dtype, None)
         with closing(reader):

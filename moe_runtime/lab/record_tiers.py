@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moe_runtime.types import ExpertKey
 
 TIER_CHANGE_STEPS = 50
-"""Steps over which uses of experts are counted before tiers are chosen anew."""
+"""Steps over which uses of experts are counted before tiers are chosen again."""
 
 TIER_CHANGE_MARGIN = 0.1
 """Difference in the share of steps from which an exchange of two tiers pays."""
@@ -37,7 +37,7 @@ class UseCounts:
     def after_step(
         self, used: Iterable[ExpertKey], is_resident: Callable[[ExpertKey], bool]
     ) -> list[Exchange]:
-        """Counts a step; every `TIER_CHANGE_STEPS`, returns exchanges and begins anew."""
+        """Counts a step; every `TIER_CHANGE_STEPS`, returns exchanges and starts a new count."""
         for key in used:
             self._used[key] += 1
         self._steps += 1

@@ -134,7 +134,7 @@ static void serve_block(Queue *queue, Read *read, int64_t number) {
         read->error_offset = block->offset + done;
     }
     if (--read->unfinished == 0) {
-        if (read->num_steps && !read->error) { /* nobody takes it out of `serving` meanwhile */
+        if (read->num_steps && !read->error) { /* nothing else removes it from `serving` */
             pthread_mutex_unlock(&queue->lock);
             read->error = put_in_order(queue, read);
             pthread_mutex_lock(&queue->lock);
@@ -324,7 +324,7 @@ MOE_EXPORT void moe_reads_wait(void *of, int64_t seen) {
     pthread_mutex_unlock(&queue->lock);
 }
 
-/* Wakes those who wait, because something other than a read has changed. */
+/* Wakes the waiting threads: something other than a read has changed. */
 MOE_EXPORT void moe_reads_kick(void *of) {
     Queue *queue = of;
     pthread_mutex_lock(&queue->lock);

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's experts anew, file by file, and continues after a kill.
+"""Rewrites a checkpoint's experts file by file, and continues after a kill.
 
 The new folder grows as ``NAME.packing``. Its complete files are listed with their digests, and the
 next run with the same checkpoint and settings continues after them. When all files are written,

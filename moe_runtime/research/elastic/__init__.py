@@ -447,7 +447,7 @@ class ElasticService:
         return self._orders.change(num_ranks=num_ranks)
 
     def rebalance(self, algorithm: str = "eplb", *, num_replicas: int = 0) -> Future[ChangeReport]:
-        """Places the experts anew by their loads since the last time.
+        """Places the experts again, by their loads since the last placement.
 
         Args:
             algorithm: a name of `moe_runtime.research.placement_solvers.ALGORITHMS`.

@@ -222,7 +222,7 @@ class _Member(Turns):
 
 
 class SlotSharing:
-    """Divides a budget anew when the set of working models changes.
+    """Divides a budget again when the set of working models changes.
 
     Every model keeps its minimum. Idle models lend the rest to working ones, as far as these have
     experts for it. Slots are freed before others take their bytes. Only the engine whose turn it is
