@@ -178,8 +178,10 @@ def test_texts_are_those_without_drafts(drafter, folder, plain):
         if drafter == "itself":  # draft and target are the same model
             wrong = greedy["drafted_tokens"] - greedy["accepted_drafts"]
             assert wrong < MOST_DRAFTED  # of the last draft, beyond the end
-            assert greedy["draft_steps"] <= 3 + NEW // MOST_DRAFTED
-        assert greedy["drafted_tokens"] >= NEW
+            most_rows = model._drafts.control.most_rows  # a pass yields at most one token a row
+            assert greedy["draft_steps"] <= 3 + NEW // most_rows
+            assert greedy["accepted_drafts"] >= NEW - 1 - greedy["draft_steps"]
+        assert greedy["drafted_tokens"] >= NEW // 2
         assert model.generate(PROMPT, do_sample=True, **options)[0].tolist() == plain[1]
         stats = model.moe.stats()
         assert stats.draft_bytes == plan_of(draft).bytes_for(256)
