@@ -7,6 +7,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,27 +38,26 @@ def dispatch_with(what: str, culprit: int) -> Failure:
     group = dist.group.WORLD
     assert group is not None
     width, slots = 4, ExpertSlots.contiguous(4, dist.get_world_size())
+    protocol = watch.PROTOCOL
     if rank == culprit:
         if what == "version":
-            watch.PROTOCOL += 1
+            protocol += 1
         if what == "width":
             width = 8
         if what == "placement":
             slots = ExpertSlots.from_ranks([[0, 1, 2, 3], [], []], 4)
     transport = FlatTransport(group, timeout_s=TIMEOUT_S)
     dist.barrier()
-    if rank == culprit:
-        if what == "die":
-            os._exit(1)
-        if what == "stall":
-            # Until all others have given up, however long that takes them here.
-            others = set(range(dist.get_world_size())) - {rank}
-            group.get_group_store().wait([f"gave up/{other}" for other in others])
-            return "", (), 0.0
+    if rank == culprit and what == "stall":
+        # Until all others have given up, however long that takes them here.
+        others = set(range(dist.get_world_size())) - {rank}
+        group.get_group_store().wait([f"gave up/{other}" for other in others])
+        return "", (), 0.0
     routing = Routing(torch.arange(4).view(4, 1), torch.ones(4, 1), 4)
     started = time.monotonic()
     try:
-        dispatch(torch.ones(4, width), routing, transport, slots=slots)
+        with mock.patch.object(watch, "PROTOCOL", protocol):
+            dispatch(torch.ones(4, width), routing, transport, slots=slots)
     except RankFailureError as error:
         group.get_group_store().set(f"gave up/{rank}", "")
         return str(error), error.ranks, time.monotonic() - started
