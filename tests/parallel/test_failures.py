@@ -106,9 +106,9 @@ DIFFERENCES = {
 }
 
 
-def test_ranks_that_differ_are_told_in_what(ranks):
-    for what, message in DIFFERENCES.items():
-        results = ranks(3).run(dispatch_with, what, 1)
-        assert results[0][1] == results[2][1] == (1,)
-        assert f"disagree about {message}" in results[0][0]
-        assert results[1][1] == (0, 2)
+@pytest.mark.parametrize(("what", "message"), DIFFERENCES.items(), ids=DIFFERENCES.keys())
+def test_ranks_that_differ_are_told_in_what(what, message, pool):
+    results = pool.run(dispatch_with, what, 1)
+    assert results[0][1] == results[2][1] == (1,)
+    assert f"disagree about {message}" in results[0][0]
+    assert results[1][1] == (0, 2)

@@ -53,8 +53,8 @@ def test_any_overlap_equals_dense(skew, ranks):
     problem = make_problem([11, 0], num_experts=5, num_choices=2, seed=2, skew=skew)
     slots = ExpertSlots.contiguous(5, 2)
     chunks = [(1, degree, local) for degree in (1, 2, 4, 8) for local in (True, False)]
-    panels = [(2, 1, True), (4, 2, False), (6, 4, True)]
-    for panels, degree, is_local_first in [*chunks, *panels][skew == "one" :: 2]:
+    ways = [*chunks, (2, 1, True), (4, 2, False), (6, 4, True)]
+    for panels, degree, is_local_first in ways[skew == "one" :: 2]:
         overlap = Overlap(degree=degree, is_local_first=is_local_first, panels=panels)
         answers = ranks(2).run(overlapped, problem, slots, overlap)
         assert_equal_to_dense(problem, slots, answers)

@@ -51,7 +51,7 @@ SPLIT = {
         "parallel.experts=rebalanced",
         "parallel.rebalance_every=1",
         "parallel.copies=2",
-    ),  # fmt: skip
+    ),
     "copies for a pass": ("parallel.experts=sparse", "parallel.copies=2"),
     "rows or weights travel": ("parallel.experts=switching",),
     "chosen": tuple(f"parallel.{name}=auto" for name in ("overlap", "transport", "experts")),
