@@ -30,7 +30,7 @@ from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.types import ExpertKey
 
-# rows that are no multiple of a block, and of 40, which the code would make longer
+# rows that are not a multiple of a block, and of 40, which the code would make longer
 SIZES = {"hidden_size": 120, "intermediate_size": 200}
 FAMILIES = [
     Family("mixtral", "MixtralForCausalLM", config=SIZES),

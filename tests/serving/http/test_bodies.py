@@ -162,7 +162,7 @@ def test_messages_may_be_dumped_as_openais_client_has_them():
     assert found == Message(role="assistant", content="b")
     with pytest.raises(ApiError, match=r"messages.1.audio: is not supported"):
         parse_body(ChatBody, raw.replace(b'"audio":null', b'"audio":[1]'))
-    with pytest.raises(ApiError, match="bogus: is no field"):
+    with pytest.raises(ApiError, match="bogus: is not a field"):
         parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
 
 
