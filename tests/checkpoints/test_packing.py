@@ -240,7 +240,7 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
     kept = [home, packed, quantised, within / "original", grown]
     before = [contents(folder) for folder in kept]
     refusals: list[tuple[Path, Path, dict[str, Any], str]] = [
-        (source, home, {}, "holds letter, which is no part"),
+        (source, home, {}, "holds letter, which is not part"),
         (source, source, {}, "is the checkpoint to be packed"),
         (source, tmp_path / "new", {"code": "zip"}, "code must be planes or none"),
         (other, packed, {}, "another model"),
@@ -249,7 +249,7 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
         (source, quantised, {}, "--quantize fp8, and .* with --code planes;"),
         (source, quantised, {"quantize": "int4"}, "--quantize fp8, and .* with --quantize int4;"),
         (within / "original", within, {}, "or holds it"),
-        (source, within, {}, "holds original, which is no part"),
+        (source, within, {}, "holds original, which is not part"),
         (grown, tmp_path / "model", {}, "where the checkpoint lies"),
         (source, tmp_path / "model", {}, "is in the way"),
         (source, blocked, {}, "is in the way"),
