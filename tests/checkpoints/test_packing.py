@@ -357,4 +357,4 @@ def test_the_command(source, tmp_path, capsys):
     assert main(["pack", str(source), "-"]) == 2
     capsys.readouterr()
     assert main(["pack", str(source), str(tmp_path), "--json"]) == 2
-    assert "no part of a packed checkpoint" in json.loads(capsys.readouterr().out)["error"]
+    assert "not part of a packed checkpoint" in json.loads(capsys.readouterr().out)["error"]
