@@ -156,7 +156,7 @@ class TestSparseCopies:
             with pytest.raises(ValueError, match=message):
                 CopyRules(max_experts=1, slots_per_rank=1, **wrong)
         rules = CopyRules(max_experts=1, slots_per_rank=1, ranks_per_node=2)
-        with pytest.raises(ValueError, match="1 ranks are no whole number of machines of 2"):
+        with pytest.raises(ValueError, match="1 ranks are not a whole number of machines of 2"):
             SparseExperts(4, 8, 8, rules=rules)
 
     def test_tokens_prefer_a_copy_on_their_machine(self):

@@ -348,6 +348,6 @@ def test_weights_that_give_no_numbers_end_the_run_at_its_first_step(
     words += ["--context", "16", "--sequences", "2", "--steps", "2", "--host-memory", "1GiB"]
     assert main([*words, "--lora", "2"]) == 2
     *_, line = capsys.readouterr().err.splitlines()
-    assert "the loss of step 1 is no number" in line
+    assert "the loss of step 1 is not a number" in line
     assert "inspect MODEL --verify" in line
     assert not (tmp_path / "out" / "adapters").exists()

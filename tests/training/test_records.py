@@ -153,12 +153,16 @@ def test_files_of_records(tmp_path):
     (tmp_path / "n.jsonl").write_text(json.dumps(nulls | {"text": None}))
     assert [record for _, record in read_records([tmp_path / "n.jsonl"])] == [nulls]
     for name, text, expected in [
-        ("e.jsonl", '{"text": "a"}\n[1]', r"e\.jsonl: line 2 is no JSON object"),
-        ("f.json", '[{"text": "a"}, 1]', r"f\.json: record 2 is no JSON object"),
+        ("e.jsonl", '{"text": "a"}\n[1]', r"e\.jsonl: line 2 is not a JSON object"),
+        ("f.json", '[{"text": "a"}, 1]', r"f\.json: record 2 is not a JSON object"),
         ("g.json", "[", r"g\.json: is not JSON"),
         ("k.json", b"[\xe4]", r"k\.json: is not UTF-8 \(byte 2\)"),
         ("i.jsonl", b"\x1f\x8b", r"i\.jsonl: line 1 is not UTF-8"),
-        ("j.jsonl", '{"text": "a"\n', r"line 1 is no JSON object \(Expecting [^;]*r: column 13\);"),
+        (
+            "j.jsonl",
+            '{"text": "a"\n',
+            r"line 1 is not a JSON object \([^;]*: column 13\);",
+        ),
         ("h.parquet", "PAR1", r"h\.parquet: cannot be read as Parquet"),
     ]:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())

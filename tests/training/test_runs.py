@@ -273,7 +273,7 @@ def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(tm
     more = ("--set", "run.checkpoint_every=1", "--resume", "--reschedule")
     huge = ("--set", "optimizer.peak_rate=1e20")
     line = error_of(capsys, path, *more, *huge, "--set", "run.steps=9")
-    assert "no number" in line
+    assert "not a number" in line
     records = training_records(tmp_path / "out")
     assert not any("NaN" in text for text in (tmp_path / "out" / METRICS_FILE).read_text().split())
     assert [record["step"] for record in records if "loss" in record][:4] == [1, 2, 3, 4]

@@ -140,6 +140,9 @@ def layer(
         plot: Draw layer time and exposed communication (.png, .svg, .pdf).
     """
     numbers, chunks = spread.numbers(), _numbers(degrees, "--degrees", 64)
+    fewest = min(numbers) * experts_per_rank
+    if top_k > fewest:
+        raise ValueError(f"--top-k {top_k}: {min(numbers)} ranks have {fewest} experts")
     backbone_s: list[float] = []
     if shortcut is not None:
         backbone_s = options.numbers_of(
