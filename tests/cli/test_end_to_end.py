@@ -109,7 +109,9 @@ def test_inspect_agrees_with_run_and_with_the_file(checkpoint, capsys):
     assert 0 < stored - summary["expert_bytes"] - summary["dense_bytes"] < 2**15
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 def test_a_signal_ends_cleanly_with_the_text_so_far(checkpoint, tmp_path, number):
     trace_file, timeline = tmp_path / "trace.npz", tmp_path / "timeline.json"
     words = ["run", str(checkpoint), "--prompt", PROMPT, "-n", "200", "--trace", str(trace_file)]

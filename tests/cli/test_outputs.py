@@ -82,10 +82,13 @@ def test_an_option_that_sampling_alone_knows_is_refused_without_it(checkpoint, c
         )
 
 
-def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(checkpoint, tmp_path, monkeypatch):
+def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
     outputs = write_old(tmp_path)
     failing_reads(monkeypatch)
     assert run(checkpoint, *outputs) == 2
+    assert capsys.readouterr().err == "moe-runtime: error: the disk is gone\n"
     assert_old(tmp_path)
 
 

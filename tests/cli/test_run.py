@@ -5,11 +5,10 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fixture_types import Capsys, Patch
+from fixture_types import Capsys
 
 from moe_runtime.cli.commands.run import outcome_rows
 from moe_runtime.cli.main import main
@@ -127,18 +126,6 @@ def test_json_is_one_object_with_the_promised_keys(checkpoint, fake_load, capsys
     }
     assert outcome | promised == outcome
     assert err == ""
-
-
-def test_sampling_options_reach_the_sampler(checkpoint, fake_load, capsys):
-    def sample(seed: str) -> str:
-        assert run(checkpoint, "-n", "12", "--temperature", "3", "--seed", seed) == 0
-        return capsys.readouterr().out
-
-    first = sample("1")
-    assert sample("1") == first
-    assert sample("2") != first
-    assert run(checkpoint, "-n", "12", "--temperature", "3", "--top-p", "1e-9") == 0
-    assert capsys.readouterr().out == reference_text(checkpoint, 12) + "\n"
 
 
 def test_tokens_are_chosen_as_the_checkpoint_says(checkpoint, fake_load, tmp_path, capsys):
@@ -313,52 +300,6 @@ def test_a_bug_of_ours_says_so_and_shows_its_place_on_request(checkpoint, fake_l
     assert_one_line(capsys, "--debug shows where")
     assert run(checkpoint, "--debug") == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-def fail_at_step(model: Any, error: BaseException, step: int) -> None:
-    steps = iter(range(1000))
-
-    def fail(*_: Any) -> None:
-        if next(steps) == step:
-            raise error
-
-    model.register_forward_hook(fail)
-
-
-@pytest.fixture
-def load_then_fail(fake_load: Any, monkeypatch: Patch) -> Any:
-    """A model whose fourth forward pass raises the error that is put into ``failure``."""
-    import moe_runtime
-
-    failure: list[BaseException] = []
-
-    def load(path: str, **options: Any) -> Any:
-        model = fake_load(path, **options)
-        fail_at_step(model, failure[0], 4)
-        return model
-
-    monkeypatch.setitem(vars(moe_runtime), "load", load)
-    return failure
-
-
-def test_a_read_that_fails_while_generating_ends_cleanly(
-    checkpoint, fake_load, load_then_fail, capsys
-):
-    load_then_fail.append(CheckpointError("layer 1 expert 3: short read"))
-    assert run(checkpoint) == 2
-    _, err = capsys.readouterr()
-    assert err == "moe-runtime: error: layer 1 expert 3: short read\n"
-    assert fake_load.runtime.closed
-
-
-def test_ctrl_c_keeps_what_was_generated(checkpoint, fake_load, load_then_fail, capsys):
-    load_then_fail.append(KeyboardInterrupt())
-    assert run(checkpoint) == 130
-    out, err = capsys.readouterr()
-    assert reference_text(checkpoint, 20).startswith(out.removesuffix("\n"))
-    assert len(out) > 1
-    assert "what the runtime did" in err
-    assert fake_load.runtime.closed
 
 
 def test_ctrl_c_while_loading_ends_quietly(checkpoint, fake_load, capsys):

@@ -17,27 +17,31 @@ QUOTED = [
 
 
 @cache
-def messages() -> list[str]:
-    """Every text in the sources of the package; what is filled in stands as an ellipsis."""
+def sources() -> list[str]:
+    tops = [ROOT / top for top in ("moe_runtime", "kernels", "policies", "benchmarks")]
+    files = {path.resolve() for top in tops for path in top.rglob("*.py")}
+    return [path.read_text(encoding="utf-8") for path in sorted(files)]
+
+
+@cache
+def messages(source: str) -> list[str]:
+    """Every text in a file of the package; what is filled in stands as an ellipsis."""
     found = []
-    for top in ("moe_runtime", "kernels", "policies", "benchmarks"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.JoinedStr):
-                    parts = [
-                        str(part.value) if isinstance(part, ast.Constant) else "…"
-                        for part in node.values
-                    ]
-                    found.append("".join(parts))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
     return found
 
 
 def is_printed(quoted: str) -> bool:
     """Whether one text has the words of a quotation, in their order."""
     parts = quoted.split("…")
-    return any(has_in_order(text, parts) for text in messages())
+    words = re.findall(r"\w+", quoted)
+    having = (source for source in sources() if all(word in source for word in words))
+    return any(has_in_order(text, parts) for source in having for text in messages(source))
 
 
 def has_in_order(text: str, parts: list[str]) -> bool:
