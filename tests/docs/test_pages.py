@@ -34,13 +34,9 @@ def test_links_lead_to_files_and_headings(page):
 
 
 @pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_has_marks_of_a_merge(page):
-    assert re.findall(r"^(?:<{7}|>{7}).*$", page.read_text(encoding="utf-8"), re.M) == []
-
-
-@pytest.mark.parametrize("page", sorted(set(PAGES)), ids=lambda page: str(page.relative_to(ROOT)))
-def test_columns_have_names_and_pictures_have_words(page):
+def test_columns_have_names_and_pictures_have_words_and_no_merge_left_marks(page):
     text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^(?:<{7}|>{7}).*$", text, re.M) == []
     headers = re.findall(r"^\|(.*)\|\n\|(?: *:?-+:? *\|)+$", text, re.M)
     assert [header for header in headers if not all(map(str.strip, header.split("|")))] == []
     assert re.findall(r"!\[\s*\]", text) == []
