@@ -91,11 +91,8 @@ def test_a_mass_of_gates_without_weight_is_none(tmp_path, capsys):
         (["--test-share", "0.01"], "leaves nothing"),
     ],
 )
-def test_bad_options_are_one_line(trace, capsys, words, complaint):
-    assert main(["predictor", "evaluate", str(trace), *words]) == 2
-    message = capsys.readouterr().err
-    assert complaint in message
-    assert len(message.strip().splitlines()) == 1
+def test_bad_options_are_one_line(trace, refused, words, complaint):
+    assert complaint in refused("predictor", "evaluate", str(trace), *words)
 
 
 def test_a_name_that_no_command_would_take_for_a_file_is_not_written(trace, tmp_path, capsys):
