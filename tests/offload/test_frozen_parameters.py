@@ -104,7 +104,7 @@ def test_the_rest_is_trained_as_in_memory(tmp_path, monkeypatch, door, what):
 
 
 @pytest.mark.parametrize(
-    ("option", "what"), zip(OPTIONS, ["one_layer", "first_stacks"] * 2, strict=True)
+    ("option", "what"), [*zip(OPTIONS, ["one_layer", "first_stacks"] * 2, strict=True)]
 )
 def test_no_option_moves_what_is_frozen(tmp_path, option, what):
     model = frozen_stack(what)
