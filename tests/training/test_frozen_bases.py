@@ -178,9 +178,7 @@ def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(tmp_p
 
 
 LLAMA4 = Family(
-    "llama4",
-    "Llama4ForCausalLM",
-    SIZES | {"intermediate_size_mlp": 48, "num_experts_per_tok": 1},
+    "llama4", "Llama4ForCausalLM", SIZES | {"intermediate_size_mlp": 48, "num_experts_per_tok": 1}
 )
 
 
@@ -188,8 +186,7 @@ DORA = {"places": ["attention"], "dora": True, "dropout": 0.25}
 
 
 @pytest.mark.parametrize(
-    ("family", "more"),
-    [(GPT_OSS, {"rslora": True}), (LLAMA4, {}), (MIXTRAL, DORA)],
+    ("family", "more"), [(GPT_OSS, {"rslora": True}), (LLAMA4, {}), (MIXTRAL, DORA)]
 )
 def test_adapters_of_plain_weights_are_those_of_peft(
     tmp_path: Path, family: Family, more: dict[str, Any]

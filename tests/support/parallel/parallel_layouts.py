@@ -1,11 +1,8 @@
 """All layouts of a number of ranks."""
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterator
 
 from moe_runtime.parallel import ParallelLayout
-
-_SIZES = ("tp", "cp", "pp", "etp", "ep")
 
 
 def legal_layouts(world_size: int) -> Iterator[ParallelLayout]:
@@ -19,19 +16,6 @@ def legal_layouts(world_size: int) -> Iterator[ParallelLayout]:
                         yield ParallelLayout(
                             world_size=world_size, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep
                         )
-
-
-def with_every_pair(layouts: Sequence[ParallelLayout]) -> list[ParallelLayout]:
-    """Some of the layouts, in which any two sizes occur together that do so in one of all."""
-    pairs = {
-        layout: set(combinations([(name, getattr(layout, name)) for name in _SIZES], 2))
-        for layout in layouts
-    }
-    missing, found = set().union(*pairs.values()), []
-    while missing:
-        found.append(max(pairs, key=lambda layout: len(pairs[layout] & missing)))
-        missing -= pairs[found[-1]]
-    return found
 
 
 def _divisors(number: int) -> list[int]:
