@@ -1,14 +1,29 @@
 """Layouts: the laws of their groups, and training under each of them equals one process."""
 
+from collections.abc import Iterator
+from itertools import product
 from math import prod
 from pathlib import Path
 
 import pytest
 from parallel_language_model import compare_gradients, meshes, refused
-from parallel_layouts import legal_layouts
 
 from moe_runtime.parallel import ParallelLayout
 from moe_runtime.training.run_config import ParallelConfig
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def legal_layouts(world_size: int) -> Iterator[ParallelLayout]:
+    """Every layout of a number of ranks."""
+    for pp in divisors(world_size):
+        stage = world_size // pp
+        for tp, etp in product(divisors(stage), repeat=2):
+            for cp, ep in product(divisors(stage // tp), divisors(stage // etp)):
+                yield ParallelLayout(world_size=world_size, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
+
 
 PLACED = {"placement": Path("p.json")}
 
