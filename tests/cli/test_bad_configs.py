@@ -1,8 +1,6 @@
 """A `config.json` with values of a wrong kind: one line that names key and file, and soon."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +63,3 @@ def test_a_value_of_a_wrong_kind(pocket, key, value, expected, refused):
     message = refused("inspect", str(pocket))
     assert message.startswith(f"moe-runtime: error: {file}")
     assert message.endswith(f": expected {key} to be {expected}\n")
-
-
-@pytest.mark.long
-def test_inspect_refuses_before_the_engine_is_imported(pocket):
-    """Its import takes seconds; asserted on what is imported."""
-    set_config(pocket, vocab_size=None)
-    program = (
-        "import sys; from moe_runtime.cli.main import main; code = main(['inspect', sys.argv[1]]);"
-        "heavy = {'torch._dynamo', 'moe_runtime.inference.inspection'} & set(sys.modules);"
-        "sys.exit(f'imported {heavy}' if heavy or code != 2 else 0)"
-    )
-    command = [sys.executable, "-P", "-c", program, str(pocket)]
-    subprocess.run(command, check=True, capture_output=True)

@@ -86,9 +86,9 @@ def test_an_output_is_no_input_by_another_name(home, capsys):
 
 def test_a_dot_makes_it_a_plain_name(home):
     Path("~").mkdir()
-    assert main(["place", "~/trace.npz", "--gpus", "2", "-o", "./~/map.json"]) == 0
-    assert os.listdir("~") == ["map.json"]
-    assert not (home / "map.json").exists()
+    assert main(["place", "~/trace.npz", "--gpus", "2", "-o", "./~/map"]) == 0
+    assert os.listdir("~") == ["map"]
+    assert not (home / "map").exists()
     shutil.copy(home / "trace.npz", "~")
     whole = Path("~/trace.npz").read_bytes()
     assert main(["report", "./~/trace.npz", "-o", "./~/trace.npz", "--predictor", "none"]) == 2
