@@ -191,9 +191,8 @@ class Controller:
     """Least share of waiting in a step for a trial: only a part of it can be saved."""
     LEAST_STALL_S = 2e-3
     """Least seconds of waiting in a step: predicting costs as much as shorter waits."""
-    STEPS = MappingProxyType({True: 128, False: 64})
-    """Steps until the next trial, with prefetching and without, doubled after each further trial
-    with this result."""
+    STEPS = 128
+    """Steps until the next trial, doubled after each further trial with the same result."""
     MOST_STEPS = MappingProxyType({True: 256, False: 1024})
 
     def __init__(self) -> None:
@@ -205,7 +204,7 @@ class Controller:
         self._costs: dict[bool, list[StepCost]] = {}
         self._recent: deque[StepCost] = deque(maxlen=self.WINDOW)
         self._wait = 0
-        self._pauses = dict(self.STEPS)
+        self._pause = self.STEPS
 
     def finish(self, sequence: int) -> None:
         """Learns nothing from a request."""
@@ -220,7 +219,7 @@ class Controller:
         if found not in ({"has_won": [0]}, {"has_won": [1]}):
             raise ValueError(f"expected has_won, 0 or 1, got {found}")
         self._has_won = self.is_active = bool(found["has_won"][0])
-        self._wait = self.WINDOW if self.is_active else self.STEPS[False]
+        self._wait = self.WINDOW if self.is_active else self.STEPS
         self.verdict = f"{'on' if self.is_active else 'off'}, as in an earlier run"
 
     def step(self, cost: StepCost) -> None:
@@ -313,11 +312,9 @@ class Controller:
             1e3 * median(cost.stall_s for cost in self._costs[on]) for on in (False, True)
         )
         pays = on_s < off_s
-        if pays is not self._has_won:
-            self._pauses = dict(self.STEPS)
-        self._has_won = pays
-        self._wait = self._pauses[pays]
-        self._pauses[pays] = min(2 * self._wait, self.MOST_STEPS[pays])
+        same = pays is self._has_won
+        self._pause = min(2 * self._pause, self.MOST_STEPS[pays]) if same else self.STEPS
+        self._has_won, self._wait = pays, self._pause
         self._plan.clear()
         self._costs = {}
         self._set(pays)

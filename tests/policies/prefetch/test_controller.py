@@ -152,7 +152,7 @@ def test_a_later_process_starts_with_the_result_and_compares_it_at_once():
         assert later.learned()["has_won"].tolist() == [is_on_later]
     last = Controller()
     last.restore(later.learned())
-    assert not any(run(last, Controller.STEPS[False], on=0.7))
+    assert not any(run(last, Controller.STEPS, on=0.7))
     assert run(last, 20, on=0.7)[-1]
 
 
