@@ -28,7 +28,12 @@ from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, re
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate import scaling
-from moe_runtime.lab.simulate.system import SimulatedModel, SimulatedSteps, simulate_training
+from moe_runtime.lab.simulate.system import (
+    SimulatedModel,
+    SimulatedSteps,
+    TrainLayout,
+    simulate_training,
+)
 from moe_runtime.parallel import (
     ExpertSlots,
     FlatTransport,
@@ -310,7 +315,8 @@ class Stack:
         for name, (tokens, is_training) in STEPS.items():
             found[name] = times.step_s(tokens)
             if is_training:
-                found[name] = simulate_training(cluster, STACK, tokens=tokens).step_s
+                layout = TrainLayout(expert_ranks=cluster.num_ranks, tokens=tokens)
+                found[name] = simulate_training(cluster, STACK, layout=layout).step_s
         return found
 
 

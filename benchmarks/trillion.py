@@ -21,8 +21,10 @@ from moe_runtime.lab.simulate.scaling import read_machine
 from moe_runtime.lab.simulate.system import (
     Failures,
     SimulatedSteps,
+    TrainLayout,
     poisson_arrivals,
     read_model,
+    search_layouts,
     simulate_serving,
     simulate_training,
 )
@@ -64,11 +66,13 @@ def main() -> int:
     cards = read_machine(MACHINES / "cards-h800.toml")
     failures = Failures(86400.0 * FAILURE_DAYS, RESTART_S)
     for ranks in TRAINED:
-        trained = simulate_training(
-            replace(cards, num_ranks=ranks), model, tokens=TOKENS, failures=failures
-        )
-        lost = {"tokens_per_s": trained.tokens_per_s, "lost_share": 1 - trained.useful_share}
-        results.add(f"training on {ranks} of cards-h800", [lost])
+        some = replace(cards, num_ranks=ranks)
+        layout = TrainLayout(expert_ranks=ranks, tokens=TOKENS)
+        trained = simulate_training(some, model, layout=layout, failures=failures)
+        best, *_ = search_layouts(some, model, tokens=TOKENS, failures=failures)
+        for name, one in (("training", trained), ("training in the best layout", best)):
+            lost = {"tokens_per_s": one.tokens_per_s, "lost_share": 1 - one.useful_share}
+            results.add(f"{name} on {ranks} of cards-h800", [lost])
     return results.finish()
 
 

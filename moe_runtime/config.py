@@ -143,7 +143,7 @@ def is_number(value: Any, kind: type = Real) -> bool:
 
 
 def require_types(kinds: Mapping[str, tuple[type, ...]], given: Mapping[str, object]) -> None:
-    """Refuses options with wrong types; bools are no numbers."""
+    """Refuses options with wrong types; bools are not numbers."""
     for name, expected in kinds.items():
         value = given[name]
         if isinstance(value, expected) and (bool in expected or not isinstance(value, bool)):

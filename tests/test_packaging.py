@@ -147,7 +147,7 @@ def setup_script() -> ModuleType:
 @pytest.mark.parametrize(
     ("names", "tag"),
     [
-        # The newest function decides, and numbers are no text: 2.9 is older than 2.34.
+        # The newest function decides, and numbers are not text: 2.9 is older than 2.34.
         (["libc.so.6", "GLIBC_2.9", "GLIBC_2.34", "GLIBC_2.2.5"], "manylinux_2_34_x86_64"),
         (["libc.so.6", "libm.so.6", "GLIBC_2.2.5"], "manylinux_2_17_x86_64"),
         # What no other machine need have.

@@ -307,7 +307,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """
 
     def refuse_constant(name: str) -> None:
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
 
     raw = read_bounded(path, max_bytes=_MAX_BYTES)
     try:

@@ -253,7 +253,7 @@ def find_peer(asked: str, settings: dict[str, Any], case: str = "latency") -> Pe
     if python and not Path(python).is_file():
         raise ValueError(f"--peer {asked}: no interpreter {python}")
     if python and not os.access(python, os.X_OK):
-        raise ValueError(f"--peer {asked}: {python} is no interpreter: it cannot be run")
+        raise ValueError(f"--peer {asked}: {python} is not an interpreter: it cannot be run")
     if model and not Path(model).exists():
         raise ValueError(f"--peer {asked}: {model} is not there")
     own = {"model": str(Path(model).absolute())} if model else {}

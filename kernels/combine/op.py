@@ -65,7 +65,7 @@ def combine(
     num_assignments = len(sorted_tokens.inverse_R)
     if num_choices < 1 or num_assignments % num_choices:
         raise ValueError(
-            f"{num_assignments} assignments are no whole number of tokens of {num_choices}"
+            f"{num_assignments} assignments are not a whole number of tokens of {num_choices}"
         )
     num_tokens = num_assignments // num_choices
     if weights_TK is not None and weights_TK.shape[0] != num_tokens:

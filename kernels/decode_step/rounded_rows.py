@@ -17,7 +17,7 @@ _LARGEST, _LARGEST_SCALE = 127, 65504.0
 
 
 def row_bytes(dim: int) -> int:
-    """Bytes of a row of `dim` values; ValueError if `dim` is no multiple of 32."""
+    """Bytes of a row of `dim` values; ValueError if `dim` is not a multiple of 32."""
     if dim % GROUP:
         raise ValueError(f"rows are rounded in groups of {GROUP} values, got {dim} values")
     return dim // GROUP * _GROUP_BYTES

@@ -182,7 +182,7 @@ def read_table(path: Path) -> dict[TileKey, Tile]:
         return {_key(entry): _tile(entry["tile"]) for entry in table["tiles"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no table of tiles ({error!r}): delete it, or write it again with "
+            f"{path} is not a table of tiles ({error!r}): delete it, or write it again with "
             "`moe-runtime bench kernels --tune`"
         ) from error
 
@@ -191,7 +191,7 @@ def write_table(path: Path, gpu: str, tiles: Mapping[TileKey, Tile]) -> None:
     """Adds tiles to a file atomically, replacing those of the same products.
 
     Raises:
-        ValueError: The file exists and is no table.
+        ValueError: The file exists and is not a table.
     """
     merged = {**read_table(path), **tiles}
     entries = [
@@ -326,7 +326,7 @@ def _first_fit(table: TileRule, rows_per_expert: float, dim_n: int) -> Tile:
 
 
 def describe_device(device: torch.device) -> GpuLimits:
-    """The limits of a device; Hopper's if it is no GPU."""
+    """The limits of a device; Hopper's if it is not a GPU."""
     if device.type != "cuda":
         return GpuLimits()
     found = torch.cuda.get_device_properties(device)

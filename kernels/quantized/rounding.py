@@ -27,7 +27,7 @@ def quantize(weight_NK: Tensor, kind: WeightFormat) -> QuantizedMatrix:
             groups of one row whose columns divide K.
 
     Raises:
-        ValueError: A weight is infinite or NaN, or K is no multiple of the group.
+        ValueError: A weight is infinite or NaN, or K is not a multiple of the group.
     """
     num_cols = weight_NK.shape[1]
     group = kind.group_cols or num_cols

@@ -40,7 +40,7 @@ def require_triton(device: torch.device) -> None:
     """Raises unless Triton kernels can run on this device, or on a CPU in Triton's interpreter.
 
     Raises:
-        ValueError: The device is no GPU.
+        ValueError: The device is not a GPU.
         TritonUnavailableError: Triton is not installed.
     """
     if importlib.util.find_spec("triton") is None:

@@ -323,7 +323,7 @@ class AdapterFolder:
             match = _TENSOR.fullmatch(name)
             if match is None or (match["vector"] and not self.settings.has_magnitudes):
                 raise UnsupportedModelError(
-                    f"{self._file}: {name} is no adapter of a linear layer or of experts; merge "
+                    f"{self._file}: {name} is not an adapter of a linear layer or experts; merge "
                     "the adapter into a plain checkpoint, or train one without it"
                 )
             num_dims, kind = (1, "vector") if match["vector"] else (2, "matrix")

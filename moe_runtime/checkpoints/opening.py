@@ -128,7 +128,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     if os.path.lexists(folder / "adapter_config.json"):
         raise UnsupportedModelError(
-            f"{folder}: has an adapter (adapter_config.json), which is no model; "
+            f"{folder}: has an adapter (adapter_config.json), which is not a model; "
             "give the folder of its base model, and this one with --adapter"
         )
     file = folder / "config.json"
@@ -289,7 +289,7 @@ def open_checkpoint(
 
 
 def packed_among(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, PackedWeight]:
-    """Quantised weights among tensors that are no part of the checkpoint's model."""
+    """Quantised weights among tensors that are not part of the checkpoint's model."""
     from moe_runtime.checkpoints.formats import packed_weights, sign_of
 
     quantization, place = take_quantization(read_config(folder), folder)

@@ -251,7 +251,7 @@ class PackedExpertIndex:
             self._refuse(f"{name} with {num_bytes} bytes", found)
         if entry.offset % MATRIX_ALIGNMENT:
             raise CheckpointError(
-                f"{entry.file}: {name} begins at byte {entry.offset}, which is no multiple of "
+                f"{entry.file}: {name} begins at byte {entry.offset}, which is not a multiple of "
                 f"{MATRIX_ALIGNMENT}; pack the checkpoint again"
             )
         return entry

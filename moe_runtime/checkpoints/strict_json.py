@@ -64,7 +64,7 @@ def parse_value(raw: bytes, *, has_infinity: bool = False) -> Any:
     except RecursionError as error:
         raise ValueError("brackets nested too deeply") from error
     except UnicodeEncodeError as error:
-        raise ValueError("half a surrogate pair, which is no text") from error
+        raise ValueError("half a surrogate pair, which is not text") from error
     return value
 
 

@@ -32,7 +32,8 @@ def checked(
 ) -> Callable[[typer.CallbackParam, Any], Any]:
     """A callback that calls ``check(value, option)`` before slow imports.
 
-    `StrictCommand` refuses bytes that are no text, with the option's name. ``is_path`` expands `~`.
+    `StrictCommand` refuses bytes that are not text, with the option's name. ``is_path`` expands
+    `~`.
     """
 
     def callback(param: typer.CallbackParam, text: str | None) -> str | None:

@@ -70,6 +70,6 @@ def _prompt_of(line: str, place: str) -> str:
     except UnicodeEncodeError as error:
         half = ascii(prompt[error.start])[1:-1]
         raise ValueError(
-            f"{place}: {half} is half a surrogate pair, which is no text; give the character itself"
+            f"{place}: {half} is half a surrogate pair, which is not text; give the whole character"
         ) from None
     return prompt

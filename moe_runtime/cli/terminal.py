@@ -110,7 +110,7 @@ class MarkdownOutput:
 
     @classmethod
     def of_stdout(cls, status: Callable[[], str]) -> "MarkdownOutput | None":
-        """Output on stdout; None if stdout is no terminal, or cannot redraw."""
+        """Output on stdout; None if stdout is not a terminal, or cannot redraw."""
         terminal = Console(highlight=False)
         if not terminal.is_terminal or terminal.is_dumb_terminal:
             return None

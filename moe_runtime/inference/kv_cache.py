@@ -76,7 +76,7 @@ def require_roundable(model: PreTrainedModel, kv_cache: str) -> None:
     elif any(type(layer) not in GROWING for layer in filled):
         found = "keys, values and states in one layer"
     elif odd:
-        found = f"heads of {odd[0]} values, which are no groups of {GROUP}"
+        found = f"heads of {odd[0]} values, which are not groups of {GROUP}"
     if found is not None:
         raise UnsupportedModelError(
             f"kv_cache int8 rounds keys and values, and {type(model).__name__} keeps {found}; "

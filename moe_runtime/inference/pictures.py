@@ -317,7 +317,7 @@ def _decode(data: bytes, name: str) -> Any:
             f"{name}: has {len(data):,} bytes, a picture may have {MOST_BYTES:,}; "
             "give a smaller one"
         )
-    complaint = f"{name}: is no whole picture in {', '.join(FORMATS)}"
+    complaint = f"{name}: is not a whole picture in {', '.join(FORMATS)}"
     with blamed_on(complaint, PictureError):
         try:
             found = Image.open(io.BytesIO(data), formats=FORMATS)

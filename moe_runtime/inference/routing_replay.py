@@ -68,7 +68,7 @@ def decode_routing(text: str) -> np.ndarray:
                 "of choices"
             )
     except ValueError as error:
-        raise ValueError(f"routed_experts is no NumPy file in base64: {error}") from None
+        raise ValueError(f"routed_experts is not a NumPy file in base64: {error}") from None
     if (head := _HEADER.match(file)) is None:  # NumPy would evaluate it, but it is not trusted
         raise ValueError(
             "routed_experts must be a NumPy file of integers of tokens, layers and choices, got "

@@ -297,7 +297,7 @@ class MoELayer(nn.Module):
         return self.gate(x_TD[rows_R], context).among_padding(rows_R, len(x_TD))
 
     def _real_rows(self, x: Tensor, padding_mask: Tensor) -> Tensor:
-        """`[R]` int64: the rows of `x` that are no padding."""
+        """`[R]` int64: the rows of `x` that are not padding."""
         if self.parts is not None:
             raise ValueError(
                 f"{self.name}: padding_mask does not go together with sequences that are divided "

@@ -481,7 +481,7 @@ class TensorRange:
         multiple of the elements' size."""
         if offset % dtype.itemsize:
             raise CheckpointError(
-                f"{file}: {name} starts at byte {offset}, which is no multiple of its "
+                f"{file}: {name} starts at byte {offset}, which is not a multiple of its "
                 f"{dtype.itemsize}-byte elements; save the checkpoint again with safetensors"
             )
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

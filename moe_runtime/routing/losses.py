@@ -113,7 +113,7 @@ LOSSES: Mapping[str, Callable[[LossInputs], Tensor]] = {
 
 
 def check_loss_names(names: Mapping[str, float], known: Mapping[str, object]) -> None:
-    """Refuses losses that do not exist, and coefficients that are no numbers."""
+    """Refuses losses that do not exist, and coefficients that are not numbers."""
     for name, weight in names.items():
         if name not in known:
             raise ValueError(f"unknown loss {name!r}: {nearest(name, known)}")

@@ -61,7 +61,7 @@ class Routing:
             the next layer's gate may read; None for a gate without parameters.
         zero: Choices of zero-computation experts; None where there are none.
         policy: Of choices that were sampled and are to be rewarded, padding left out.
-        rows_R: `[R]` int64: numbers of the tokens that are no padding; None means all.
+        rows_R: `[R]` int64: numbers of the tokens that are not padding; None means all.
     """
 
     ids_TK: Tensor

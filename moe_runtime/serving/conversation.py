@@ -159,10 +159,10 @@ class Conversation:
         ``on_text`` gets each piece of the answer, and the analysis of gpt-oss, which is not kept.
 
         Raises:
-            ValueError: the conversation is too long, or the message is no text.
+            ValueError: the conversation is too long, or the message is not text.
             MoERuntimeError: the chat template refuses it, or the model failed; nothing is kept.
         """
-        text.encode()  # half a surrogate pair is no text
+        text.encode()  # half a surrogate pair is not text
         content: Any = text
         if self._waiting:
             marks = [{"type": "image", "image": file} for file, _ in self._waiting]

@@ -87,12 +87,12 @@ class SkippedSteps:
         self.in_a_row += 1
         if not has_loss and self.total > step - first:
             raise ValueError(
-                f"the loss of step {step} is no number, and no weight was changed before it: the "
-                "first weights are damaged; `moe-runtime inspect MODEL --verify` names the damaged "
-                "weights of a model, and an earlier checkpoint of a run may be sound"
+                f"the loss of step {step} is not a number, and no weight was changed before it: "
+                "the first weights are damaged; `moe-runtime inspect MODEL --verify` names the "
+                "damaged weights of a model, and an earlier checkpoint of a run may be sound"
             )
         if not has_loss and step == last:
-            raise ValueError(f"the loss of the last step, {last}, is no number; {LOWER}")
+            raise ValueError(f"the loss of the last step, {last}, is not a number; {LOWER}")
         # a resumed run has taken steps before its last steps overflow
         most = min(MOST_SKIPPED, last) if first == 1 else MOST_SKIPPED
         if self.in_a_row >= most:
@@ -420,7 +420,7 @@ class Trainer:
         mean = sum(weights[name] * nats[name] for name in nats) / sum(weights.values())
         if not math.isfinite(mean):
             raise ValueError(
-                f"the loss of held-out text is no number after step {self.step}; {LOWER}"
+                f"the loss of held-out text is not a number after step {self.step}; {LOWER}"
             )
         record = EvaluationRecord(step=self.step, held_out=nats, held_out_mean=mean)
         self._emit(record, on_record)

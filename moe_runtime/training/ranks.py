@@ -680,7 +680,7 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     if own.schedule == "zero_bubble" and each > own.pp and each % own.pp:
         raise ValueError(
             f"parallel.schedule {own.schedule} goes in rounds of parallel.pp = {own.pp} "
-            f"micro-batches, {each} for each pipeline are no whole rounds; --set "
+            f"micro-batches, {each} for each pipeline are not whole rounds; --set "
             f"data.micro_batches={-(-each // own.pp) * own.pp * num_data_ranks}"
         )
     _refuse_experts(config)

@@ -2,7 +2,7 @@
 
 A folder in the format of `torch.distributed.checkpoint`: every tensor under the name that it has in
 one process, parts of fused products and experts under names of their own. `progress.pt`
-has everything that is no tensor of the model or the optimizer; each process writes digests. The
+has everything that is not a tensor of the model or the optimizer; each process writes digests. The
 folder gets its name once it is whole.
 
 A lost stage of a pipeline is replaced by the stages next to it (`LostStage`), without a copy of it.

@@ -135,7 +135,7 @@ def build_model(config: TrainConfig, *, is_offloaded: bool) -> tuple[LanguageMod
         left_out = [n for n, p in model.named_parameters() if p.is_meta and id(p) not in experts]
         if left_out:
             raise UnsupportedModelError(
-                f"run.host_memory cannot be used with this gate: {left_out[0]} is no expert"
+                f"run.host_memory cannot be used with this gate: {left_out[0]} is not an expert"
             )
     return model, streamed
 

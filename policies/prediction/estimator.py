@@ -157,7 +157,15 @@ class Estimator(ABC):
         ``least``."""
         numbers, chances = list[int](), list[float]()
         for layer in layers:
-            chance_E = of_any(self.estimate(contexts, now, layer))
+            chance_BE = self.estimate(contexts, now, layer)
+            shape, expected = np.shape(chance_BE), (len(contexts), self.shape.num_experts)
+            if shape != expected or not np.isfinite(chance_BE).all():
+                found = f"shape {shape}" if shape != expected else "others"
+                raise ValueError(
+                    f"{type(self).__name__}.estimate must give finite probabilities of shape "
+                    f"{expected}, got {found}"
+                )
+            chance_E = of_any(chance_BE)
             best = np.argsort(-chance_E, kind="stable")[:width]
             best = best[chance_E[best] >= least]
             numbers += (layer * self.shape.num_experts + best).tolist()

@@ -122,7 +122,7 @@ def test_imports_are_no_part_of_loading(tmp_path):
 
 
 def test_memory_is_that_of_a_peers_processes_together(tmp_path):
-    """An engine in a process of its own holds 200 MiB, which are no part of the peer's."""
+    """An engine in a process of its own holds 200 MiB, which are not part of the peer's."""
     engine = "held = b'1' * (200 << 20); print(flush=True); input()"
     run = f"""
         import subprocess

@@ -17,7 +17,7 @@ REFUSED = {
     "latency MODEL --peer llamacp": "did you mean 'llama_cpp'? known: accelerate, ftllm, llama_cpp",
     "latency MODEL --peer transformers:eagre": "eager",
     "latency MODEL --peer none.py": "--peer none.py: no such file",
-    "latency MODEL --peer vllm@t.npz": "--peer vllm@t.npz: t.npz is no interpreter",
+    "latency MODEL --peer vllm@t.npz": "--peer vllm@t.npz: t.npz is not an interpreter",
     "latency MODEL --peer vllm@no/python": "--peer vllm@no/python: no interpreter no/python",
     "latency MODEL --peer openvino=no/folder": "--peer openvino=no/folder: no/folder is not there",
     "latency MODEL --prompts p.txt --prompt-tokens 3": "has no effect",

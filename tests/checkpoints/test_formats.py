@@ -475,7 +475,7 @@ def test_stacks_that_are_cut_within_a_block_are_refused(originals, tmp_path):
 
 
 def test_scales_of_zero_and_none_are_what_they_say(originals, tmp_path):
-    """An exponent of 0 is 2 ** -127 and 255 is no number, as the microscaling formats have them."""
+    """An exponent of 0 is 2 ** -127, and 255 is not a number, as in microscaling formats."""
 
     def extremes(tensors: Tensors) -> None:
         scales = tensors[f"{EXPERT}.weight_scale_inv"]

@@ -502,7 +502,7 @@ def test_models_on_this_disk_are_listed_and_removed(hub, folder, tmp_path, monke
         return error
 
     cache = Path(constants.HF_HUB_CACHE)
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # which is no terminal
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # which is not a terminal
     assert listed() == {}
     other = tmp_path / "other"
     tiny_text_model(300).save_pretrained(other)

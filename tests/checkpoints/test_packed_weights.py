@@ -98,7 +98,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_weights_in_another_order_have_their_values(tmp_path, name):
-    """`[40, 60]`: the last group is shorter, and groups of 20 are no multiple of eight."""
+    """`[40, 60]`: the last group is shorter, and groups of 20 are not a multiple of eight."""
     pack, config = ORDERS[name]
     stored, values = pack("w.weight", torch.randn(40, 60 if name != "awq" else 64))
     save_file(stored, tmp_path / "model.safetensors")

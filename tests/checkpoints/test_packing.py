@@ -30,7 +30,7 @@ from moe_runtime.inference.expert_layer import bind_weights
 from moe_runtime.memory.source import ExpertSource, aligned_bytes
 from moe_runtime.types import ExpertKey
 
-# rows that are no multiple of a block, and of 40, which the code would make longer
+# rows that are not a multiple of a block, and of 40, which the code would make longer
 SIZES = {"hidden_size": 120, "intermediate_size": 200}
 FAMILIES = [
     Family("mixtral", "MixtralForCausalLM", config=SIZES),
@@ -240,7 +240,7 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
     kept = [home, packed, quantised, within / "original", grown]
     before = [contents(folder) for folder in kept]
     refusals: list[tuple[Path, Path, dict[str, Any], str]] = [
-        (source, home, {}, "holds letter, which is no part"),
+        (source, home, {}, "holds letter, which is not part"),
         (source, source, {}, "is the checkpoint to be packed"),
         (source, tmp_path / "new", {"code": "zip"}, "code must be planes or none"),
         (other, packed, {}, "another model"),
@@ -249,7 +249,7 @@ def test_a_folder_of_something_else_is_not_replaced(source, packed_once, tmp_pat
         (source, quantised, {}, "--quantize fp8, and .* with --code planes;"),
         (source, quantised, {"quantize": "int4"}, "--quantize fp8, and .* with --quantize int4;"),
         (within / "original", within, {}, "or holds it"),
-        (source, within, {}, "holds original, which is no part"),
+        (source, within, {}, "holds original, which is not part"),
         (grown, tmp_path / "model", {}, "where the checkpoint lies"),
         (source, tmp_path / "model", {}, "is in the way"),
         (source, blocked, {}, "is in the way"),
@@ -357,4 +357,4 @@ def test_the_command(source, tmp_path, capsys):
     assert main(["pack", str(source), "-"]) == 2
     capsys.readouterr()
     assert main(["pack", str(source), str(tmp_path), "--json"]) == 2
-    assert "no part of a packed checkpoint" in json.loads(capsys.readouterr().out)["error"]
+    assert "not part of a packed checkpoint" in json.loads(capsys.readouterr().out)["error"]

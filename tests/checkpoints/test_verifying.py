@@ -1,4 +1,4 @@
-"""Weights that are no numbers: named by `inspect --verify`, and by a run that they spoil."""
+"""Weights that are not numbers: named by `inspect --verify`, and by a run that they spoil."""
 
 import shutil
 from collections.abc import Callable

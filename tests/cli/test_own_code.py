@@ -92,3 +92,16 @@ def test_predictors_need_a_name_and_files_must_be_there(tmp_path, capsys):
     )
     assert main(words) == 2
     assert f"{file}: A lacks name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("estimate", "said"),
+    [("float('nan')", "of shape (1, 16), got others"), ("[0.5]", "got shape (1,)")],
+)
+def test_estimates_that_are_not_probabilities_are_refused(estimate, said, own_files, capsys):
+    file = own_files / "last_experts.py"
+    head, _, _ = file.read_text().partition("        return")
+    fill = f"np.full((len(contexts), 16), {estimate})" if "nan" in estimate else estimate
+    file.write_text(f"import numpy as np\n{head}        return {fill}\n")
+    assert main([*RUN, "--predictor", str(file), "--prefetch", "enforce"]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -72,7 +72,7 @@ def test_a_damaged_table_of_tiles_is_said_once_and_counts_as_none(monkeypatch, t
     own.parent.mkdir(parents=True)
     own.write_text("{")
     tiles.measured_tiles.cache_clear()
-    with pytest.warns(UserWarning, match=r"a-gpu\.json is no table of tiles .*delete it"):
+    with pytest.warns(UserWarning, match=r"a-gpu\.json is not a table of tiles .*delete it"):
         assert tiles.measured_tiles(gpu) == {key: rule}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

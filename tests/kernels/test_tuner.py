@@ -153,7 +153,7 @@ def test_tables_are_added_to_and_damaged_ones_refused(tmp_path):
         json.dumps({**whole, "tiles": [{**whole["tiles"][0], "tile": [1, 2]}]}),
     ):
         path.write_text(damaged)
-        with pytest.raises(ValueError, match=r"is no table of tiles .*bench kernels --tune"):
+        with pytest.raises(ValueError, match=r"is not a table of tiles .*bench kernels --tune"):
             read_table(path)
 
 

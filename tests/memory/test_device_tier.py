@@ -316,7 +316,7 @@ def test_a_cuda_device_copies_behind_the_work_of_every_stream_that_computes():
     torch.cuda.synchronize()
     assert [int(total) for total in sums] == [1 << 24, 7 << 24]
     assert bool((slot == 7).all())
-    # what the copies waited for, tens of milliseconds, is no part of their time
+    # what the copies waited for, tens of milliseconds, is not part of their time
     waited_s = copies[0].begun.elapsed_time(copies[0].done) / 1e3
     assert 0 < copies[0].seconds_after(None) == waited_s < 0.02
     device.drain()

@@ -69,7 +69,7 @@ def test_owners_are_equal_in_number_and_balanced(seed):
 def test_bad_numbers():
     with pytest.raises(ValueError, match="5 experts do not divide by 2 devices"):
         reshard([[1.0] * 5], num_devices=2, devices_per_node=1, num_copied=0)
-    with pytest.raises(ValueError, match="3 devices are no whole number of nodes of 2"):
+    with pytest.raises(ValueError, match="3 devices are not a whole number of nodes of 2"):
         plan([1.0], [0], num_devices=3)
 
 

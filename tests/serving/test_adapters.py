@@ -423,7 +423,7 @@ def test_what_cannot_be_served_is_refused_by_the_name_of_its_tensor(
         | {"base_model.model.model.layers.0.mlp.lora_magnitude_vector": torch.ones(1)},
         named / "adapter_model.safetensors",
     )
-    assert "lora_magnitude_vector is no adapter of a linear" in refusal(named)
+    assert "lora_magnitude_vector is not an adapter of a linear" in refusal(named)
     output = changed(narrow, tmp_path / "output", target_modules=["lm_head"])
     pair = {"A": torch.ones(2, 64), "B": torch.ones(400, 2)}
     save_file(

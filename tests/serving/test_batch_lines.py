@@ -99,7 +99,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "tool_call_id is not supported"),
         (batch("/v1/embeddings", input="a"), "url: expected /v1/chat/completions or"),
         (batch(prompt="a") | {"method": "GET"}, 'method: expected POST, got "GET"'),
-        (batch(prompt="a") | {"more": 1}, "more is no field of OpenAI's batch format"),
+        (batch(prompt="a") | {"more": 1}, "more is not a field of OpenAI's batch format"),
         ({"custom_id": "b", "method": "POST", "url": "/v1/completions"}, "body is missing"),
         (batch(prompt="a") | {"custom_id": 3}, "custom_id: expected text, got 3"),
         (batch(prompt="a") | {"custom_id": "first"}, "'first' is that of line 1 too"),

@@ -335,7 +335,7 @@ def test_a_conversation_is_as_long_as_the_model_knows(
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("/bogus", "/bogus is no command; /help lists them, and a space before it makes"),
+        ("/bogus", "/bogus is not a command; /help lists them, and a space before it makes"),
         ("/undo", "/undo: there is no message to take back"),
         ("/save", "/save: is empty, expected the name of a file"),
         ("/save here.txt", "/save here.txt: is there already; give another name"),

@@ -118,8 +118,8 @@ def test_a_picture_that_changes_before_its_turn_is_refused(model, tmp_path, caps
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"no picture", "is no whole picture in PNG"),
-        (pc.png(pc.picture(0))[:-40], "is no whole picture in PNG"),
+        (b"no picture", "is not a whole picture in PNG"),
+        (pc.png(pc.picture(0))[:-40], "is not a whole picture in PNG"),
         (pc.png(Image.new("1", (9000, 5000))), "9000 x 5000 pixels"),
     ],
     ids=["text", "cut", "too many pixels"],

@@ -67,7 +67,7 @@ def _replaced(
 ) -> Iterator[None]:
     """Calls ``topk`` with the name of the part that runs before the usual arguments.
 
-    ``begin`` hears of each run of a part, and of one of what is no part of a layer, ``""``.
+    ``begin`` hears of each run of a part, and of one of what is not part of a layer, ``""``.
     """
     running: list[str] = [""]
 

@@ -17,9 +17,9 @@ def run(outcomes: str, *, first: int = 1, last: int = 100) -> int:
 @pytest.mark.parametrize(
     ("outcomes", "first", "last", "message"),
     [
-        ("n", 1, 100, "the loss of step 1 is no number, and no weight"),
-        ("sn", 1, 100, "the loss of step 2 is no number, and no weight"),
-        ("n", 7, 100, "the loss of step 7 is no number, and no weight"),
+        ("n", 1, 100, "the loss of step 1 is not a number, and no weight"),
+        ("sn", 1, 100, "the loss of step 2 is not a number, and no weight"),
+        ("n", 7, 100, "the loss of step 7 is not a number, and no weight"),
         ("tn", 1, 2, "the loss of the last step, 2,"),
         ("s" * MOST_SKIPPED, 1, 100, f"of {MOST_SKIPPED} steps in a row"),
         ("t" + "s" * MOST_SKIPPED, 5, 100, f"of {MOST_SKIPPED} steps in a row"),

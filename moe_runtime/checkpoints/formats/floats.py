@@ -62,7 +62,7 @@ def fp8_weights(settings: Settings, entries: Mapping[str, TensorEntry]) -> Itera
 
 
 def _codes_of(name: str, entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """The codes that belong to a tensor of scales; None if it is no tensor of scales."""
+    """The codes that belong to a tensor of scales; None if it is not a tensor of scales."""
     if name.endswith(".weight_scale_inv"):
         return part_of(entries, name.removesuffix("_scale_inv"), [""], f"the codes of {name}")
     weights = [name.removesuffix(suffix) for suffix in _FP8_SCALES if name.endswith(suffix)]

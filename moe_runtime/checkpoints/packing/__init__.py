@@ -247,7 +247,7 @@ def _require_own_content(folder: Path, source: Path, way: str) -> None:
     other = {path.name for path in place.iterdir()} - files
     if other:
         raise ValueError(
-            f"{folder} holds {min(other)}, which is no part of a packed checkpoint; name another "
+            f"{folder} holds {min(other)}, which is not part of a packed checkpoint; name another "
             "folder"
         )
     if was != way:

@@ -332,8 +332,8 @@ class _Terminal:
             console.print_rows("commands", _HELP, to_stderr=True)
         else:
             raise ValueError(
-                f"{command} is no command; /help lists them, and a space before it makes the line "
-                "a message"
+                f"{command} is not a command; /help lists them, and a space before it makes the "
+                "line a message"
             )
         return True
 

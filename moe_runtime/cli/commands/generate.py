@@ -34,7 +34,7 @@ _MOST_TOGETHER = 256
 """Requests at a time, if memory has room. A step of this many uses nearly every expert for several
 rows, so more requests would gain little."""
 _LINES = 10
-"""Lines of progress if stderr is no terminal."""
+"""Lines of progress if stderr is not a terminal."""
 _COUNTS = (
     *("requests", "kept", "answered", "failed", "prompt_tokens", "cached_tokens", "new_tokens"),
     "seconds",

@@ -140,6 +140,9 @@ def layer(
         plot: Draw layer time and exposed communication (.png, .svg, .pdf).
     """
     numbers, chunks = spread.numbers(), _numbers(degrees, "--degrees", 64)
+    fewest = min(numbers) * experts_per_rank
+    if top_k > fewest:
+        raise ValueError(f"--top-k {top_k}: {min(numbers)} ranks have {fewest} experts")
     backbone_s: list[float] = []
     if shortcut is not None:
         backbone_s = options.numbers_of(
@@ -334,6 +337,7 @@ def train(
     tokens: options.Count = 8192,
     micro_batches: options.Count = 1,
     checkpoint_minutes: Annotated[float | None, typer.Option(min=0.001)] = None,
+    layouts: options.Natural = 0,
     as_json: options.Json = False,
 ) -> None:
     """Predict throughput of training a model whose experts are spread over many ranks.
@@ -341,6 +345,9 @@ def train(
     Args:
         tokens: Tokens of a micro-batch on each rank.
         micro_batches: Micro-batches of a step on each rank.
+        layouts: Search stages of a pipeline, ranks that divide experts, and sizes of micro-batches
+            for steps of as many tokens; show so many layouts, fastest first. 0 divides experts
+            between all ranks.
         checkpoint_minutes: Between two checkpoints; when omitted, the interval that loses least.
     """
     numbers = system.numbers()
@@ -352,23 +359,30 @@ def train(
     with loading_bar() as progress:
         for num_ranks in numbers:
             progress(f"simulating {num_ranks} ranks", len(found), len(numbers))
-            trained = simulated.simulate_training(
-                dataclasses.replace(cluster, num_ranks=num_ranks),
-                sizes,
-                tokens=tokens,
-                micro_batches=micro_batches,
-                checkpoint_every_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
-                imbalance=system.imbalance(),
-                failures=system.failures(),
-                place=place_experts,
-            )
-            found.append(
-                {"num_ranks": num_ranks, "step_s": trained.step_s, **dataclasses.asdict(trained)}
-            )
-    names = ("ranks", "step", "layers", "all-reduce", "optimizer", "useful", "tokens/s")
+            spread: dict[str, Any] = {
+                "checkpoint_every_s": checkpoint_minutes and 60 * checkpoint_minutes,
+                "imbalance": system.imbalance(),
+                "failures": system.failures(),
+                "place": place_experts,
+            }
+            ranks = dataclasses.replace(cluster, num_ranks=num_ranks)
+            step = {"tokens": tokens, "micro_batches": micro_batches}
+            if layouts:
+                search = simulated.search_layouts(ranks, sizes, **step, **spread)
+            else:
+                layout = simulated.TrainLayout(expert_ranks=num_ranks, **step)
+                search = [simulated.simulate_training(ranks, sizes, layout=layout, **spread)]
+            found += [
+                {"num_ranks": num_ranks, "step_s": one.step_s, **dataclasses.asdict(one)}
+                for one in search[: max(layouts, 1)]
+            ]
+    parts = ("stages", "expert_ranks", "micro_batches", "tokens") if layouts else ()
+    names = ("step", "layers", "all-reduce", "optimizer", "useful", "tokens/s")
+    names = ("ranks", *(name.replace("_", " ") for name in parts), *names)
     rows = [
         (
             str(one["num_ranks"]),
+            *(str(one["layout"][name]) for name in parts),
             *(f"{one[name]:.3f} s" for name in ("step_s", "layers_s", "reduce_s", "optimizer_s")),
             f"{one['useful_share']:.1%}",
             f"{one['tokens_per_s']:.0f}",

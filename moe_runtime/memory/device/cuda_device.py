@@ -252,7 +252,7 @@ class CudaDevice:
         self, numbers: npt.NDArray[np.integer], into: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Copies numbers to the device, to ``into`` or new memory, for work on the current stream.
-        New memory is no inference tensor. The source may change afterwards."""
+        New memory is not an inference tensor. The source may change afterwards."""
         source = torch.from_numpy(numbers)
         pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source)
         if into is None:

@@ -206,7 +206,7 @@ def reshard(
 def _check_nodes(num_devices: int, devices_per_node: int) -> None:
     if num_devices < 1 or devices_per_node < 1 or num_devices % devices_per_node:
         raise ValueError(
-            f"{num_devices} devices are no whole number of nodes of {devices_per_node}"
+            f"{num_devices} devices are not a whole number of nodes of {devices_per_node}"
         )
 
 
@@ -553,7 +553,7 @@ class SparseExperts(ParallelExperts):
             raise ValueError("only whole experts are copied; these are cut into slices (etp)")
         if self.slots.num_ranks % rules.ranks_per_node:
             raise ValueError(
-                f"{self.slots.num_ranks} ranks are no whole number of machines of "
+                f"{self.slots.num_ranks} ranks are not a whole number of machines of "
                 f"{rules.ranks_per_node}"
             )
         self.rules = rules

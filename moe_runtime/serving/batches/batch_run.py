@@ -138,7 +138,7 @@ def _read_line(line: str, place: str, max_new_tokens: int) -> PromptLine:
         reason += f" at character {error.pos + 1}"
         raise ValueError(f"expected JSON, found {reason}") from None
     except UnicodeEncodeError:
-        raise ValueError("expected JSON, found half a surrogate pair, which is no text") from None
+        raise ValueError("expected JSON, found half a surrogate pair, which is not text") from None
     except ValueError as error:
         raise ValueError(f"expected JSON, found {error}") from None
     body = {"prompt": value} if isinstance(value, str) else value
@@ -179,7 +179,7 @@ def _unwrap(value: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     for name in known - value.keys():
         raise ValueError(f"{name} is missing, which OpenAI's batch format has")
     for name in value.keys() - known:
-        raise ValueError(f"{name} is no field of OpenAI's batch format")
+        raise ValueError(f"{name} is not a field of OpenAI's batch format")
     custom_id, url, body = value["custom_id"], value["url"], value["body"]
     _require(isinstance(custom_id, str) and custom_id, "custom_id: expected text", custom_id)
     _require(value["method"] == "POST", "method: expected POST", value["method"])

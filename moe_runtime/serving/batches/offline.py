@@ -137,8 +137,7 @@ class AnswerFile(contextlib.AbstractContextManager["AnswerFile"]):
                     "answers its request again"
                 )
             else:
-                problem = "is no answer of this command, so nothing here is touched; give another "
-                problem += "--output"
+                problem = "is not an answer of this command, so no file changes; name another"
             raise CheckpointError(f"{self._path}, line {number}: {problem}")
 
 

@@ -274,7 +274,7 @@ class Piece:
 class AnswerText:
     """Turns the tokens of one answer into pieces of text.
 
-    ``stops`` and ``stop_ids`` end the answer and are no part of it. As in vLLM, ``stops`` within
+    ``stops`` and ``stop_ids`` end the answer and are not part of it. As in vLLM, ``stops`` within
     the first ``min_tokens`` have no effect.
     """
 
@@ -400,7 +400,7 @@ class AnswerSections:
     def end(self, *, cut_by: str | None = None) -> Iterator[Part]:
         """Ends the text.
 
-        ``cut_by`` is text that the model wrote next, but that is no part of the answer. Then an
+        ``cut_by`` is text that the model wrote next, but that is not part of the answer. Then an
         incomplete call or mark at the end is dropped.
         """
         held = self._search.end()
@@ -505,7 +505,7 @@ class AnswerSections:
         self._section, self._is_behind_mark = section, True
 
     def _finish_call(self, mark: str, cut_by: str | None = None) -> Generator[Part, None, str]:
-        """Yields the calls, or the text if it is no call.
+        """Yields the calls, or the text if it is not a call.
 
         ``mark`` ends the call, or begins its closing mark where the text ends. Returns text after a
         mark that seemed to lie in a string, if the text was no call.
@@ -563,8 +563,8 @@ def is_harmony(template: str) -> bool:
 class HarmonySections:
     """Splits the text of gpt-oss, marks included, as `AnswerSections` does for others.
 
-    A line break separates messages of one kind. Calls that are no JSON object, and text outside of
-    messages, are content. The prompt may end within a message.
+    A line break separates messages of one kind. Calls that are not JSON objects, and text outside
+    of messages, are content. The prompt may end within a message.
     """
 
     def __init__(self, functions: Sequence[Function] = (), prompt: str = "") -> None:

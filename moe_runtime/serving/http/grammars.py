@@ -280,7 +280,7 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
         raise FieldError("response_format.type", f"expected one of {expected}, got {kind!r}")
     own = {"type"} if kind in ("text", "json_object") else {"type", kind}
     for field in asked.keys() - own:
-        raise FieldError(f"response_format.{field}", "is no field of this response format")
+        raise FieldError(f"response_format.{field}", "is not a field of this response format")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -290,7 +290,7 @@ def of_response_format(asked: dict[str, Any]) -> str | None:
         given = value if isinstance(value, dict) else {}
         known = ("name", "description", "schema", "strict")
         for field in given.keys() - {*known}:
-            problem = f"is no field of it; known are {', '.join(known)}"
+            problem = f"is not a field of it; known are {', '.join(known)}"
             raise FieldError(f"response_format.json_schema.{field[:64]}", problem)
         if not isinstance(given.get("schema"), dict):
             raise FieldError("response_format.json_schema.schema", "expected a JSON schema")

@@ -293,7 +293,7 @@ def _conversation(body: MessagesBody) -> ChatMessages:
                 parts = shown if isinstance(shown, str) else _parts(shown)
                 found.result(parts, block.tool_use_id, lead)
             else:
-                raise FieldError(where, f"{block.type} is no block of the role {message.role}")
+                raise FieldError(where, f"{block.type} is not a block of the role {message.role}")
         if texts:
             found.say(message.role, _parts(texts))
     return found
@@ -310,7 +310,7 @@ def _add_to_answer(found: ChatMessages, block: Any, where: str) -> None:
         call = FunctionCall(name=block.name, arguments=json_text(block.input))
         message.tool_calls = [*(message.tool_calls or ()), ToolCall(id=block.id, function=call)]
     else:
-        raise FieldError(where, f"{block.type} is no block of the role assistant")
+        raise FieldError(where, f"{block.type} is not a block of the role assistant")
 
 
 _KINDS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large"}

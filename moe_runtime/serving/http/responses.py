@@ -156,7 +156,7 @@ class CustomFormat(Body):
     def _is_whole(self) -> Self:
         for name, value in (("syntax", self.syntax), ("definition", self.definition)):
             if bool(value) != (self.type == "grammar"):
-                problem = "is needed by" if self.type == "grammar" else "is no field of"
+                problem = "is needed by" if self.type == "grammar" else "is not a field of"
                 raise FieldError(f"tools.format.{name}", f"{problem} a format of {self.type}")
         return self
 

@@ -444,7 +444,7 @@ def first_problem(error: ValidationError, kind: type[Body]) -> ApiError:
         if field in _KNOWN_BUT_UNSUPPORTED:
             return unsupported(name, "is not supported by this server")
         ending = f"; did you mean {near[0]}?" if near else ""
-        return FieldError(name, f"is no field of this request{ending}", code="unknown_parameter")
+        return FieldError(name, f"is not a field of this request{ending}", code="unknown_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
     if problem["type"].endswith("too_short"):
         message = f"is empty, send {_LEAST.get(str(place[-1]), 'at least one character')}"

@@ -79,7 +79,7 @@ class ChatTemplate:
         for name in given:
             if name in _OWN_VARIABLES or not self.knows(name):
                 place = f"chat_template_kwargs.{name}"
-                raise unsupported(place, "is no variable of this model's chat template")
+                raise unsupported(place, "is not a variable of this model's chat template")
         if tools and not self.knows("tools"):
             raise unsupported("tools", "this model's chat template has none")
         conversation = [self._plain(message, at) for at, message in enumerate(messages)]

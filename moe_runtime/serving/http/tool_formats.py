@@ -52,7 +52,7 @@ def json_text(value: Any) -> str:
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a number of JSON")
 
 
 def _finite(text: str) -> float:

@@ -352,7 +352,7 @@ def take_adapters(
         )
     for name, tensor in read.items():
         if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{folder}: {name} has values that are no finite numbers")
+            raise ValueError(f"{folder}: {name} has values that are not finite numbers")
     scales = {place: found.scale(place) for place in found.widths}
     for site, adapters in _adapted(model, sites, lora):
         for own in (f"{site.name}.{name}" for name in adapters.names):

@@ -46,7 +46,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     record = parse_object(line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"))
                 except (ValueError, RecursionError) as error:
                     raise ValueError(
-                        f"{path}: line {number} {_fault(error, 'no JSON object')}; expected one "
+                        f"{path}: line {number} {_fault(error, 'not a JSON object')}; expected one "
                         "record a line, or in a .json file a list of records"
                     ) from None
                 yield f"line {number}", record
@@ -74,7 +74,7 @@ def _listed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"{path}: {_fault(error, 'not JSON')}") from None
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict):
-            raise ValueError(f"{path}: record {number} is no JSON object, expected records alone")
+            raise ValueError(f"{path}: record {number} is not a JSON object")
         yield f"record {number}", record
 
 

@@ -44,7 +44,7 @@ from moe_runtime.memory.reads import Priority, Transfer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import ExpertKey
 
-# rows that are no multiple of the code's blocks of 64
+# rows that are not a multiple of the code's blocks of 64
 MIXTRAL = Family(
     "mixtral", "MixtralForCausalLM", config={"hidden_size": 120, "intermediate_size": 200}
 )

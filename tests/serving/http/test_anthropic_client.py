@@ -267,7 +267,7 @@ BLOCKS = [{"type": "image", "source": {"type": "url", "url": "x"}}]
         ),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name: string should match"),
         ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools.input_schema: expected"),
-        ({"container": "x"}, "container: is no field"),
+        ({"container": "x"}, "container: is not a field"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences.0: is empty"),
     ],

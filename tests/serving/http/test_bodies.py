@@ -162,7 +162,7 @@ def test_messages_may_be_dumped_as_openais_client_has_them():
     assert found == Message(role="assistant", content="b")
     with pytest.raises(ApiError, match=r"messages.1.audio: is not supported"):
         parse_body(ChatBody, raw.replace(b'"audio":null', b'"audio":[1]'))
-    with pytest.raises(ApiError, match="bogus: is no field"):
+    with pytest.raises(ApiError, match="bogus: is not a field"):
         parse_body(ChatBody, b'{"bogus":null,"messages":[' + TEXT_MESSAGE + b"]}")
 
 
@@ -219,7 +219,7 @@ BIASES, RANGE = "ids from 0 to 4095, got ", "must lie in [1e-20, 1e+20]"
         (TEXT, {"max_tokns": 3}, "max_tokns", "did you mean max_tokens?"),
         (TEXT, {"stream": "maybe"}, "stream", "boolean"),
         (TEXT, {"stream": [1]}, "stream", "boolean"),
-        (TEXT, {"stream_options": {"bogus": 1}}, "stream_options.bogus", "no field"),
+        (TEXT, {"stream_options": {"bogus": 1}}, "stream_options.bogus", "not a field"),
         (TEXT, {"stream_options": {}}, "stream_options", "needs stream: true"),
         (TEXT, {"stop": ""}, "stop", "is empty, send at least one character"),
         (TEXT, {"stop": {"a": 1}}, "stop", "got"),
@@ -229,8 +229,8 @@ BIASES, RANGE = "ids from 0 to 4095, got ", "must lie in [1e-20, 1e+20]"
         (TEXT, {"stop_token_ids": [-1]}, "stop_token_ids", "has token -1, expected ids from 0 to"),
         (TEXT, {"stop_token_ids": ["a"]}, "stop_token_ids.0", "integer"),
         (TEXT, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most the 4 of the answer"),
-        (TEXT, {"structure": 1}, "structure", "no field"),
-        (TEXT, {"str": 1}, "str", "no field"),
+        (TEXT, {"structure": 1}, "structure", "not a field"),
+        (TEXT, {"str": 1}, "str", "not a field"),
         (TEXT, {"temperature": 1e-300}, "temperature", "at least 1e-20"),
         (TEXT, {"repetition_penalty": 1e-300}, "repetition_penalty", RANGE),
         (TEXT, {"repetition_penalty": 0}, "repetition_penalty", RANGE),

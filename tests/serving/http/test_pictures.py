@@ -252,7 +252,7 @@ URL = {"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/picture.pn
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "expected a data URL"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,x"}}, "data:image/png;base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}, "expected base64"),
-        ({"type": "image_url", "image_url": {"url": "data:;base64,QUJD"}}, "no whole picture"),
+        ({"type": "image_url", "image_url": {"url": "data:;base64,QUJD"}}, "not a whole picture"),
         (pc.content_of([Image.new("1", (9000, 5000))])[0], "9000 x 5000 pixels"),
     ],
     ids=["address", "file", "no base64", "bad base64", "text", "too many pixels"],

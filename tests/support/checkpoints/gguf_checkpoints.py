@@ -146,7 +146,7 @@ SAMPLES = [
         },
     ),
     Sample(
-        "qwen2moe-mixed",  # rows of 40 columns are no whole blocks
+        "qwen2moe-mixed",  # rows of 40 columns are not whole blocks
         "qwen2moe",
         Family(
             "qwen2_moe",

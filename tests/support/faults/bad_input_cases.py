@@ -74,7 +74,7 @@ def settings(rng: Random, place: Path, good: Path) -> Case:
 
 
 def chat_template(rng: Random, place: Path, good: Path) -> Case:
-    """Templates that raise, grow without end, or are no text."""
+    """Templates that raise, grow without end, or are not text."""
     file = _model(place, good) / "tokenizer_config.json"
     templates = (
         *("{{ raise_exception('no system\\nrole') }}", "{% if %}", "{{ messages[9].content }}"),
@@ -198,7 +198,7 @@ def all_files(place: Path, good: Path) -> None:
 
 
 def odd_file(rng: Random, place: Path, good: Path) -> Case:
-    """Something that is no file, or a file of another kind, for every option that names one."""
+    """Something that is not a file, or a file of another kind, for every option that names one."""
     name, words, outputs = rng.choice((*_FILE_ROLES, *_TEXT_ROLES))
     all_files(place, good)
     (place / name).unlink(missing_ok=True)

@@ -83,7 +83,7 @@ def damaged_bytes(rng: Random, raw: bytes) -> bytes:
 
 
 def put_odd_file(rng: Random, path: Path, good: Path) -> bool:
-    """Puts something in a path's place that is no file of the expected kind.
+    """Puts something in a path's place that is not a file of the expected kind.
 
     Args:
         rng: chooses what.

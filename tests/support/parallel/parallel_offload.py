@@ -23,7 +23,7 @@ from moe_runtime.types import ExpertKey
 
 PARTS = 4
 """Micro-batches of a step, over all ranks."""
-STEPS = 6
+STEPS = 4
 Inputs = list[list[Tensor]]
 
 

@@ -333,12 +333,14 @@ def shared(path: str, *folders: str) -> str:
     return ""
 
 
-def refused(path: str, *settings: str) -> str:
-    try:
-        SeveralRanks(read_tree(TrainConfig, Path(path), settings=settings))
-    except ValueError as error:
-        return str(error)
-    return ""
+def refused(path: str, choices: list[tuple[str, ...]]) -> list[str]:
+    """What is said of each of these settings."""
+    found = []
+    for settings in choices:
+        with pytest.raises(ValueError) as failure:  # noqa: PT011
+            SeveralRanks(read_tree(TrainConfig, Path(path), settings=settings))
+        found.append(str(failure.value))
+    return found
 
 
 def failing_digests(path: str, culprit: int) -> str:

@@ -154,7 +154,7 @@ def ended_within_a_step(path: str) -> tuple[list[str], Exception | None]:
 
 
 def answered_without_numbers(path: str) -> list[Any]:
-    """Prompts of which some logits are no numbers, in the first process, and one after them."""
+    """Prompts of which some logits are not numbers, in the first process, and one after them."""
     rank = dist.get_rank()
     model = loaded(path)
 
