@@ -202,6 +202,9 @@ def main() -> int:
         metavar="MS",
         help="instead: experts in bf16 and in the lossless code, which take so long to compute",
     )
+    parser.add_argument(
+        "--links", type=float, nargs="+", default=LINKS_GB_S, metavar="GB/S", help="disks and links"
+    )
     parser.add_argument("--picture", type=Path, help="draw the steps here")
     options = parser.parse_args()
     served, learned = served_and_learned(options)
@@ -221,12 +224,12 @@ def main() -> int:
         settings["milliseconds"] = options.bf16
         compare_codes(served, policies, {"combined": estimators["combined"]}, options.bf16, results)
         return results.finish()
-    for link, share, policy in itertools.product(LINKS_GB_S, SHARES, policies):
+    for link, share, policy in itertools.product(options.links, SHARES, policies):
         num_slots = round(share * signature.num_layers * signature.num_experts)
         machine = machine_of(options.expert_bytes, link)
         found = compare(served, policies[policy], machine, num_slots, estimators)
         for name, numbers in found.items():
-            results.add(f"{link} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
+            results.add(f"{link:g} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
     if options.picture is not None:
         draw(results, options.picture)
     return results.finish()
