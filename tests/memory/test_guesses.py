@@ -151,6 +151,9 @@ def test_nothing_is_predicted_while_the_link_has_no_time(transfer_s, predicts):
         def link(self) -> LinkState:
             return LinkState(transfer_s, 0.0, 0.0, 0, 0, 0)
 
+        def absent(self, made: list[Any], least_probability: float) -> list[Any]:
+            return made
+
     class Counted:
         needs_history, seen, asked = True, 0, 0
 
