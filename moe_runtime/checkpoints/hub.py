@@ -755,7 +755,7 @@ def _scan() -> HFCacheInfo | None:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(constants.HF_HUB_CACHE)  # its own default is that of its import
     except CacheNotFound:
         return None
 
