@@ -77,9 +77,7 @@ def in_memory(
 
 
 @pytest.mark.parametrize(
-    ("family", "sharded"),
-    [(GPT_OSS, False), (ERNIE, True)],
-    ids=["gpt_oss", "ernie"],
+    ("family", "sharded"), [(GPT_OSS, False), (ERNIE, True)], ids=["gpt_oss", "ernie"]
 )
 def test_every_parameter_as_in_memory(tmp_path, family, sharded):
     """Losses, and the exported weights under their first names, with all experts on the disk."""

@@ -158,11 +158,7 @@ def test_files_of_records(tmp_path):
         ("g.json", "[", r"g\.json: is not JSON"),
         ("k.json", b"[\xe4]", r"k\.json: is not UTF-8 \(byte 2\)"),
         ("i.jsonl", b"\x1f\x8b", r"i\.jsonl: line 1 is not UTF-8"),
-        (
-            "j.jsonl",
-            '{"text": "a"\n',
-            r"line 1 is not a JSON object \([^;]*: column 13\);",
-        ),
+        ("j.jsonl", '{"text": "a"\n', r"line 1 is not a JSON object \([^;]*: column 13\);"),
         ("h.parquet", "PAR1", r"h\.parquet: cannot be read as Parquet"),
     ]:
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
