@@ -37,7 +37,7 @@ SHORT = {"default": (*FAMILIES[:2], "Lfm2MoeForCausalLM"), "exact": ("GptOssForC
 OPTIONS = {
     "default": EngineOptions(),
     "small steps": EngineOptions(prompt_tokens=8, idle_prompt_tokens=24),
-    "exact": EngineOptions(exact=True, prompt_tokens=16),
+    "exact": EngineOptions(exact=True, prompt_tokens=16, most_running=4),
 }
 
 

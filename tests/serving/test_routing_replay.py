@@ -171,11 +171,7 @@ def test_pieces_of_a_call_and_later_calls_replay_their_own_tokens(pocket, monkey
     recorded = rows.remainder(sizes.num_experts).expand(2, 13, len(modules), -1)
     for calls in ([40], [10, 30]):
         cache = None
-        with (
-            torch.no_grad(),
-            seen(modules) as found,
-            moe_runtime.replay_routing(pocket, recorded),
-        ):
+        with torch.no_grad(), seen(modules) as found, moe_runtime.replay_routing(pocket, recorded):
             for part in torch.arange(80).view(2, 40).split(calls, 1):
                 cache = pocket(part, past_key_values=cache, use_cache=True).past_key_values
         for passes in found:

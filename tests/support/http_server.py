@@ -171,10 +171,7 @@ def served(
 
 @contextlib.contextmanager
 def started(
-    models: Sequence[str],
-    loading: Mapping[str, Any],
-    adapters: Sequence[str] = (),
-    **more: Any,
+    models: Sequence[str], loading: Mapping[str, Any], adapters: Sequence[str] = (), **more: Any
 ) -> Iterator[tuple[Served, Ready]]:
     """A server as the command starts it, until the block ends."""
     plain: dict[str, Any] = {"names": (), "host": "127.0.0.1", "port": 0, "drain_s": None}

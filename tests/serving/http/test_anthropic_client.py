@@ -177,11 +177,7 @@ def test_a_line_for_accounts_is_no_part_of_the_prompt(asked: Any) -> None:
     ("messages", "more", "plain"),
     [
         (USER, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-        (
-            USER,
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"enable_thinking": True},
-        ),
+        (USER, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
         (USER, {"output_config": {"effort": "high"}}, None),  # a hint; this template has none
         (USER, {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": None}, None),
     ],

@@ -248,7 +248,7 @@ def test_answers_are_text_and_are_asked_again_changed_and_given_away(
     assert found["edited"] == ["uno", "third"]
     assert found["kept"] == [found["restored"]]
     assert found["asked"][0] == [
-        *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}),
+        *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"})
     ]
     assert [message["role"] for message in found["asked"][-1]] == [
         *("system", "user", "assistant", "user", "assistant", "tool")
