@@ -103,17 +103,18 @@ def texts_of(checkpoint: Path, asked: list[tuple[tuple[int, ...], int]]) -> list
 @emulated
 @pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.long), NUM_EXPERTS])
 def test_one_sequence_after_another_replays_the_steps_of_a_row(checkpoint, slots):
-    expected = texts_of(checkpoint, [(prompt, 6) for prompt in PROMPTS])
+    prompts = PROMPTS[:3]
+    expected = texts_of(checkpoint, [(prompt, 4) for prompt in prompts])
     recordings = Recordings()
     with loaded(checkpoint, slots) as model, Engine(model) as engine, recordings.watch():
-        found = [ask(engine, request_of(prompt, 6))[0].wait().ids for prompt in PROMPTS]
+        found = [ask(engine, request_of(prompt, 4))[0].wait().ids for prompt in prompts]
         drained(engine)
         model.moe.check()
     assert found == expected
     assert set(recordings.replayed) == {1}
     # one in parts, and one of the whole when every expert has come to the device or the host
     assert len(recordings.recorded) <= 2
-    assert len(recordings.replayed) == 5 * len(PROMPTS) - 1
+    assert len(recordings.replayed) == 3 * len(prompts) - 1
 
 
 class Timed(Answer):
@@ -132,7 +133,7 @@ class Timed(Answer):
 
 
 SAMPLED = SamplingOptions(temperature=0.9, top_k=20, seed=7)
-NEW = (18, 3, 7, 5, 9)
+NEW = (14, 3, 7, 5, 7)
 
 
 def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[int]]:

@@ -18,8 +18,8 @@ from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 NUM_NEW = 32
 SIZES = [(24, 16), (24, 16), (17, 31), (40, 9)]
 FAMILIES = [name for name in pc.TABLE if "Aria" not in name]
-KINDS = (FAMILIES[0], "Gemma4ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Pictures of every family are in `http/test_pictures.py`; here are the kinds of caches."""
+KINDS = ("Gemma4ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Further kinds of caches; all families are in `inference/test_picture_prompts.py`."""
 
 
 def some(*names: str) -> Any:
