@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from http_server import HERMES, TEMPLATE, ScriptedEngine, Served, model_of, served, table_of
+from http_server import HERMES, TEMPLATE, ScriptedEngine, Served, model_of, served_engine, table_of
 from tokenizers import AddedToken
 
 import moe_runtime
@@ -47,14 +47,14 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def site(pocket: Any, tokenizer: Any) -> Iterator[Served]:
-    with Engine(pocket) as engine, served([model_of("pocket", engine, tokenizer, 4096)]) as found:
+    with Engine(pocket) as engine, served_engine(engine, tokenizer) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def stage(tokenizer: Any) -> Iterator[Served]:
     """A server over loopback that many tests share, one after another."""
-    with served([model_of("pocket", ScriptedEngine(lambda _: []), tokenizer, 4096)]) as found:
+    with served_engine(ScriptedEngine(lambda _: []), tokenizer) as found:
         yield found
 
 

@@ -1,7 +1,5 @@
 """Requests to a model on a GPU share passes, as on a CPU, and its own calls are as before."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +27,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(FAMILY), tmp_path_factory.mktemp("family"), sharded=True)
 
 
-@contextmanager
-def on_emulated_device(checkpoint: Path, slots: int) -> Iterator[Any]:
-    repair_interpreter()
-    model = load_on_emulated_device(checkpoint, slots_a_layer=slots)
-    with model.moe:
-        yield model
-
-
 def check(model: Any) -> None:
     texts = [greedy(model, prompt, NEW) for prompt in PROMPTS]
     before = attention_name(model)
@@ -53,10 +43,11 @@ def check(model: Any) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("slots", [2, 6])
-def test_sequences_share_steps(checkpoint, monkeypatch, slots):
+def test_sequences_share_steps(checkpoint, monkeypatch):
     monkeypatch.setattr(passes, "_keeps_attention", lambda model: True)
-    with on_emulated_device(checkpoint, slots) as model:
+    repair_interpreter()
+    model = load_on_emulated_device(checkpoint, slots_a_layer=2)
+    with model.moe:
         check(model)
 
 

@@ -22,6 +22,7 @@ import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http import starting
 from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
@@ -29,14 +30,7 @@ from moe_runtime.serving.http.model_loader import ServeSettings
 from moe_runtime.serving.http.model_table import ModelTable
 from moe_runtime.serving.http.served_model import ChatTemplate, Place, ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
-from moe_runtime.serving.http.starting import (
-    Ready,
-    accept_clients,
-    address_of,
-    listen,
-    run_server,
-    serve,
-)
+from moe_runtime.serving.http.starting import Ready
 from moe_runtime.serving.requests import (
     EngineOptions,
     EngineStatistics,
@@ -72,13 +66,7 @@ HEAD = (
 
 @dataclass
 class Served:
-    """A server that answers.
-
-    Attributes:
-        address: as clients write it.
-        server: its state.
-        log: what it logged.
-    """
+    """A server that answers, its state, and what it logged."""
 
     address: str
     server: Server
@@ -152,15 +140,12 @@ def served(
         log=lambda event, fields: log.append((event, fields)),
     )
     stop = threading.Event()
-    listening = listen("127.0.0.1", 0)
+    listening = starting.listen("127.0.0.1", 0)
     # Who connects before the loop has begun waits.
-    accept_clients(listening, 100)
-    found = Served(address_of(listening), server, log)
-    thread = threading.Thread(
-        target=serve,
-        args=(server, listening),
-        kwargs={"is_stopping": stop.is_set, "drain_s": drain_s},
-    )
+    starting.accept_clients(listening, 100)
+    found = Served(starting.address_of(listening), server, log)
+    options = {"is_stopping": stop.is_set, "drain_s": drain_s}
+    thread = threading.Thread(target=starting.serve, args=(server, listening), kwargs=options)
     thread.start()
     try:
         yield found
@@ -180,13 +165,8 @@ def started(
     ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(
-            run_server,
-            settings,
-            log=lambda *_: None,
-            on_ready=ready.put,
-            is_stopping=is_over.is_set,
-        )
+        heard: dict[str, Any] = {"log": lambda *_: None, "on_ready": ready.put}
+        running = thread.submit(starting.run_server, settings, **heard, is_stopping=is_over.is_set)
         running.add_done_callback(lambda _: ready.put(None))
         try:
             found = ready.get()
@@ -249,15 +229,16 @@ def limited_processes() -> tuple[LimitedProcess, LimitedProcess]:
     return found
 
 
-class ScriptedEngine:
-    """Answers as it is told to, at once.
+def served_engine(
+    engine: Any, tokenizer: Any, limits: Limits | None = None, **options: Any
+) -> contextlib.AbstractContextManager[Served]:
+    """Serves one engine as `pocket` until the block ends."""
+    return served([model_of("pocket", engine, tokenizer, 4096)], limits, **options)
 
-    Attributes:
-        script: called with each request; gives the events to send.
-        is_open: whether it takes requests.
-        asked: set where a request came.
-        cancelled: set where a request is cancelled.
-    """
+
+class ScriptedEngine:
+    """Answers each request at once with the events that ``script`` gives; ``asked`` and
+    ``cancelled`` are set where that happens."""
 
     most_request_tokens = 1000
     failure = None

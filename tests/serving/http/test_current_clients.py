@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, model_of, response, served
+from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, response, served_engine
 
 from moe_runtime.serving.http.schema import ChatBody, Message, parse_body
 from moe_runtime.serving.http.served_model import ChatTemplate
@@ -135,7 +135,7 @@ def test_what_a_client_sent_is_cut_in_messages(staged):
 
 def test_every_response_has_the_name_of_its_request(tokenizer):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+    with served_engine(engine, tokenizer) as site:
         for given, path in (("mine-1", "/v1/models"), ("a b", "/nowhere"), ("", "/health")):
             with connected(site) as client:
                 asked = f"GET {path} HTTP/1.0\r\nhost: x\r\nx-request-id: {given}\r\n\r\n"
@@ -150,7 +150,7 @@ def test_every_response_has_the_name_of_its_request(tokenizer):
 def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer):
     """What is behind one of its two ends might be taken for a request of somebody else."""
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site, connected(site) as client:
+    with served_engine(engine, tokenizer) as site, connected(site) as client:
         head = (HEAD % 5).replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
         client.sendall(head + b"0\r\n\r\nGET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
         status, found = response(client)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import ScriptedEngine, Served, served_engine
 
 import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer
@@ -34,7 +34,7 @@ def scripted(
     tokenizer: Any, events: Sequence[Event], **options: Any
 ) -> Iterator[tuple[Served, ScriptedEngine]]:
     engine = ScriptedEngine(lambda request: events)
-    with served([model_of("pocket", engine, tokenizer, 4096)], **options) as site:
+    with served_engine(engine, tokenizer, **options) as site:
         yield site, engine
 
 
@@ -284,7 +284,7 @@ class HoldingEngine(ScriptedEngine):
 def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer: Any) -> None:
     engine = HoldingEngine(lambda request: [PromptRead(0), NewToken(5)])
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
-        site = serving.enter_context(served([model_of("pocket", engine, tokenizer, 4096)]))
+        site = serving.enter_context(served_engine(engine, tokenizer))
         answer = threads.submit(site.ask, "/v1/completions", BODY)
         engine.asked.wait()
         assert site.ask("/health") == (200, {"alive": True, "ready": True})
@@ -301,8 +301,7 @@ def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer: Any) -> N
 def test_answers_that_the_end_cuts_off_say_so(tokenizer: Any) -> None:
     engine = HoldingEngine(lambda request: [PromptRead(0), NewToken(5)])
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
-        models = [model_of("pocket", engine, tokenizer, 4096)]
-        site = serving.enter_context(served(models, drain_s=0))
+        site = serving.enter_context(served_engine(engine, tokenizer, drain_s=0))
         whole = threads.submit(site.ask, "/v1/completions", BODY)
         engine.asked.wait()
         engine.asked.clear()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Served, model_of, served
+from http_server import Served, served_engine
 
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import Vocabulary
@@ -29,8 +29,8 @@ def site_of(
 ) -> Served:
     disk = PrefixDisk(folder, 1 << 24, b"pocket")
     engine = stack.enter_context(Engine(model, prefix_disk=disk))
-    models = [model_of("pocket", engine, tokenizer, 4096)]
-    return stack.enter_context(served(models, access=Access(keys=[FIRST, SECOND], **access)))
+    found = served_engine(engine, tokenizer, access=Access(keys=[FIRST, SECOND], **access))
+    return stack.enter_context(found)
 
 
 @pytest.mark.parametrize("shares", [False, True])

@@ -182,16 +182,6 @@ def test_a_required_tool_is_called(client):
     client.chat.completions.create(model="pocket", messages=history, tools=[TOOL], max_tokens=1)
 
 
-def test_reasoning_is_apart_from_the_answer(client):
-    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
-    answer = client.chat.completions.create(
-        model="pocket", messages=USER, max_tokens=5, temperature=0, extra_body=thinks
-    )
-    message = answer.choices[0].message.model_dump()
-    assert message["content"] == ""
-    assert message["reasoning_content"]
-
-
 def test_errors_are_those_of_openai(client):
     import openai
 

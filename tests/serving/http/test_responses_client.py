@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pydantic
 import pytest
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import ScriptedEngine, Served, served_engine
 
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.serving.digest_files import DigestFiles
@@ -194,8 +194,7 @@ def test_a_conversation_is_continued_by_its_id(staged, tokenizer):
 
 def test_responses_of_one_key_are_not_those_of_another(tokenizer):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("stop")])
-    models = [model_of("pocket", engine, tokenizer, 4096)]
-    with served(models, access=Access(keys=("a", "b"))) as site:
+    with served_engine(engine, tokenizer, access=Access(keys=("a", "b"))) as site:
         mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
         name = site.ask(PATH, {"input": "Hi"}, headers=mine)[1]["id"]
         assert site.ask(f"{PATH}/{name}", headers=mine)[0] == 200
