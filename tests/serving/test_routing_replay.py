@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from engine_events import Answer, ask_all, greedy, request_of
-from http_server import Served
 from moe_families import FAMILIES, Family
 from offloaded_models import batches, offloaded, stack
 from tiny_checkpoints import PROMPT, experts_modules, tiny_model
@@ -80,7 +79,7 @@ def test_a_sequence_that_loses_its_room_tells_each_token_once(pocket, prompts):
         assert len(routing_of(answer)) == len(request.prompt_ids) + 60 - 1
 
 
-def test_servers_return_it_as_vllm_and_sglang_do(site: Served, pocket: Any) -> None:
+def test_servers_return_it_as_vllm_and_sglang_do(site, pocket):
     body = {"prompt": [5, 6, 7], "max_tokens": NEW, "temperature": 0, "return_routed_experts": True}
     answer = site.ask("/v1/completions", body | {"return_token_ids": True})[1]
     (choice,) = answer["choices"]

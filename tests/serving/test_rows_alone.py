@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import moe_families
@@ -46,9 +45,7 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("family", "dtype"), _cases())
 @torch.inference_mode()
-def test_rows_of_a_step_have_the_bits_that_each_has_alone(
-    family: moe_families.Family, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_step_have_the_bits_that_each_has_alone(family, dtype, tmp_path, monkeypatch):
     """With seven experts: torch computes some values of such rows by other code than the rest."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         monkeypatch.setitem(tiny_sizes.COMMON, name, 7)
@@ -78,7 +75,7 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
             assert torch.equal(together, alone[:size]), size
 
 
-def test_the_engines_trial_finds_up_to_how_many_rows_bits_hold(pocket: Any) -> None:
+def test_the_engines_trial_finds_up_to_how_many_rows_bits_hold(pocket):
     def most_exact() -> int:
         return ModelPasses(pocket, Adapters(pocket, {}), exact=MOST).most_exact
 
@@ -125,7 +122,7 @@ def matrix_of(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_gives_the_bits_of_each_row_alone(name: str, dtype: torch.dtype) -> None:
+def test_a_function_gives_the_bits_of_each_row_alone(name, dtype):
     function = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(2)
     for width in (7, 8, 33, 60):
@@ -140,7 +137,7 @@ def test_a_function_gives_the_bits_of_each_row_alone(name: str, dtype: torch.dty
             assert torch.equal(some, alone[:num_rows])
 
 
-def test_sums_over_rows_are_left_whole() -> None:
+def test_sums_over_rows_are_left_whole():
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(4))
     with RowsAlone(6):
         assert torch.equal(x.sum(0), torch.stack([*x]).sum(dim=0))

@@ -163,7 +163,7 @@ def test_a_conversation_is_that_of_a_chat(asked):
     assert one == other
 
 
-def test_a_line_for_accounts_is_no_part_of_the_prompt(asked: Any) -> None:
+def test_a_line_for_accounts_is_no_part_of_the_prompt(asked):
     """It differs from task to task, and the instructions behind it are a prefix to share."""
     line = "x-anthropic-billing-header: cc_version=2.1.332.3b1; cch=eb6c6;"
     blocks = [{"type": "text", "text": text} for text in (line, "Be brief.")]

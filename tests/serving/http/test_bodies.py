@@ -318,7 +318,7 @@ def test_a_text_that_is_a_little_too_long_is_counted(refusing, tokenizer):
     assert f"has {num_tokens} tokens" in error["message"]
 
 
-def test_an_error_with_another_name_stays_what_it_is() -> None:
+def test_an_error_with_another_name_stays_what_it_is():
     with pytest.raises(TooLongError) as caught, client_fields({"messages": "input"}):
         raise too_long("9 tokens", 4, "messages.0")
     assert caught.value.param == "input.0"

@@ -106,8 +106,8 @@ _MOVED = "system=A,B user=C,D assistant=E tool=F user=G user=H"
     ],
 )
 def test_later_system_messages_are_the_users_where_a_template_takes_none(
-    tokenizer: Any, before: str, after: str, expected: str
-) -> None:
+    tokenizer, before, after, expected
+):
     """Agents send them; Qwen3.5's template refuses them, that of gpt-oss leaves them out."""
     written = f"{before}{{{{ m.role }}}}={{{{ m.content }}}} {after}"
     source = f"{{% for m in messages %}}{written}{{% endfor %}}"

@@ -38,7 +38,7 @@ def scripted(
         yield site, engine
 
 
-def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
+def test_text_and_tokens(site, tokenizer):
     ids = tokenizer("naïve")["input_ids"]
     status, found = site.ask("/tokenize", {"prompt": "naïve", "return_token_strs": True})
     assert status == 200
@@ -61,9 +61,7 @@ def test_text_and_tokens(site: Served, tokenizer: Any) -> None:
     "grammar",
     ['start: "x" start', "start: T\nT: /a/ & /b/", 'start: "y" T\nT: /a/ & /b/', "start: start"],
 )
-def test_grammars_that_no_text_is_of_are_refused_when_that_is_seen(
-    site: Served, grammar: str
-) -> None:
+def test_grammars_that_no_text_is_of_are_refused_when_that_is_seen(site, grammar):
     asked = {"prompt": "a", "response_format": {"type": "grammar", "grammar": grammar}}
     status, found = site.ask("/v1/completions", asked)
     assert status == 400
@@ -75,7 +73,7 @@ def test_grammars_that_no_text_is_of_are_refused_when_that_is_seen(
 
 
 @pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 9}])
-def test_answer_ends_where_its_grammar_does(site: Served, more: dict[str, Any]) -> None:
+def test_answer_ends_where_its_grammar_does(site, more):
     how = {"type": "regex", "regex": "ab"}
     asked = {"prompt": "a", "max_tokens": 40, "response_format": how, **more}
     status, found = site.ask("/v1/completions", asked)
@@ -87,13 +85,13 @@ def test_answer_ends_where_its_grammar_does(site: Served, more: dict[str, Any]) 
 @pytest.mark.parametrize(
     "field", [b'"max_tokens": 1, "max_tokens": 9', b'"logit_bias": {"5": 1, "5": 2}']
 )
-def test_a_field_that_is_there_twice_is_refused(site: Served, field: bytes) -> None:
+def test_a_field_that_is_there_twice_is_refused(site, field):
     status, found = site.ask("/v1/completions", b'{"prompt": "a", ' + field + b"}")
     assert status == 400
     assert "twice in one object" in found["error"]["message"]
 
 
-def test_one_call_at_most_is_held_where_calls_have_no_mark(staged: Any, tokenizer: Any) -> None:
+def test_one_call_at_most_is_held_where_calls_have_no_mark(staged, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = '{% if tools %}{"name": "x", "parameters": {}}{% endif %}user: '
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -108,7 +106,7 @@ def test_one_call_at_most_is_held_where_calls_have_no_mark(staged: Any, tokenize
     assert held == [False, True]
 
 
-def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: Any) -> None:
+def test_tokens_are_returned_where_they_are_asked_for(site, tokenizer):
     asked = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
     body = {**asked, "prompt": [5, 6]}
     (choice,) = site.ask("/v1/completions", body)[1]["choices"]
@@ -127,7 +125,7 @@ def test_tokens_are_returned_where_they_are_asked_for(site: Served, tokenizer: A
     ][0]["token_ids"]
 
 
-def test_what_the_server_says_of_itself(site: Served) -> None:
+def test_what_the_server_says_of_itself(site):
     assert site.ask("/health") == (200, {"alive": True, "ready": True})
     assert site.ask("/ping")[0] == 200
     assert site.ask("/version") == (200, {"version": moe_runtime.__version__})
@@ -139,7 +137,7 @@ def test_what_the_server_says_of_itself(site: Served) -> None:
     assert site.ask("/v1/completions", method="GET")[0] == 405
 
 
-def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -> None:
+def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer):
     events = [PromptRead(1), NewToken(7), NewToken(8), Finished("length")]
     with scripted(tokenizer, events) as (site, _):
         assert site.ask("/v1/completions", BODY)[0] == 200
@@ -168,7 +166,7 @@ def test_metrics_have_the_counts_of_the_engine_and_of_requests(tokenizer: Any) -
     assert {name: float(found[name]) for name in expected} == expected
 
 
-def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer: Any) -> None:
+def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer):
     failure = Finished("error", "expert 3 of layer 1: input/output", cause="of a file there")
     events = [PromptRead(0), NewToken(7), failure]
     with scripted(tokenizer, events) as (site, _):
@@ -184,7 +182,7 @@ def test_a_failed_step_is_an_error_before_and_within_a_stream(tokenizer: Any) ->
     assert 'moe:http_responses_total{path="/v1/completions",status="500"} 2.0' in text
 
 
-def test_a_full_queue_is_to_be_tried_again(staged: Any) -> None:
+def test_a_full_queue_is_to_be_tried_again(staged):
     def refuse(request: GenerationRequest) -> list[Event]:
         raise QueueFullError("7 requests wait already")
 
@@ -195,14 +193,14 @@ def test_a_full_queue_is_to_be_tried_again(staged: Any) -> None:
     )
 
 
-def test_an_answer_that_takes_too_long_is_given_up(tokenizer: Any) -> None:
+def test_an_answer_that_takes_too_long_is_given_up(tokenizer):
     with scripted(tokenizer, [], limits=Limits(seconds=0.05)) as (site, engine):
         assert site.refused("/v1/completions", BODY, status=408)["code"] == "timeout"
         assert engine.cancelled.is_set()
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_a_client_that_goes_away_is_cancelled(tokenizer: Any, stream: bytes) -> None:
+def test_a_client_that_goes_away_is_cancelled(tokenizer, stream):
     with scripted(tokenizer, [PromptRead(0), NewToken(7)]) as (site, engine):
         where = urlsplit(site.address)
         body = b'{"prompt": [5], "stream": ' + stream + b"}"
@@ -215,7 +213,7 @@ def test_a_client_that_goes_away_is_cancelled(tokenizer: Any, stream: bytes) -> 
     assert fields["status"] == 499
 
 
-def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
+def test_keys_bodies_and_names_are_checked(tokenizer):
     access = Access(keys=["one", "two"], origins=["http://page"], hosts=["127.0.0.1"])
     with scripted(tokenizer, [], access=access, limits=Limits(body_bytes=1000)) as (site, _):
         assert site.ask("/health")[0] == 200
@@ -244,7 +242,7 @@ def test_keys_bodies_and_names_are_checked(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "client"), [(("one", "two"), "1"), ((), "127.0.0.1")], ids=["key", "address"]
 )
-def test_clients_are_told_apart(tokenizer: Any, keys: Any, client: str) -> None:
+def test_clients_are_told_apart(tokenizer, keys, client):
     asked: list[GenerationRequest] = []
     with scripted(tokenizer, [], access=Access(keys=keys)) as (site, engine):
         engine.script = lambda request: asked.append(request) or [Finished("length")]
@@ -252,7 +250,7 @@ def test_clients_are_told_apart(tokenizer: Any, keys: Any, client: str) -> None:
     assert [request.client for request in asked] == [client]
 
 
-def test_requests_are_logged_without_their_text(tokenizer: Any) -> None:
+def test_requests_are_logged_without_their_text(tokenizer):
     events = [PromptRead(2), NewToken(7), Finished("length")]
     with scripted(tokenizer, events) as (site, _):
         site.ask("/v1/completions", {**BODY, "prompt": "secret", "user": "me"})
@@ -267,7 +265,7 @@ def test_requests_are_logged_without_their_text(tokenizer: Any) -> None:
     ]
 
 
-def test_a_model_without_a_template_has_no_chats(staged: Any) -> None:
+def test_a_model_without_a_template_has_no_chats(staged):
     messages = [{"role": "user", "content": "Hi"}]
     site = staged(own=load_tokenizer(pocket_path()))
     assert (
@@ -281,7 +279,7 @@ class HoldingEngine(ScriptedEngine):
         return super().submit(request, on_event)
 
 
-def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer: Any) -> None:
+def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer):
     engine = HoldingEngine(lambda request: [PromptRead(0), NewToken(5)])
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
         site = serving.enter_context(served_engine(engine, tokenizer))
@@ -298,7 +296,7 @@ def test_a_server_that_drains_says_so_until_the_last_answer(tokenizer: Any) -> N
     assert answer.result()[0] == 200
 
 
-def test_answers_that_the_end_cuts_off_say_so(tokenizer: Any) -> None:
+def test_answers_that_the_end_cuts_off_say_so(tokenizer):
     engine = HoldingEngine(lambda request: [PromptRead(0), NewToken(5)])
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
         site = serving.enter_context(served_engine(engine, tokenizer, drain_s=0))

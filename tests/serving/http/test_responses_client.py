@@ -293,7 +293,7 @@ def test_a_tool_is_called(speaking, choice):
     assert json.loads(call.arguments) == {"city": "Rome"}
 
 
-def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: Any) -> None:
+def test_functions_of_namespaces_are_called_by_both_names(asked, speaking):
     """Two namespaces have one of the same name; a chat has functions with one name each."""
     about = {"description": "Tells it.", "parameters": PARAMETERS}
     one = {"type": "function", "name": "weather", **about}
@@ -339,7 +339,7 @@ def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: 
 GRAMMAR = 'start: WORD LF "\\"b"\n%import common.LF\n%import common.WORD'
 
 
-def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) -> None:
+def test_a_tool_that_takes_a_text_is_called_with_one(asked, speaking):
     import openai
 
     form: Any = {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}

@@ -57,7 +57,7 @@ def alone(checkpoints: list[Path]) -> list[list[int]]:
     return found
 
 
-def test_requests_pick_their_model_by_name(checkpoints: list[Path], alone: list[list[int]]) -> None:
+def test_requests_pick_their_model_by_name(checkpoints, alone):
     folders = [str(folder) for folder in checkpoints]
     with started(folders, {**LOADING, **OTHERS}) as (site, ready):
         _, listed = site.ask("/v1/models")
@@ -108,8 +108,8 @@ def frozen() -> Iterator[None]:
 @pytest.mark.parametrize("fit", [1, 2])
 @pytest.mark.usefixtures("frozen")
 def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
-    checkpoints: list[Path], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, fit: int
-) -> None:
+    checkpoints, alone, monkeypatch, fit
+):
     """Where both fit they share the budget; else the one goes for the other."""
     found = inspect_checkpoint(checkpoints[0], max_tokens=64)
     more_bytes = -1 if fit == 1 else 5 * found.slot_bytes
@@ -149,9 +149,7 @@ def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
         assert site.refused("/models/load", {"model": "three"}, 404)["code"] == "model_not_found"
 
 
-def test_an_idle_model_is_unloaded_after_the_request_that_loads_it(
-    checkpoints: list[Path], alone: list[list[int]]
-) -> None:
+def test_an_idle_model_is_unloaded_after_the_request_that_loads_it(checkpoints, alone):
     loading = {**LOADING, **OTHERS}
     with started([str(checkpoints[0])], loading, idle_s=0.01, on_demand=True) as (site, _):
         assert token_ids(site, "one") == alone[0]
@@ -160,9 +158,7 @@ def test_an_idle_model_is_unloaded_after_the_request_that_loads_it(
         assert site.ask("/health") == (200, {"alive": True, "ready": True})
 
 
-def test_a_model_whose_files_are_gone_is_refused_and_others_answer(
-    checkpoints: list[Path], alone: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_model_whose_files_are_gone_is_refused_and_others_answer(checkpoints, alone, tmp_path):
     gone = tmp_path / "gone"
     save_text_checkpoint(gone)
     folders = [str(gone), str(checkpoints[0])]
@@ -178,8 +174,8 @@ def test_a_model_whose_files_are_gone_is_refused_and_others_answer(
 
 @pytest.mark.parametrize(("budget", "count"), [("auto", 2), ("1.0", 1)])
 def test_memory_that_is_taken_meanwhile_makes_budgets_smaller(
-    checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, budget: str, count: int
-) -> None:
+    checkpoints, monkeypatch, budget, count
+):
     """When models are loaded, little more is free than one needs."""
     least = inspect_checkpoint(checkpoints[0], max_tokens=64).smallest_budget_bytes
     share = AUTO_SHARE if budget == "auto" else 1.0
@@ -192,9 +188,7 @@ def test_memory_that_is_taken_meanwhile_makes_budgets_smaller(
     assert found == [int(share * left)] * count
 
 
-def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
-    checkpoints: list[Path],
-) -> None:
+def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(checkpoints):
     turns = Turns()
     model: Any = moe_runtime.load(checkpoints[0], **LOADING)
     with model.moe, Engine(model, turns=turns) as engine:
@@ -225,7 +219,7 @@ def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
     assert order == ["a", "b", "c", "holder"]
 
 
-def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take() -> None:
+def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take():
     needs = {"small": Need(100, 300), "large": Need(200, 900)}
     assert divide(300, needs) == [100, 200]
     assert divide(700, needs) == [200, 500]
@@ -236,9 +230,7 @@ def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take() -
         divide(299, needs)
 
 
-def test_models_that_cannot_be_served_together_are_refused_in_one_line(
-    checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_cannot_be_served_together_are_refused_in_one_line(checkpoints, capsys):
     def refused(*words: str) -> str:
         assert main(["serve", *words, "--device", "cpu", "--port", "0", "--max-tokens", "64"]) == 2
         said = capsys.readouterr().err

@@ -285,7 +285,7 @@ def test_llama_index_gets_a_nested_model(speaking):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-def test_langchain_gets_a_nested_model_and_calls(speaking: Any, dialect: str) -> None:
+def test_langchain_gets_a_nested_model_and_calls(speaking, dialect):
     openai = pytest.importorskip("langchain_openai")
     anthropic = pytest.importorskip("langchain_anthropic")
 
