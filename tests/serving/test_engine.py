@@ -15,7 +15,7 @@ from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import EngineOptions
 
-NEW = 12
+NEW = 8
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.types import ExpertKey
 
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="module")

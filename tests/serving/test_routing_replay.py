@@ -71,12 +71,12 @@ def test_an_engine_says_where_all_tokens_but_the_last_went(pocket, prompts, opti
 def test_a_sequence_that_loses_its_room_tells_each_token_once(pocket, prompts):
     """Rows that are computed again are not told again."""
     options = EngineOptions(most_running=3, reuses_prefixes=False)
-    asked = [request_of(prompts[n], 60, returns_routing=True) for n in (0, 3, 4)]
+    asked = [request_of(prompts[n], 40, returns_routing=True) for n in (0, 3, 4)]
     with Engine(pocket, options, max_tokens=128) as engine:
         answers = ask_all(engine, asked)
         assert engine.statistics().preemptions > 0
     for answer, request in zip(answers, asked, strict=True):
-        assert len(routing_of(answer)) == len(request.prompt_ids) + 60 - 1
+        assert len(routing_of(answer)) == len(request.prompt_ids) + 40 - 1
 
 
 def test_servers_return_it_as_vllm_and_sglang_do(site, pocket):

@@ -25,7 +25,7 @@ from moe_runtime.serving.requests import (
     QueueFullError,
 )
 
-MANY = 20_000
+MANY = 8_000
 TEXT_MESSAGE = b'{"role":"user","content":"x"}'
 
 

@@ -126,7 +126,7 @@ def reference(text: str) -> list[Any]:
 
 def test_markdown_is_what_others_make_of_it():
     chance = random.Random(1)
-    texts = ["".join(chance.choices(PIECES, k=chance.randint(1, 14))) for _ in range(1000)]
+    texts = ["".join(chance.choices(PIECES, k=chance.randint(1, 14))) for _ in range(300)]
     answer, *found = parsed([ANSWER, *texts])
     assert answer == reference(ANSWER)
     other = [
