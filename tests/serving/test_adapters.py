@@ -38,6 +38,8 @@ from moe_runtime.serving.requests import EngineOptions
 LOADING = {"device": "cpu", "host_memory": "64MiB", "max_tokens": 256}
 PROMPTS = ((5, 7, 11), tuple(range(20, 60)), (300, 2))
 NAMES = (None, "wide", "narrow")
+SERVED = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
+SERVED |= {"kv_cache": "exact", "draft": "none"}
 NEAR = 1e-4
 """Between log-probabilities of fp32 products that sum in different orders: 64 terms and logits of a
 few units round by 1e-6, and a layer's outputs are summed a few times."""
@@ -285,9 +287,7 @@ def test_prefixes_are_those_of_an_adapter(model, adapters):
 
 def test_adapters_are_models_of_the_server(base, folders, expected):
     words = [f"{name}={folder}" for name, folder in folders.items()]
-    loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
-    loading |= {"kv_cache": "exact", "draft": "none"}
-    with started([str(base)], loading, words) as (site, ready):
+    with started([str(base)], SERVED, words) as (site, ready):
         assert ready.loaded[0].moe.stats().budget_bytes < 64 << 20  # the rest is the adapters'
         _, listed = site.ask("/v1/models")
         parents = {found["id"]: found["parent"] for found in listed["data"]}
@@ -312,8 +312,6 @@ def test_adapters_are_models_of_the_server(base, folders, expected):
 
 def test_adapters_are_loaded_and_unloaded_on_request(base, folders, expected):
     """As vLLM's endpoints; requests under way keep the adapter that they began with."""
-    loading = {**LOADING, "dtype": "auto", "cache_code": "none", "misses": "device"}
-    loading |= {"kv_cache": "exact", "draft": "none"}
     memory = 2 * sum(AdapterFolder(folder).num_bytes for folder in folders.values()) + (1 << 20)
     options = {"loads_adapters": True, "adapter_bytes": memory}
 
@@ -322,7 +320,7 @@ def test_adapters_are_loaded_and_unloaded_on_request(base, folders, expected):
         status, answer = site.ask("/v1/completions", {**body, "return_token_ids": True})
         return answer["choices"][0]["token_ids"] if status == 200 else [status]
 
-    with started([str(base)], loading, [], **options) as (site, _):
+    with started([str(base)], SERVED, [], **options) as (site, _):
         load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
         assert tokens("mine") == [404]
         for path, body, status in (
@@ -347,7 +345,7 @@ def test_adapters_are_loaded_and_unloaded_on_request(base, folders, expected):
         assert parents == {"base": None, "mine": "base"}
         assert site.ask(unload, {"lora_name": "mine"})[0] == 200
         assert tokens("mine") == [404]
-    with started([str(base)], loading, []) as (site, _):
+    with started([str(base)], SERVED, []) as (site, _):
         assert site.ask(load, {"lora_name": "a", "lora_path": str(folders["wide"])})[0] == 404
 
 

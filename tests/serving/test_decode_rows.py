@@ -11,13 +11,14 @@ import pytest
 import torch
 from emulated_layers import use_device_layers
 from emulated_models import emulated, experts_modules_of, load_on_emulated_device
-from engine_events import Answer, ask, ask_all, drained, hold, request_of
+from engine_events import Answer, ask, ask_all, drained, greedy, hold, request_of
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 from transformers import AutoModelForCausalLM
 from triton_interpreter import repair_interpreter
 
 import moe_runtime
+from moe_runtime.checkpoints.transformers_private import attention_name
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.device import decode_graphs
 from moe_runtime.inference.device.decoding_model import fuse_steps
@@ -281,11 +282,16 @@ WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_atten
 def test_families_decode_in_rows(tmp_path, family):
     folder, recordings = save(tiny_model(family), tmp_path, sharded=True), Recordings()
     asked = [(prompt_of(9), 5), (PROMPTS[0], 7)]
-    with loaded(folder, is_fused=False) as model, Engine(model) as engine, recordings.watch():
-        answers = ask_all(engine, [request_of(*each) for each in asked])
-        drained(engine)
+    with loaded(folder, is_fused=False) as model:
+        before = attention_name(model)
+        with Engine(model) as engine, recordings.watch():
+            answers = ask_all(engine, [request_of(*each) for each in asked])
+            drained(engine)
+        assert attention_name(model) == before
+        own = [greedy(model, *each) for each in asked]
+        model.moe.check()
     assert recordings.replayed
-    assert [answer.ids for answer in answers] == texts_of(folder, asked)
+    assert [answer.ids for answer in answers] == texts_of(folder, asked) == own
 
 
 @pytest.mark.gpu

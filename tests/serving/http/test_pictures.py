@@ -26,7 +26,11 @@ CHAT = "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8}
 KEEPS_NONE = "Qwen4ExpForConditionalGeneration"
 """A family that keeps no prefixes. `inference/test_picture_prompts.py` has all families."""
-FAMILIES = [next(iter(pc.TABLE)), pytest.param(KEEPS_NONE, marks=pytest.mark.long)]
+FAMILIES = [
+    pytest.param(name, marks=[pytest.mark.long] * bool(number))
+    for number, name in enumerate(pc.TABLE)
+    if not number or name == KEEPS_NONE
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
