@@ -154,8 +154,9 @@ def converse(
     ],
 )
 def test_turns_say_what_a_fresh_run_says(name, mode, tmp_path):
+    num_turns = 10 if mode == "default" else 8
     with loaded(name, tmp_path / "model") as model:
-        assert converse(model, OPTIONS[mode], 10, 0, tmp_path / "disk") > 0.15
+        assert converse(model, OPTIONS[mode], num_turns, 0, tmp_path / "disk") > 0.15
 
 
 LONG_TOO = ["GptOssForCausalLM", pytest.param("Qwen3NextForCausalLM", marks=pytest.mark.long)]

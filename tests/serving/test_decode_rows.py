@@ -171,9 +171,9 @@ def test_sequences_come_and_go(checkpoint, slots, is_fused, rows, exact):
         with recordings.watch():
             found = come_and_go(model, options)
         model.moe.check()
-    with loaded(checkpoint, slots, is_fused=is_fused) as model:
-        eager = come_and_go(model, EngineOptions(decode_rows=0, exact=exact))
-    assert found == eager
+    if not exact:
+        with loaded(checkpoint, slots, is_fused=is_fused) as model:
+            assert found == come_and_go(model, EngineOptions(decode_rows=0))
     assert found[:4] == texts_of(checkpoint, [*zip(PROMPTS[:4], NEW[:4], strict=True)])
     sizes = {1} if exact else {*range(1, min(rows, 4) + 1)}
     assert {*recordings.replayed} == sizes
