@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http.served_model import ServedModel
 from moe_runtime.serving.requests import Event, Finished, GenerationRequest, NewToken, PromptRead
 
 CAPACITY = 512
@@ -58,12 +60,21 @@ def stage(tokenizer: Any) -> Iterator[Served]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def plain_model(tokenizer: Any) -> ServedModel:
+    """Whose vocabulary and grammars copies of the tokenizer share: they are slow to make."""
+    return model_of("pocket", None, tokenizer, 4096)
+
+
 @pytest.fixture
-def staged(stage: Served, tokenizer: Any) -> Callable[..., Served]:
+def staged(stage: Served, tokenizer: Any, plain_model: ServedModel) -> Callable[..., Served]:
     """Puts an engine behind the shared server, and another tokenizer; gives the server."""
 
     def put(engine: Any = None, own: Any = tokenizer, size: int = 4096) -> Served:
         model = model_of("pocket", engine or ScriptedEngine(lambda _: []), own, size)
+        if size == 4096 == len(own):
+            known = {"vocabulary": plain_model.vocabulary, "grammars": plain_model.grammars}
+            model = replace(model, **known)
         stage.server.models = table_of([model])
         return stage
 

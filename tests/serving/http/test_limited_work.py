@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import os
 import signal
 from types import SimpleNamespace
@@ -31,8 +32,13 @@ DOUBLING = (
 INTERSECTION = "start: T\nT: " + " & ".join(f"/.*{'a' * count}.*/" for count in range(1, 40))
 
 
+NUMBERS = itertools.count(1)
+
+
 def chats(site: Served) -> None:
-    body = {"messages": [USER], "response_format": {"type": "regex", "regex": "a"}}
+    """With a grammar that is not known yet."""
+    form = {"type": "regex", "regex": f"a{{{next(NUMBERS)}}}"}
+    body = {"messages": [USER], "response_format": form}
     status, found = site.ask(CHAT, body)
     assert status == 200, found
 
