@@ -119,8 +119,7 @@ def asked(staged: Any) -> Callable[..., GenerationRequest]:
         engine = ScriptedEngine(
             lambda one: found.append(one) or [PromptRead(0), Finished("length")]
         )
-        status, answer = staged(engine).ask(path, body)
-        assert status == 200, answer
+        staged(engine).answer(path, body)
         return found[0]
 
     return ask

@@ -96,6 +96,12 @@ class Served:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text
 
+    def answer(self, path: str, body: Any = None, **more: Any) -> Any:
+        """The body of a response that is no refusal."""
+        status, found = self.ask(path, body, **more)
+        assert status == 200, found
+        return found
+
     def refused(self, path: str, body: Any = None, status: int = 400, **more: Any) -> Any:
         """The error that a request gets."""
         found, answer = self.ask(path, body, **more)
@@ -104,8 +110,7 @@ class Served:
 
     def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The chunks of a stream, the last of which says that it is whole."""
-        status, text = self.ask(path, {**body, "stream": True})
-        assert status == 200, text
+        text = self.answer(path, {**body, "stream": True})
         *events, done, rest = text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         assert all(event.startswith("data: ") for event in events)

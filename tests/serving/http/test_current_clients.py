@@ -23,8 +23,7 @@ def asked_of_engine(staged: Any, *bodies: dict[str, Any]) -> list[GenerationRequ
     engine = ScriptedEngine(lambda one: asked.append(one) or [PromptRead(0), Finished("length")])
     site = staged(engine)
     for body in bodies:
-        status, found = site.ask(CHAT, {"messages": [USER], **body})
-        assert status == 200, found
+        site.answer(CHAT, {"messages": [USER], **body})
     return asked
 
 

@@ -207,8 +207,7 @@ def test_over_http(harmony_tokenizer):
     tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
     model = model_of("oss", ScriptedEngine(script), harmony_tokenizer, 4110)
     with served([model]) as site:
-        status, found = site.ask("/v1/chat/completions", {"messages": messages})
-        assert status == 200
+        found = site.answer("/v1/chat/completions", {"messages": messages})
         assert found["choices"][0]["message"] == {
             "role": "assistant",
             "content": "Hello",
@@ -224,8 +223,7 @@ def test_over_http(harmony_tokenizer):
             {"tools": strict},
         ):
             asked = {"messages": messages, "tools": tools, **more}
-            status, found = site.ask("/v1/chat/completions", asked)
-            assert status == 200, found
+            found = site.answer("/v1/chat/completions", asked)
             assert found["choices"][0]["finish_reason"] == "tool_calls"
             assert found["choices"][0]["message"]["reasoning_content"] == "Well."
             (call,) = found["choices"][0]["message"]["tool_calls"]

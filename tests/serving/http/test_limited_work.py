@@ -39,8 +39,7 @@ def chats(site: Served) -> None:
     """With a grammar that is not known yet."""
     form = {"type": "regex", "regex": f"a{{{next(NUMBERS)}}}"}
     body = {"messages": [USER], "response_format": form}
-    status, found = site.ask(CHAT, body)
-    assert status == 200, found
+    site.answer(CHAT, body)
 
 
 @pytest.mark.parametrize("program", [LONG_LOOP, DOUBLING, "{{ messages[0].content * 999999999 }}"])

@@ -127,10 +127,7 @@ def test_lm_eval_reads_the_likelihood_that_the_model_gives(site, pocket, tokeniz
     texts = ["The for statement is used to iterate", "def f(x): return x"]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     body = {"model": "pocket", "prompt": prompts, "temperature": 0, "max_tokens": 1}
-    status, answer = site.ask(
-        "/v1/completions", {**body, "logprobs": 1, "seed": 1234, "echo": True}
-    )
-    assert status == 200, answer
+    answer = site.answer("/v1/completions", {**body, "logprobs": 1, "seed": 1234, "echo": True})
     for text, ids, choice in zip(texts, prompts, answer["choices"], strict=True):
         with torch.inference_mode():
             logits = pocket(torch.tensor([ids])).logits[0].double()

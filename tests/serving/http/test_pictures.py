@@ -55,8 +55,7 @@ def ask(site: Served, *turns: Any) -> Any:
         {"role": role, "content": turn if isinstance(turn, str) else pc.content_of(turn)}
         for role, turn in zip(itertools.cycle(["user", "assistant"]), turns, strict=False)
     ]
-    status, answer = site.ask(CHAT, {"messages": messages, "logprobs": True, **GREEDY})
-    assert status == 200, answer
+    answer = site.answer(CHAT, {"messages": messages, "logprobs": True, **GREEDY})
     return answer
 
 

@@ -82,10 +82,9 @@ def test_items_are_those_of_the_schema(speaking):
     text = f"<think>The user\nasks</think>Let me see.{CALL}{CALL}"
     site = speaking(text, THINKS)
     body = {"input": "Hi", "tools": [TOOL], "store": False}
-    status, whole = site.ask(PATH, body)
-    assert status == 200
+    whole = site.answer(PATH, body)
     Response.model_validate(whole)
-    status, stream = site.ask(PATH, {**body, "stream": True})
+    stream = site.answer(PATH, {**body, "stream": True})
     adapter = pydantic.TypeAdapter(ResponseStreamEvent)
     events = []
     for event in filter(None, stream.split("\n\n")):

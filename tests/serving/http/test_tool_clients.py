@@ -124,8 +124,7 @@ def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
         thought = f"{opens}I will ask."  # and the call ends it
     site = speaking(thought + call, source, added)
     forced = {"tool_choice": "required"} if is_forced else {}
-    status, answer = site.ask("/v1/chat/completions", asked | forced)
-    assert status == 200, answer
+    answer = site.answer("/v1/chat/completions", asked | forced)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["reasoning_content"].endswith("I will ask.")
@@ -136,8 +135,7 @@ def test_calls_and_thoughts_with_the_added_tokens_of_published_tokenizers(
         return
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
     site = speaking(f'{opens}Well?{closes}\n"yes"', source, added)
-    status, answer = site.ask("/v1/chat/completions", {"messages": USER, "response_format": schema})
-    assert status == 200, answer
+    answer = site.answer("/v1/chat/completions", {"messages": USER, "response_format": schema})
     assert answer["choices"][0]["message"]["content"] == '"yes"'
 
 
