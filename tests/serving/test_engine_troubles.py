@@ -28,7 +28,7 @@ from moe_runtime.serving.requests import (
 )
 from moe_runtime.types import ExpertKey
 
-NEW = 16
+NEW = 24
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def texts(pocket: Any, prompts: list[tuple[int, ...]]) -> list[list[int]]:
 def test_sequences_that_do_not_fit_together_are_computed_again_later(pocket, prompts, texts, exact):
     options = EngineOptions(exact=exact, prompt_tokens=16, idle_prompt_tokens=16)
     asked = [request_of(prompt, NEW, num_logprobs=0) for prompt in prompts]
-    with Engine(pocket, options, max_tokens=96) as engine:
+    with Engine(pocket, options, max_tokens=128) as engine:
         answers = ask_all(engine, asked)
         drained(engine)
         found = engine.statistics()
     assert [answer.ids for answer in answers] == texts
     assert found.preemptions > 0
-    assert found.kv_capacity == 96
+    assert found.kv_capacity == 128
     assert all(len(answer.events) == NEW + 3 for answer in answers), "nothing is told twice"
     with Engine(pocket, options) as engine:
         roomy = ask_all(engine, asked)
