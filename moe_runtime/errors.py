@@ -52,6 +52,13 @@ class MoERuntimeWarning(UserWarning):
     """A caller should know this, although nothing failed."""
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; an `OSError` without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 @contextlib.contextmanager
 def blamed_on(what: str, kind: type[Exception] = CheckpointError) -> Iterator[None]:
     """Turns a library's exceptions about a file's content into an error that names the file.

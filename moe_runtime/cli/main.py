@@ -36,7 +36,7 @@ from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session, one_line, print_json, require_address_space
 from moe_runtime.cli.stopping import StopRequest, release_broken_streams, terminable
 from moe_runtime.cli.strict import StrictCommand, expanded, option
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, text_of
 from moe_runtime.lazy import own_code_files, place_in_own_code
 
 _FIRST_SCREEN = """\
@@ -245,11 +245,10 @@ def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
             "memory could not be allocated; ask for less (a smaller budget, smaller sizes), or "
             "raise the ulimit"
         )
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return 2, one_line(f"{error.filename}: {error.strerror}")
     if isinstance(error, OSError) and error.strerror:
-        where = f"{' and '.join(broken)} cannot be written: " if broken else ""
-        return 2, one_line(f"{where}{error.strerror}")
+        is_stream = broken and error.filename is None
+        where = f"{' and '.join(broken)} cannot be written: " if is_stream else ""
+        return 2, one_line(f"{where}{text_of(error)}")
     package = type(error).__module__.partition(".")[0]
     if is_ours or isinstance(error, OSError) or package in _OUTSIDE_PACKAGES:
         return 2, one_line(str(error)) or type(error).__name__

@@ -555,6 +555,8 @@ class MoveCosts(Protocol):
 
 _PERSISTENCE = 0.98
 """Largest share of a gain that remains at the next look."""
+_PROVEN_SHARE = 0.25
+"""Share of a move's cost that gains must have been worth before it."""
 
 
 class RebalanceRule:
@@ -618,10 +620,12 @@ class RebalanceRule:
         gain, transfers = costs.gain(counted_E, slots, proposed), transfers_between(slots, proposed)
         self._promised = (slots, proposed, gain) if gain > 0 else None
         # A gain lasts as long as earlier ones did. A move that the next look does not pay back also
-        # waits until gains of its cost have come true.
+        # waits until gains of a share of its cost came true.
         saved, cost = self._trust * gain, costs.cost(transfers)
         lasting = saved / (1 - _PERSISTENCE * self._trust)
-        pays = transfers > 0 and (saved > cost or (lasting > cost and self._proven > cost))
+        pays = transfers > 0 and (
+            saved > cost or (lasting > cost and self._proven > _PROVEN_SHARE * cost)
+        )
         if pays:
             self._proven = 0.0
         return pays

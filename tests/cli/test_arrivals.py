@@ -250,16 +250,16 @@ CASES = {
         (
             "moe_runtime.lab.simulate.scaling.read_machine",
             "moe_runtime.lab.simulate.system.read_model",
-            "moe_runtime.lab.simulate.system.simulate_training",
+            "moe_runtime.lab.simulate.system.search_layouts",
         ),
-        ("model.toml",),
+        ("model.toml", "--layouts", "2"),
         {
             **SYSTEM,
             "tokens": ("--tokens 237", ("tokens", 237)),
             "micro_batches": ("--micro-batches 3", ("micro_batches", 3)),
             "checkpoint_minutes": ("--checkpoint-minutes 7", ("checkpoint_every_s", 420.0)),
         },
-        {},
+        {"layouts": "tests/cli/test_simulate.py"},
     ),
     "simulate layer": Case(
         (

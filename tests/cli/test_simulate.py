@@ -182,6 +182,19 @@ def test_training_with_failures(sizes, tmp_path, capsys):
     assert "useful" in capsys.readouterr().out
 
 
+def test_layouts_are_shown_fastest_first(sizes, capsys):
+    words = ["train", sizes, "--ranks", "4,8", "--tokens", "512"]
+    found = points_of([*words, "--layouts", "3"], capsys)
+    assert [one["num_ranks"] for one in found] == [4] * 3 + [8] * 3
+    for given, best in zip(points_of(words, capsys), found[::3], strict=True):
+        assert best["tokens_per_s"] >= given["tokens_per_s"]
+        whole = {"stages": 1, "expert_ranks": given["num_ranks"], "tokens": 512, "micro_batches": 1}
+        assert given["layout"] == whole
+    assert found[0]["tokens_per_s"] >= found[1]["tokens_per_s"] >= found[2]["tokens_per_s"]
+    assert main(["simulate", *words, "--layouts", "3"]) == 0
+    assert "expert ranks" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -77,7 +77,7 @@ def test_gpt_oss_beside_llama_cpp_is_told_with_its_spread_and_again():
 
 def test_why_lru_is_the_beginning_is_what_its_files_say():
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    (told,) = (part for part in page.split("\n\n") if part.startswith("LRU is the start because"))
+    (told,) = (part for part in page.split("\n\n") if part.startswith("Neither LRU nor"))
     found = {
         (name, one["system"], share): one["summary"][f"hit_rate_at_{share}"]["median"]
         for name in ("aging", "drifting")

@@ -31,7 +31,7 @@ def windows(num: int, micro_batches: int) -> list[list[torch.Tensor]]:
 
 def test_plain_backward_and_step(tmp_path):
     """Gradients of micro-batches that are not grouped wait in the experts' tiers and add up."""
-    inputs = windows(5, 2)
+    inputs = windows(3, 2)
     expected, model = stack(), stack()
     train_in_memory(expected, inputs, DECAYING)
     training = offloaded(model, DECAYING, tmp_path, experts_in_memory=0.4)
@@ -112,7 +112,7 @@ def test_evaluation_sees_missed_steps(tmp_path):
 def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path):
     """The definition: one AdamW over every expert's own parameters, whose gradient may be None."""
     settings = moe_runtime.AdamW(weight_decay=0.1, untouched="sparse_skip")
-    inputs = windows(12, 1)
+    inputs = windows(8, 1)
     expected, model = stack(), stack()
     named = {name: p for name, p in expected.named_parameters() if ".experts." not in name}
     slices = {
@@ -151,7 +151,7 @@ def test_sparse_skip_leaves_experts_without_tokens_alone(tmp_path):
 @pytest.mark.parametrize("clip", ["two_phase", "delayed"])
 def test_clipping_does_not_depend_on_tiers(tmp_path, clip):
     settings = moe_runtime.AdamW(clip_norm=0.05, clip=clip, weight_decay=0.1)
-    inputs = windows(6, 2)
+    inputs = windows(3, 2)
     results = []
     for share in (0.0, 0.5, 1.0):
         model, folder = stack(), tmp_path / str(share)
@@ -195,13 +195,7 @@ def test_delayed_clipping_takes_the_norm_of_the_step_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        Family("mixtral", "MixtralForCausalLM"),
-        Family("gpt_oss", "GptOssForCausalLM"),
-        Family("olmoe", "OlmoeForCausalLM"),
-    ],
-    ids=str,
+    "family", [Family("gpt_oss", "GptOssForCausalLM"), Family("olmoe", "OlmoeForCausalLM")], ids=str
 )
 def test_models_of_transformers(tmp_path, family):
     """Micro-batches side by side through a model that we did not write."""
@@ -212,7 +206,7 @@ def test_models_of_transformers(tmp_path, family):
     named = {name: p for name, p in expected.named_parameters() if p.requires_grad}
     adamw = DenseAdamW(named, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     training = offloaded(model, moe_runtime.AdamW(), tmp_path, experts_in_memory=0.3)
-    for step in range(3):
+    for step in range(2):
         wanted = [expected(ids, labels=ids).loss / 2 for ids in prompts]
         for loss in wanted:
             loss.backward()

@@ -52,17 +52,17 @@ def test_bytes_of_a_step(tmp_path, settings, read, written):
     training = offloaded(model, settings, tmp_path, experts_in_memory=0)
     train_offloaded(training, model.loss, every_expert(1))
     before = training.stats().traffic
-    train_offloaded(training, model.loss, every_expert(3))
+    train_offloaded(training, model.loss, every_expert(2))
     after = training.stats().traffic
     section = training.optimizer.records.experts[ExpertKey(0, 0)].layout.section_bytes
     experts = LAYERS * EXPERTS
-    assert after.needed_bytes - before.needed_bytes == 3 * read * experts * section
-    assert after.written_bytes - before.written_bytes == 3 * written * experts * section
+    assert after.needed_bytes - before.needed_bytes == 2 * read * experts * section
+    assert after.written_bytes - before.written_bytes == 2 * written * experts * section
     assert after.resident_bytes == 0
     # what is not read is what still lay in a slot: at most the ring, at each turn of the way
     slots = training.memory.ring_slots
     reused = after.reused_bytes - before.reused_bytes
-    assert 0 <= reused <= 3 * 3 * slots * 4 * section
+    assert 0 <= reused <= 2 * 3 * slots * 4 * section
     training.close()
 
 
@@ -83,17 +83,7 @@ def test_a_step_needs_a_backward_pass_and_an_open_training(tmp_path, frozen):
             use()
 
 
-@pytest.mark.parametrize(
-    ("share", "clip_norm"),
-    [
-        *((0.0, 1.0), (0.5, 0.0), (1.0, 1.0)),
-        # both of which the others have, each with another
-        *(
-            pytest.param(*pair, marks=pytest.mark.long)
-            for pair in ((0.0, 0.0), (0.5, 1.0), (1.0, 0.0))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("share", "clip_norm"), [(0.0, 1.0), (0.5, 0.0), (1.0, 1.0)])
 def test_step_with_a_bad_gradient_is_taken_back(tmp_path, share, clip_norm):
     """The bad gradients are found after later experts were updated."""
     settings = moe_runtime.AdamW(clip_norm=clip_norm)

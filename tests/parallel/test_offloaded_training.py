@@ -67,8 +67,8 @@ def assert_equal(parts: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=TOLERANCE, msg=name)
 
 
-@pytest.mark.parametrize("frozen", ["layers.1.experts.", "layers.0.experts.down_proj"])
-def test_what_is_frozen_is_so_in_every_process(tmp_path, ranks, frozen):
+def test_what_is_frozen_is_so_in_every_process(tmp_path, ranks):
+    frozen = "layers.0.experts.down_proj"
     options = (STEPS, True, torch.float64, frozen)
     found = ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.5, *options)
     assert_equal([parameters for parameters, _, _ in found], in_one_process(CLIPPED, frozen))
@@ -128,12 +128,11 @@ def test_a_process_without_tokens_keeps_the_others_company(tmp_path, ranks):
 
 def test_goes_on_with_another_number_of_processes(clipped, tmp_path, ranks):
     """Four processes, two, one, and two again, each with another budget; old files are removed."""
-    ranks(4).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.0, 2)
+    ranks(4).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.0, 1)
     assert {path.name for path in tmp_path.glob("rank-*")} == {f"rank-{r}-of-4" for r in range(4)}
-    ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 1.0, 3)
+    ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 1.0, 2)
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0-of-2", "rank-1-of-2"}
-    ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.0, 4)
-    train_offloaded_over_ranks(tmp_path, CLIPPED, 0.4, 5)
+    train_offloaded_over_ranks(tmp_path, CLIPPED, 0.4, 3)
     assert not list(tmp_path.glob("rank-*"))
     found = ranks(2).run(train_offloaded_over_ranks, tmp_path, CLIPPED, 0.4)
     assert_equal([parameters for parameters, _, _ in found], clipped)
@@ -173,12 +172,11 @@ def test_a_killed_process_ends_all_and_the_last_checkpoint_goes_on(clipped, tmp_
     assert_equal([parameters], clipped)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_gradients_behind_the_norm_are_refused(grouped, tmp_path, ranks):
+def test_gradients_behind_the_norm_are_refused(tmp_path, ranks):
     """They would be of each process alone."""
     model = stack(dtype=torch.float64, bias=True)
     train_in_memory(model, inputs_of(1), PLAIN)
-    found = ranks(2).run(after_a_norm_too_early, tmp_path, grouped)
+    found = ranks(2).run(after_a_norm_too_early, tmp_path)
     assert_equal(found, by_expert(dict(model.named_parameters())))
 
 

@@ -30,15 +30,13 @@ from moe_runtime.serving.requests import EngineOptions, GenerationRequest
 from moe_runtime.serving.scheduling import Sequence, ignore_event
 
 Ranks = Callable[[int], RankPool]
-KINDS = (
-    *("OlmoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"),
-    *("Qwen3NextForCausalLM", "JambaForCausalLM", "Cohere2MoeForCausalLM"),
-)
+KINDS = ("GptOssForCausalLM", "Qwen3NextForCausalLM", "JambaForCausalLM")
 LONG_KINDS = (
-    *("MixtralForCausalLM", "DeepseekV32ForCausalLM", "Qwen3MoeForCausalLM"),
-    "GraniteMoeHybridForCausalLM",
+    *("DeepseekV3ForCausalLM", "Cohere2MoeForCausalLM", "MixtralForCausalLM"),
+    *("DeepseekV32ForCausalLM", "Qwen3MoeForCausalLM", "GraniteMoeHybridForCausalLM"),
 )
-FORMATS = ("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "planes", "smallest")
+# `load` in several processes has the others.
+FORMATS = ("gpt_oss-mxfp4", "smallest")
 GREEDY = EngineOptions(prompt_tokens=16)
 EXACT = EngineOptions(exact=True, prompt_tokens=16, idle_prompt_tokens=16)
 
@@ -71,7 +69,7 @@ def visits(stats: Any) -> int:
 )
 def test_families_answer_as_in_one_process(family, tmp_path, ranks):
     folder = str(save(tiny_model(family), tmp_path, sharded=False))
-    engine = EXACT if str(family) in KINDS[:2] else GREEDY
+    engine = EXACT if str(family) == KINDS[0] else GREEDY
     loading = {"dtype": "float32", "host_memory": "64MiB"}
     alone = answered(folder, engine, loading)
     assert_same(alone, ranks(2).run(answered, folder, engine, loading))
@@ -89,15 +87,6 @@ def test_formats_are_answered_as_in_one_process(kind, checkpoint, checkpoint_in,
     assert_same(alone, ranks(2).run(answered, str(folder), EXACT, loading))
 
 
-@pytest.mark.long
-def test_four_processes(checkpoint, ranks):
-    loading = {"host_memory": "64MiB", "prefetch": "enforce"}
-    alone = answered(str(checkpoint), GREEDY, loading)
-    parts = ranks(4).run(answered, str(checkpoint), GREEDY, loading)
-    assert parts[0]["answers"] == alone["answers"]
-    assert visits(parts[0]["stats"].experts) == visits(alone["stats"].experts)
-
-
 def test_an_adapter_on_experts_is_each_owners_part(checkpoint, tmp_path, ranks):
     settings = peft.LoraConfig(
         r=3,
@@ -113,7 +102,7 @@ def test_an_adapter_on_experts_is_each_owners_part(checkpoint, tmp_path, ranks):
     assert_same(alone, ranks(2).run(answered, str(checkpoint), GREEDY, loading))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_process_that_dies_at_any_step_is_named(seed, checkpoint):
     pool = RankPool(3)
     victim = (seed + 1) % 3

@@ -21,8 +21,8 @@ def has_interface() -> bool:
     return True
 
 
-# Plain experts; alternating gates and biases; shared experts and dense layers before; no gates.
-SOME = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe")
+# Alternating gates and biases; shared experts and dense layers before.
+SOME = ("gpt_oss", "deepseek_v3")
 # transformers' own tensor parallelism cannot divide the dense part of these in fp64: the same
 # errors come with its own dispatcher.
 CANNOT_BE_DIVIDED = {

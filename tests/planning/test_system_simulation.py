@@ -1,5 +1,7 @@
 """Simulated services and training against closed forms, a queue's theory, and random failures."""
 
+import contextlib
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,10 +16,12 @@ from moe_runtime.lab.simulate.system import (
     Failures,
     SimulatedModel,
     SimulatedSteps,
+    TrainLayout,
     best_interval_s,
     poisson_arrivals,
     read_arrivals,
     read_model,
+    search_layouts,
     simulate_serving,
     simulate_training,
     useful_share,
@@ -156,9 +160,9 @@ def test_failures_begin_again_what_was_under_way():
     assert (found.between_s > 0).all()
 
 
-@pytest.mark.parametrize("restart_s", [0.0, 20.0, 1000.0])
-def test_failures_while_nothing_runs(restart_s):
+def test_failures_while_nothing_runs():
     """Against drawn failures: of requests far apart, those wait that come during a restart."""
+    restart_s = 1000.0
     asked = Arrivals(1e5 * np.arange(1.0, 2001.0), np.full(2000, 4), np.full(2000, 1))
     failures = Failures(mean_s=1000.0, restart_s=restart_s, seed=2)
     found = simulate_serving(machine(2), MODEL, asked, failures=failures, times=ConstantSteps)
@@ -232,7 +236,8 @@ def test_the_best_interval_loses_least():
 def test_a_training_step_has_its_parts():
     link = Link(alpha_s=0.5, bytes_per_s=50.0)
     cluster = replace(machine(2, memory_bytes_per_s=1e3, flops_per_s=1e30), inter=link, intra=link)
-    found = simulate_training(cluster, MODEL, tokens=4, micro_batches=3)
+    layout = TrainLayout(expert_ranks=2, tokens=4)
+    found = simulate_training(cluster, MODEL, layout=replace(layout, micro_batches=3))
     times = SimulatedSteps(cluster, MODEL)
     assert found.layers_s == pytest.approx(3 * times.step_s(4, is_training=True))
     assert found.reduce_s == pytest.approx(2 * 0.5 + 2 * 300 * 2 / 2 / 50)
@@ -243,12 +248,65 @@ def test_a_training_step_has_its_parts():
         narrow = replace(cluster, memory_bytes=memory / 0.9, disk_bytes_per_s=1e6)
         if rounds is None:
             with pytest.raises(CapacityError, match="weights, gradients and optimizer"):
-                simulate_training(narrow, MODEL, tokens=4)
+                simulate_training(narrow, MODEL, layout=layout)
         else:
-            found = simulate_training(narrow, MODEL, tokens=4)
+            found = simulate_training(narrow, MODEL, layout=layout)
             assert found.reduce_s == pytest.approx(rounds * (0.5 + 300 * 2 / 2 / 50))
-    failing = simulate_training(cluster, MODEL, tokens=4, failures=Failures(1e5, 100.0))
+    failing = simulate_training(cluster, MODEL, layout=layout, failures=Failures(1e5, 100.0))
     assert 0 < failing.useful_share < 1
+
+
+def test_stages_and_copies_of_experts_have_their_parts():
+    """Four ranks: two stages, whose two ranks have a copy of each expert."""
+    link = Link(alpha_s=0.5, bytes_per_s=50.0)
+    cluster = replace(machine(4, flops_per_s=1e30), inter=link, intra=link, memory_bytes_per_s=1e3)
+    model = replace(MODEL, num_layers=4)
+    layout = TrainLayout(stages=2, expert_ranks=1, tokens=4, micro_batches=3)
+    found = simulate_training(cluster, model, layout=layout)
+    stage = replace(model, num_layers=2, dense_parameters=150)
+    alone = SimulatedSteps(replace(cluster, num_ranks=1), stage)
+    handed_s = 2 * (0.5 + 4 * 8 * 2 / 50)
+    of_one = alone.step_s(4, is_training=True) + handed_s
+    assert found.layers_s == pytest.approx((3 + 2 - 1) * of_one)
+    experts = 2 * 4 * 120
+    assert found.reduce_s == pytest.approx(2 * 2 * 0.5 + 2 * (150 + experts) * 2 / 2 / 50)
+    assert found.optimizer_s == pytest.approx((150 / 2 + experts / 2) * 2 * 14 / 1e3)
+    assert found.tokens_per_s == pytest.approx(4 * 3 * 2 / found.step_s)
+    # the first stage keeps the inputs of a second micro-batch
+    needed = 12 * (75 + 480) + 4 * (75 + 960) + 2 * 4 * 8 * 2
+    for more, fits in ((1, True), (-1, False)):
+        narrow = replace(cluster, memory_bytes=(needed + more) / 0.9, disk_bytes_per_s=1e6)
+        if fits:
+            simulate_training(narrow, model, layout=layout)
+        else:
+            with pytest.raises(CapacityError):
+                simulate_training(narrow, model, layout=layout)
+
+
+@pytest.mark.parametrize("memory_bytes", [math.inf, 16000.0, 6000.0, 100.0])
+def test_the_search_finds_what_trying_every_layout_finds(memory_bytes):
+    link = Link(alpha_s=1e-3, bytes_per_s=1e4)
+    cluster = Cluster(
+        num_ranks=8, ranks_per_node=4, intra=FREE, inter=link, flops_per_s=1e6,
+        memory_bytes=memory_bytes, disk_bytes_per_s=1e6,
+    )  # fmt: skip
+    model = replace(MODEL, num_layers=4)
+    tried = []
+    for stages, expert_ranks, tokens in itertools.product(*([1, 2, 4],) * 2, [1, 2, 4, 8, 16, 32]):
+        micro_batches, rest = divmod(8 * 2 * stages, tokens)
+        layout = TrainLayout(
+            stages=stages, expert_ranks=expert_ranks, tokens=tokens, micro_batches=micro_batches
+        )
+        if stages * expert_ranks <= 8 and not rest:
+            with contextlib.suppress(CapacityError):
+                tried.append(simulate_training(cluster, model, layout=layout))
+    if not tried:
+        with pytest.raises(CapacityError, match="8 ranks"):
+            search_layouts(cluster, model, tokens=8, micro_batches=2)
+        return
+    found = search_layouts(cluster, model, tokens=8, micro_batches=2)
+    assert {one.layout for one in found} == {one.layout for one in tried}
+    assert found[0].tokens_per_s == max(one.tokens_per_s for one in tried)
 
 
 def test_files(tmp_path):

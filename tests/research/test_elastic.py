@@ -45,15 +45,15 @@ from moe_runtime.types import ExpertKey
 
 VOCAB = 300
 PROMPTS = [tuple((7 * i + 3 * j) % VOCAB for j in range(3 + 5 * i)) for i in range(5)]
-NEW_TOKENS = 16
+NEW_TOKENS = 10
 # Nobody waits that long unless something is wrong.
 TIMEOUT_S = 250.0
 
 
-@pytest.fixture(scope="module", params=["bfloat16"])
-def checkpoint(request, tmp_path_factory) -> Path:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("elastic")
-    tiny_text_model(VOCAB).to(getattr(torch, request.param)).save_pretrained(folder)
+    tiny_text_model(VOCAB).bfloat16().save_pretrained(folder)
     return folder
 
 
@@ -116,7 +116,7 @@ def logits_of(model, prompt: tuple[int, ...]) -> torch.Tensor:
         return model(torch.tensor([prompt])).logits[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_no_placement_changes_a_bit_of_the_logits(checkpoint, num_ranks):
     """Each rank has a prompt of its own, the last one has none; compared with one process."""
     compare_logits(checkpoint, num_ranks)
@@ -145,7 +145,7 @@ def compare_logits(checkpoint: Path, num_ranks: int) -> None:
             mine.serve_others()
         return answers
 
-    for seed in range(4):
+    for seed in range(2):
         if num_ranks == 1:
             found = [compute(LocalTransport(), seed)]
         else:
@@ -266,12 +266,11 @@ def service(checkpoint: Path) -> Iterator[tuple[ElasticService, list]]:
 
 
 def test_ranks_come_and_go_while_requests_run(service, expected):
-    """2 ranks, then 4, 3, a rebalance with replicas, and 1; every answer as in one process."""
+    """2 ranks, then 4, a rebalance with replicas, and 1; every answer as in one process."""
     live, _ = service
     steps = [
         (lambda: live.resize(4), 4, NUM_LAYERS * NUM_EXPERTS // 2),
-        (lambda: live.resize(3), 3, NUM_LAYERS * 2),
-        (lambda: live.rebalance(num_replicas=3), 3, None),
+        (lambda: live.rebalance(num_replicas=4), 4, None),
         (lambda: live.resize(1), 1, None),
     ]
     for change, num_ranks, num_transfers in steps:

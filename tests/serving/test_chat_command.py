@@ -22,7 +22,7 @@ from command_line import all_commands
 from http_server import TEMPLATE, ScriptedEngine
 from rich.console import Console
 from rich.markdown import Markdown
-from terminal_screen import screen_of
+from terminal_screen import TypedLines, screen_of
 
 from moe_runtime.cli import terminal
 from moe_runtime.cli.main import main
@@ -428,11 +428,6 @@ def test_an_answer_in_pieces_is_drawn_as_one_that_is_whole(size, monkeypatch):
     drawn, wanted = screen_of(written.getvalue()), whole.getvalue().splitlines()
     assert [line for line in drawn if line] == [line.rstrip() for line in wanted if line.strip()]
     assert "the status" not in drawn
-
-
-class TypedLines(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import shutil
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import picture_checkpoints as pc
 import pytest
 from PIL import Image
+from terminal_screen import TypedLines
 
 import moe_runtime
+from moe_runtime.cli import terminal
 from moe_runtime.cli.main import main
 from moe_runtime.inference.pictures import Picture, PictureReader
 from moe_runtime.models.pocket import pocket_path
@@ -131,6 +135,18 @@ def test_a_file_that_is_no_picture_is_refused_in_a_line(model, picture, capsys, 
     assert complaint in line
     assert picture.name in line
     assert " object at " not in line
+
+
+def test_a_picture_that_is_not_there_is_named(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", TypedLines())
+    monkeypatch.setattr(terminal, "typed_messages", lambda *_: iter(["/image gone.png"]))
+    assert main(["chat", model, *OPTIONS]) == 0
+    assert "moe-runtime: gone.png: No such file or directory\n" in capsys.readouterr().err
+    words = write_prompts(tmp_path, 2)
+    (tmp_path / "1.png").unlink()
+    assert main(["generate", model, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"line 2: .*1\.png: No such file or directory", line)
 
 
 def test_what_takes_no_pictures_says_so(picture, capsys):

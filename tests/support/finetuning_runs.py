@@ -28,9 +28,7 @@ MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", config=SIZES)
 # freezes the bias of its router, a matrix
 ERNIE = Family(
-    "ernie4_5_moe",
-    "Ernie4_5_MoeForCausalLM",
-    config=SIZES | {"moe_layer_start_index": 0},
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", config=SIZES | {"moe_layer_start_index": 0}
 )
 
 

@@ -1,6 +1,12 @@
-"""The lines that stay on a terminal, by the control sequences that rich writes."""
+"""What is typed at a terminal, and the lines that stay on it, by rich's control sequences."""
 
+import io
 import re
+
+
+class TypedLines(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def screen_of(written: str) -> list[str]:

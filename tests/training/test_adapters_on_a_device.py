@@ -26,14 +26,12 @@ from finetuning_runs import (
 from frozen_bases import bases
 from safetensors.torch import load_file
 
-from moe_runtime.checkpoints.expert_tensors import fill_matrices
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CapacityError, MoERuntimeError
 from moe_runtime.training.finetune import checkpoint_model, finetune_run
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 from moe_runtime.training.loop import Trainer
-from moe_runtime.training.offload import frozen
 
 PLAIN = {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}
 
@@ -95,11 +93,10 @@ def smallest_on_device(config: FinetuneConfig) -> FinetuneConfig:
 )
 @torch.backends.mkldnn.flags(enabled=False)  # its products in bf16 depend on how operands lie
 def test_same_bits_as_on_the_cpu(tmp_path, kind, precision):
-    """The smallest budgets and everything resident; a run that was stopped in between, which does
-    not depend on what weights are."""
+    """The smallest budgets and everything resident, each stopped in between."""
     folder = folder_of(kind, tmp_path)
     found, waits = {}, {}
-    for name in ("cpu", "large", "small", *["stopped"] * (kind == "planes")):
+    for name in ("cpu", "large", "small"):
         (tmp_path / name).mkdir()
         config = config_of(folder, tmp_path / name, lora={"rank": 2}, run={"steps": 2})
         config = with_run(config, precision=precision)
@@ -109,10 +106,10 @@ def test_same_bits_as_on_the_cpu(tmp_path, kind, precision):
             if name == "small":
                 config = smallest_on_device(smallest(config))
             losses = []
-            if name == "stopped":
+            if name != "cpu":
                 losses, trainer, _ = run(config, stop_after=1)
                 trainer.close()
-            later, trainer, preparation = run(config, resume=name == "stopped")
+            later, trainer, preparation = run(config, resume=name != "cpu")
             waits[name] = CROSSINGS.num_waits
             stats = trainer.optimizer.stats()  # type: ignore[union-attr]
             summary = finish(preparation, trainer, export=True)
@@ -179,7 +176,7 @@ def test_a_copy_that_fails_leaves_no_gradient(tmp_path, is_late):
         assert optimizer.dense.gradients()  # type: ignore[union-attr]
         optimizer.dense.forget()  # type: ignore[union-attr]
         num_copies = calls[0]
-        for number in {*range(1 + is_late, num_copies, 9), num_copies}:
+        for number in {*range(1 + is_late, num_copies, 23), num_copies}:
             calls[0], fails_at[0] = 0, number
             with contextlib.suppress(MoERuntimeError):
                 assert take_step(trainer) == wanted  # nobody had asked for that expert yet
@@ -200,31 +197,6 @@ def test_a_copy_that_fails_leaves_no_gradient(tmp_path, is_late):
         trainer.close()
 
 
-def test_an_interrupt_leaves_no_gradient(tmp_path, monkeypatch):
-    with computing_on(NAME) as place:
-        trainer, _ = a_run(tmp_path, place)
-        optimizer, calls, strikes_at = trainer.optimizer, [0], [0]
-        wanted = take_step(trainer)
-        optimizer.dense.forget()  # type: ignore[union-attr]
-
-        def struck(*args: Any) -> None:
-            calls[0] += 1
-            if calls[0] == strikes_at[0]:
-                raise KeyboardInterrupt
-            fill_matrices(*args)
-
-        for number in (1, 5, 14):
-            calls[0], strikes_at[0] = 0, number
-            with monkeypatch.context() as patch:
-                patch.setattr(frozen, "fill_matrices", struck)
-                with pytest.raises(KeyboardInterrupt):
-                    take_step(trainer)
-            assert not optimizer.dense.gradients()  # type: ignore[union-attr]
-            optimizer.check()  # type: ignore[union-attr]
-        assert take_step(trainer) == wanted
-        trainer.close()
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -238,7 +210,8 @@ def test_the_budget_of_the_device_holds(tmp_path, kind, monkeypatch):
         monkeypatch.setattr(module, "SPARE_BYTES", 0)
     folder = folder_of(kind, tmp_path)
     precision = "bfloat16" if kind == "planes" else "float32"
-    config = with_run(config_of(folder, tmp_path, lora={"rank": 2}), precision=precision)
+    config = config_of(folder, tmp_path, lora={"rank": 2}, run={"steps": 2})
+    config = with_run(config, precision=precision)
     device = ForeignDevice()
     with computing_on(NAME, device) as place:
         config = with_run(smallest(config), device=str(place), checkpoint_every=1)

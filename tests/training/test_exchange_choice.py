@@ -111,7 +111,7 @@ class Balance:
         return self._price
 
 
-def test_a_move_waits_for_its_cost_unless_the_next_look_pays_it_back():
+def test_a_move_waits_for_a_quarter_of_its_cost_unless_the_next_look_pays_it_back():
     """Every look promises a gain of 7, which comes true if the loads stay."""
     here = ExpertSlots.contiguous(4, 2)
     still, other = np.array([8.0, 8, 1, 1]), np.array([8.0, 1, 1, 8])
@@ -121,7 +121,7 @@ def test_a_move_waits_for_its_cost_unless_the_next_look_pays_it_back():
         return [rule.look(loads_E, here)[0] is not None for loads_E in loads]
 
     assert moves(6, [still] * 3) == [True] * 3
-    assert moves(8, [still] * 4) == [False, False, True, False]
+    assert moves(32, [still] * 4) == [False, False, True, False]
     assert moves(6, [still, other] * 3) == [True, *[False] * 5]
     assert moves(8, [still, other] * 3) == [False] * 6
-    assert moves(8, [still, other, still, still, still, still]) == [*[False] * 4, True, False]
+    assert moves(32, [still, other, still, still, still, still]) == [*[False] * 4, True, False]

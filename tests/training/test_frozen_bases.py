@@ -43,12 +43,12 @@ from moe_runtime.training.finetune.checkpoint_model import take_adapters, write_
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
 from moe_runtime.training.finetune.settings import LoraConfig
 
-KINDS = (
-    *("gpt_oss-mxfp4", "qwen3_moe-fp8-ragged", "deepseek_v3-int4", "qwen3_moe-gptq"),
-    *("mixtral-nvfp4", "planes", "qwen3moe-mxfp4.gguf", "olmoe-q4_k.gguf"),
-    "qwen2moe-mixed.gguf",
+KINDS = ("gpt_oss-mxfp4", "deepseek_v3-int4", "planes", "qwen2moe-mixed.gguf")
+LONG_KINDS = (
+    *("qwen3_moe-fp8-ragged", "qwen3_moe-gptq", "mixtral-nvfp4"),
+    *("qwen3moe-mxfp4.gguf", "olmoe-q4_k.gguf"),
 )
-"""All kinds of codes and scales, and all layouts of experts in files."""
+"""With the others: all kinds of codes and scales, and all layouts of experts in files."""
 
 
 def loss_of(model: PreTrainedModel, embedded: Tensor, ids: Tensor) -> Tensor:
@@ -77,7 +77,9 @@ def gradients_in_memory(model: PreTrainedModel, windows: list[Tensor]) -> dict[s
     return {name: grad for name, grad in found.items() if grad is not None}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG_KINDS)]
+)
 def test_gradients_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
     """Of inputs, of PEFT's adapters on attention and of ours on experts; all experts on the disk.
 
@@ -135,12 +137,9 @@ def test_adapters_on_attention_are_those_that_transformers_has_a_module_for(tmp_
     assert {path.rpartition(".")[2] for path in paths} >= {"q_proj", "in_proj_ba", "out_proj"}
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])
-def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(tmp_path: Path) -> None:
     """With the smallest budget, everything resident, and an interrupted run."""
-    folder, plain = bases(kind, tmp_path)
+    folder, plain = bases("planes", tmp_path)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     results = []
     for name, change in (("small", smallest), ("large", lambda config: config)):
@@ -179,9 +178,7 @@ def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(
 
 
 LLAMA4 = Family(
-    "llama4",
-    "Llama4ForCausalLM",
-    SIZES | {"intermediate_size_mlp": 48, "num_experts_per_tok": 1},
+    "llama4", "Llama4ForCausalLM", SIZES | {"intermediate_size_mlp": 48, "num_experts_per_tok": 1}
 )
 
 
@@ -189,8 +186,7 @@ DORA = {"places": ["attention"], "dora": True, "dropout": 0.25}
 
 
 @pytest.mark.parametrize(
-    ("family", "more"),
-    [(MIXTRAL, {"rslora": True}), (GPT_OSS, {}), (LLAMA4, {}), (MIXTRAL, DORA)],
+    ("family", "more"), [(GPT_OSS, {"rslora": True}), (LLAMA4, {}), (MIXTRAL, DORA)]
 )
 def test_adapters_of_plain_weights_are_those_of_peft(
     tmp_path: Path, family: Family, more: dict[str, Any]
@@ -289,11 +285,10 @@ def test_a_beginning_is_read_as_peft_reads_it_and_not_needed_again(tmp_path: Pat
         start(prepare(config_of(folder, tmp_path, lora=lora)), resume=True)
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss-mxfp4", "planes"])
 def test_what_would_change_frozen_weights_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = bases(kind, tmp_path)
+    folder, _ = bases("planes", tmp_path)
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
     words += ["--context", "16", "--sequences", "2", "--steps", "1"]
     for more, expected in (
@@ -313,7 +308,7 @@ def test_what_would_change_frozen_weights_is_refused(
 def test_the_command_says_where_adapters_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only experts have adapters; `--json` and the table name the folder."""
+    """Only experts have adapters."""
     folder, _ = bases("deepseek_v3-int4", tmp_path)
     words = ["finetune", str(folder), str(write_text(tmp_path)), "-o", str(tmp_path / "out")]
     words += ["--context", "16", "--sequences", "2", "--steps", "1", "--host-memory", "1GiB"]
@@ -323,9 +318,6 @@ def test_the_command_says_where_adapters_are(
     config = json.loads((Path(summary["adapters"]) / "adapter_config.json").read_text())
     assert config["target_modules"] == []
     assert config["base_model_name_or_path"] == str(folder)
-    words[4] = str(tmp_path / "other")
-    assert main(words) == 0
-    assert "adapters" in capsys.readouterr().err
 
 
 def test_adapters_of_experts_have_no_magnitudes() -> None:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from moe_runtime.training.run_config import TrainConfig
 from moe_runtime.training.train_run import prepare, start
 
 # More steps than any machine takes before it is told to stop.
-ENDLESS = ("run.steps=1000000", "run.checkpoint_every=5")
+ENDLESS = ("run.steps=1000000", "run.checkpoint_every=2")
 # Gates that use randomness and state between steps, so that a resumed run must restore both.
 NOISY = CONFIG.replace(
     "loss_weights = { load_balance = 0.01, z = 1e-3 }", 'gate = "noisy_topk"\ncapacity_factor = 1.0'
@@ -51,12 +50,12 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     """After a kill between checkpoints, the last steps are repeated with the same result."""
     killed = write_run(tmp_path / "killed", config=NOISY)
     process = start_process(killed, *(word for key in ENDLESS for word in ("--set", key)))
-    wait_for_step(tmp_path / "killed" / "out", 7, process)
+    wait_for_step(tmp_path / "killed" / "out", 3, process)
     process.kill()
     process.communicate()
     before = training_records(tmp_path / "killed" / "out")
     # As far as the kill came on this machine, and a little further.
-    end = before[-1]["step"] + 3
+    end = before[-1]["step"] + 2
     whole = write_run(tmp_path / "whole", config=NOISY)
     train_until(whole, end, resume=False)
     train_until(killed, end, resume=True)
@@ -129,6 +128,7 @@ MOMENTS = ("first_step", "half_a_checkpoint", "before_the_name", "half_a_record"
 
 def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path):
     few = NOISY.replace("tokens_per_step = 256", "tokens_per_step = 64")
+    few = few.replace("steps = 8", "steps = 6")
     whole = write_run(tmp_path / "whole", config=few)
     assert train(whole) == 0
     expected = training_records(whole.parent / "out")
@@ -149,45 +149,8 @@ def test_a_kill_at_any_moment_loses_no_step_and_repeats_none(tmp_path):
         assert left == ([f"step-{last:08}.pt"] if last else []), moment
         assert train(tmp_path / moment / "train.toml", "--resume") == 0
         assert training_records(out) == expected, moment
-        final = Path("checkpoints") / "step-00000008.pt"
+        final = Path("checkpoints") / "step-00000006.pt"
         assert states_equal(out / final, whole.parent / "out" / final), moment
-
-
-def test_an_interrupt_finishes_the_step_and_saves(tmp_path):
-    path = write_run(tmp_path)
-    process = start_process(path, "--set", ENDLESS[0], "--set", "run.checkpoint_every=0")
-    wait_for_step(tmp_path / "out", 2, process)
-    process.send_signal(signal.SIGINT)
-    _, shown = process.communicate()
-    assert process.returncode == 130, shown
-    assert "stopping after this step" in shown
-    assert "--resume" in shown
-    last = training_records(tmp_path / "out")[-1]["step"]
-    assert [file.name for file in (tmp_path / "out" / "checkpoints").iterdir()] == [
-        f"step-{last:08}.pt"
-    ]
-    assert not (tmp_path / "out" / "model").exists()
-
-
-# One rate and one length throughout, so that a longer run begins as a shorter one.
-STEADY = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace(
-    "short_share = 0.5", "short_share = 0.0"
-)
-
-
-def test_a_run_that_is_extended_is_the_longer_run(tmp_path):
-    whole = write_run(tmp_path / "whole", config=STEADY)
-    assert train(whole) == 0
-    parts = write_run(tmp_path / "parts", config=STEADY)
-    assert train(parts, "--set", "run.steps=5") == 0
-    assert train(parts, "--resume", "--reschedule") == 0
-    one, other = (
-        [record for record in training_records(path.parent / "out") if "loss" in record]
-        for path in (whole, parts)
-    )
-    assert one == other
-    last = Path("out") / "checkpoints" / "step-00000008.pt"
-    assert states_equal(tmp_path / "whole" / last, tmp_path / "parts" / last)
 
 
 def test_a_run_that_began_with_another_course_of_the_rate_is_refused(tmp_path, capsys, monkeypatch):

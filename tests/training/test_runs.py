@@ -18,27 +18,27 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = write_run(tmp_path)
-    assert train(path, "--json", "--set", "run.steps=24", "--set", "run.tensorboard=true") == 0
+    assert train(path, "--json", "--set", "run.steps=12", "--set", "run.tensorboard=true") == 0
     captured = capsys.readouterr()
     summary = json.loads(captured.out)
     out = tmp_path / "out"
     assert summary["complete"]
-    assert summary["tokens"] == 24 * 256
+    assert summary["tokens"] == 12 * 256
     assert summary["model"] == str(out / "model")
-    for part in ("step 24/24", "tokens/s", "load ", "dropped 0.0%", "held out "):
+    for part in ("step 12/12", "tokens/s", "load ", "dropped 0.0%", "held out "):
         assert part in captured.err
     records = training_records(out)
     steps = [record for record in records if "loss" in record]
-    assert [record["step"] for record in steps] == list(range(1, 25))
+    assert [record["step"] for record in steps] == list(range(1, 13))
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     held_out = [record for record in records if "held_out" in record]
-    assert [record["step"] for record in held_out] == [4, 8, 12, 16, 20, 24]
+    assert [record["step"] for record in held_out] == [4, 8, 12]
     assert set(held_out[0]["held_out"]) == {"tales", "rules"}
     mixture = held_out[-1]["held_out"]
     expected = (2 * mixture["tales"] + mixture["rules"]) / 3
     assert held_out[-1]["held_out_mean"] == pytest.approx(expected)
     kept = sorted(file.name for file in (out / "checkpoints").iterdir())
-    assert kept == ["step-00000021.pt", "step-00000024.pt"]
+    assert kept == ["step-00000009.pt", "step-00000012.pt"]
 
     # The exported model has the held-out loss that the run reports.
     model: Any = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
@@ -104,19 +104,6 @@ def test_a_dry_run_says_what_would_happen(words, tmp_path, capsys):
         assert "held out tokens" in " ".join(shown.split())
 
 
-def test_accumulation_takes_the_same_steps(tmp_path):
-    """Without gates' losses, which are means of micro-batches, only the order of sums differs."""
-    plain = CONFIG.replace("load_balance = 0.01, z = 1e-3", "load_balance = 0.0")
-    curves = []
-    for number in (1, 8):
-        path = write_run(tmp_path / str(number), config=plain)
-        words = ("--set", f"data.micro_batches={number}", "--set", "run.steps=4")
-        assert train(path, *words) == 0
-        records = training_records(tmp_path / str(number) / "out")
-        curves.append([record["loss"] for record in records if "loss" in record])
-    assert curves[0] == pytest.approx(curves[1], abs=1e-4)
-
-
 def test_a_caller_s_autocast_changes_nothing(tmp_path):
     """An outer autocast would otherwise cache weights from before an update."""
     alone = {name: losses_of(tmp_path / name, name) for name in ("float32", "bfloat16")}
@@ -131,7 +118,7 @@ def test_a_caller_s_autocast_changes_nothing(tmp_path):
 
 def losses_of(folder: Path, precision: str) -> list[float]:
     """Of every step of a run."""
-    words = ("--set", f"run.precision={precision}", "--set", "run.steps=3")
+    words = ("--set", f"run.precision={precision}", "--set", "run.steps=2")
     assert train(write_run(folder), *words) == 0
     return [record["loss"] for record in training_records(folder / "out") if "loss" in record]
 
@@ -279,21 +266,3 @@ def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(tm
     assert [record["step"] for record in records if "loss" in record][:4] == [1, 2, 3, 4]
     line = error_of(capsys, path, *more, "--set", "run.steps=9")
     assert "no weight was changed before it" in line
-
-
-def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
-    path = write_run(tmp_path)
-    save = torch.save
-
-    def save_until_full(content: Any, file: Any) -> None:
-        if content["step"] < 6:
-            return save(content, file)
-        file.write(b"half of it")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", save_until_full)
-    assert "No space left" in error_of(capsys, path)
-    folder = tmp_path / "out" / "checkpoints"
-    assert [file.name for file in folder.iterdir()] == ["step-00000003.pt"]
-    monkeypatch.undo()
-    assert train(path, "--resume") == 0

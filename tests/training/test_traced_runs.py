@@ -117,7 +117,9 @@ def test_a_run_that_goes_on_has_a_trace_of_its_own(tmp_path, monkeypatch):
     assert after.step_update.tolist() == [3, 3]
 
 
-def test_the_report_says_how_tiers_follow_the_use(tmp_path, capsys):
+def test_the_report_says_how_tiers_follow_the_use(tmp_path, capsys, monkeypatch):
+    """Without its drawings, which tests of reports look at."""
+    monkeypatch.setattr("moe_runtime.lab.report.page.to_svg", lambda *_: "")
     traced(tmp_path)
     page = tmp_path / "page.html"
     command = ["report", str(tmp_path / "routing.npz"), "--predictor", "none", "--capacity", "50%"]

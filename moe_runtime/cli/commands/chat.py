@@ -18,7 +18,7 @@ from moe_runtime.cli import console, options
 from moe_runtime.cli.commands.run import find_sampling, runtime_rows
 from moe_runtime.cli.processes import divided, follow_first, joined_processes, start_processes
 from moe_runtime.cli.stopping import TextOutput, say_at_once, stop_on_signals
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, text_of
 from moe_runtime.files import at_home, check_output_path, require_file_name, write_text
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class _Terminal:
                 # without a terminal, or without a model, an error ends the command
                 if not (self._is_terminal and self._is_loaded) or self._model.talk.has_ended:
                     raise
-                console.say_line(str(error))
+                console.say_line(text_of(error))
 
     def _introduce(self) -> None:
         from moe_runtime.inference.generation import sampling_words

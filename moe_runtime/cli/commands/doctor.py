@@ -17,6 +17,7 @@ from moe_runtime.cli import options
 from moe_runtime.cli.console import print_json, print_table
 from moe_runtime.cli.disk import measure_disk
 from moe_runtime.config import format_bytes
+from moe_runtime.errors import text_of
 
 _REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy")
 _OPTIONAL = ("accelerate", "llama-cpp-python", "gguf")
@@ -196,7 +197,7 @@ def _disk(path: Path, read_bytes: int) -> Finding:
         speed = measure_disk(path, read_bytes=read_bytes)
     except (OSError, ValueError) as error:
         advice = "name a readable file, or a folder that a scratch file may be written to"
-        return _finding("disk", str(error), advice, is_problem=True)
+        return _finding("disk", text_of(error), advice, is_problem=True)
     direct, buffered = speed.direct_bytes_per_s, speed.buffered_bytes_per_s
     direct_text = "not possible" if direct is None else f"{direct / 1e9:.2f} GB/s"
     value = (

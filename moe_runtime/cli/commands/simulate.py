@@ -97,6 +97,10 @@ class System(Spread):
         return Failures(mean_s, self.restart_seconds)
 
 
+_ROOM = ("expert_bytes", "dense_bytes", "kv_tokens", "resident_share")
+"""What a rank's memory has, and the tokens whose keys and values fit on all ranks."""
+
+
 def simulate_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(
@@ -282,6 +286,9 @@ def serve(
     with loading_bar() as progress:
         for num_ranks in numbers:
             times: Any = functools.cache(simulated.SimulatedSteps)
+            some = dataclasses.replace(cluster, num_ranks=num_ranks)
+            whole = times(some, sizes, system.imbalance(), place=place_experts)
+            room = {name: getattr(whole, name) for name in _ROOM}
             for factor in factors:
                 progress(f"simulating {num_ranks} ranks", len(found), len(numbers) * len(factors))
                 asked = (
@@ -290,7 +297,7 @@ def serve(
                     else recorded.faster(factor)
                 )
                 served = simulated.simulate_serving(
-                    dataclasses.replace(cluster, num_ranks=num_ranks),
+                    some,
                     sizes,
                     asked,
                     step_tokens=step_tokens,
@@ -313,6 +320,7 @@ def serve(
                         "between_tokens_s": between,
                         "good_share": served.met(first_token, between_tokens),
                         "failures": served.num_failures,
+                        **_without_infinity(room),
                     }
                 )
     names = ("ranks", "requests/s", "tokens/s", "first p50", "p95", "between p50", "p95", "good")
@@ -337,6 +345,7 @@ def train(
     tokens: options.Count = 8192,
     micro_batches: options.Count = 1,
     checkpoint_minutes: Annotated[float | None, typer.Option(min=0.001)] = None,
+    layouts: options.Natural = 0,
     as_json: options.Json = False,
 ) -> None:
     """Predict throughput of training a model whose experts are spread over many ranks.
@@ -344,6 +353,9 @@ def train(
     Args:
         tokens: Tokens of a micro-batch on each rank.
         micro_batches: Micro-batches of a step on each rank.
+        layouts: Search stages of a pipeline, ranks that divide experts, and sizes of micro-batches
+            for steps of as many tokens; show so many layouts, fastest first. 0 divides experts
+            between all ranks.
         checkpoint_minutes: Between two checkpoints; when omitted, the interval that loses least.
     """
     numbers = system.numbers()
@@ -355,23 +367,30 @@ def train(
     with loading_bar() as progress:
         for num_ranks in numbers:
             progress(f"simulating {num_ranks} ranks", len(found), len(numbers))
-            trained = simulated.simulate_training(
-                dataclasses.replace(cluster, num_ranks=num_ranks),
-                sizes,
-                tokens=tokens,
-                micro_batches=micro_batches,
-                checkpoint_every_s=None if checkpoint_minutes is None else 60 * checkpoint_minutes,
-                imbalance=system.imbalance(),
-                failures=system.failures(),
-                place=place_experts,
-            )
-            found.append(
-                {"num_ranks": num_ranks, "step_s": trained.step_s, **dataclasses.asdict(trained)}
-            )
-    names = ("ranks", "step", "layers", "all-reduce", "optimizer", "useful", "tokens/s")
+            spread: dict[str, Any] = {
+                "checkpoint_every_s": checkpoint_minutes and 60 * checkpoint_minutes,
+                "imbalance": system.imbalance(),
+                "failures": system.failures(),
+                "place": place_experts,
+            }
+            ranks = dataclasses.replace(cluster, num_ranks=num_ranks)
+            step = {"tokens": tokens, "micro_batches": micro_batches}
+            if layouts:
+                search = simulated.search_layouts(ranks, sizes, **step, **spread)
+            else:
+                layout = simulated.TrainLayout(expert_ranks=num_ranks, **step)
+                search = [simulated.simulate_training(ranks, sizes, layout=layout, **spread)]
+            found += [
+                {"num_ranks": num_ranks, "step_s": one.step_s, **dataclasses.asdict(one)}
+                for one in search[: max(layouts, 1)]
+            ]
+    parts = ("stages", "expert_ranks", "micro_batches", "tokens") if layouts else ()
+    names = ("step", "layers", "all-reduce", "optimizer", "useful", "tokens/s")
+    names = ("ranks", *(name.replace("_", " ") for name in parts), *names)
     rows = [
         (
             str(one["num_ranks"]),
+            *(str(one["layout"][name]) for name in parts),
             *(f"{one[name]:.3f} s" for name in ("step_s", "layers_s", "reduce_s", "optimizer_s")),
             f"{one['useful_share']:.1%}",
             f"{one['tokens_per_s']:.0f}",

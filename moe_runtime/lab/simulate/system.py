@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 import numpy as np
 
@@ -447,8 +448,28 @@ def simulate_serving(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainLayout:
+    """How ranks divide a model in training.
+
+    Attributes:
+        stages: of the pipeline, each with as many layers and ranks.
+        expert_ranks: that divide the experts of a stage's layers. A stage's other ranks have copies
+            of these experts.
+        tokens: of a micro-batch on each rank of a stage.
+        micro_batches: of a step in each pipeline.
+    """
+
+    stages: int = 1
+    expert_ranks: int
+    tokens: int
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPrediction:
     """Seconds of a step by its parts, and the throughput that failures leave."""
+
+    layout: TrainLayout
 
     layers_s: float
     reduce_s: float
@@ -467,8 +488,7 @@ def simulate_training(
     cluster: Cluster,
     model: SimulatedModel,
     *,
-    tokens: int,
-    micro_batches: int = 1,
+    layout: TrainLayout,
     checkpoint_every_s: float | None = None,
     imbalance: Imbalance = EVEN,
     failures: Failures = NEVER,
@@ -476,31 +496,50 @@ def simulate_training(
 ) -> TrainPrediction:
     """Predicts a training step, and the share of time that failures leave.
 
+    A pipeline has one forward and one backward pass in turn (1F1B). Layers keep their inputs and
+    compute the rest again.
+
     Args:
-        tokens: of a micro-batch on each rank.
         checkpoint_every_s: None for the interval that loses least.
     """
-    times = SimulatedSteps(cluster, model, imbalance, place=place)
-    num_ranks = cluster.num_ranks
-    layers_s = micro_batches * times.step_s(tokens, is_training=True)
-    # Experts are updated where they are, the dense part by every rank in part (ZeRO's first stage).
-    experts = times.expert_bytes / model.bytes_per_weight
-    held = model.dense_parameters / num_ranks + experts
+    num_ranks, stages = cluster.num_ranks, layout.stages
+    of_stage = replace(
+        model,
+        num_layers=model.num_layers // stages,
+        dense_parameters=model.dense_parameters / stages,
+    )
+    ranks = num_ranks // stages  # of a stage
+    copies = ranks // layout.expert_ranks
+    group = replace(cluster, num_ranks=layout.expert_ranks)
+    times = SimulatedSteps(group, of_stage, imbalance, place=place)
+    slowest = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    micro_batch_s = times.step_s(layout.tokens, is_training=True)
+    inputs = layout.tokens * model.model_dim * model.bytes_per_activation  # of a layer, bytes
+    if stages > 1:
+        micro_batch_s += 2 * float(slowest.seconds(1, inputs))
+    layers_s = (layout.micro_batches + stages - 1) * micro_batch_s
+    # Each rank updates a part of what it shares with others (ZeRO's first stage).
+    dense, experts = of_stage.dense_parameters, times.expert_bytes / model.bytes_per_weight
+    held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
+    # the first micro-batch is in the working share
+    waiting = min(layout.micro_batches, stages) - 1
     room = cluster.memory_bytes * (1 - WORKING_SHARE)
+    room -= waiting * of_stage.num_layers * inputs
     # Where weights and gradients of the dense part have no room, ranks have parts of these too.
-    is_whole = OPTIMIZER_BYTES * held + kept * (model.dense_parameters + experts) <= room
-    needed = (OPTIMIZER_BYTES + kept) * held
+    is_whole = OPTIMIZER_BYTES * held + kept * (dense + experts) <= room
+    needed = OPTIMIZER_BYTES * held + kept * (dense / ranks + experts)
     if not is_whole and needed > room:
         raise CapacityError(
             f"{num_ranks} ranks: each needs {needed / 2**30:.1f} GiB for weights, gradients and "
             f"optimizer, and has {room / 2**30:.1f}; give more ranks"
         )
     # A reduce-scatter and an all-gather over the slowest link; of parts, two all-gathers.
-    link = cluster.inter if cluster.num_nodes > 1 else cluster.intra
-    rounds, others = 2 if is_whole else 3, num_ranks - 1
-    sent = rounds * model.dense_parameters * model.bytes_per_activation * others / num_ranks
-    reduce_s = float(link.seconds(rounds * others, sent)) if others else 0.0
+    reduce_s = 0.0
+    for rounds, parameters, sharing in ((2 if is_whole else 3, dense, ranks), (2, experts, copies)):
+        if sharing > 1:
+            sent = rounds * parameters * model.bytes_per_activation * (sharing - 1) / sharing
+            reduce_s += float(slowest.seconds(rounds * (sharing - 1), sent))
     per_parameter = 2 * (OPTIMIZER_BYTES + model.bytes_per_weight)
     optimizer_s = held * per_parameter / cluster.memory_bytes_per_s
     state = model.parameters * (OPTIMIZER_BYTES + model.bytes_per_weight) / num_ranks
@@ -512,14 +551,59 @@ def simulate_training(
     share = useful_share(every_s, checkpoint_s, failures.restart_s, mean_s)
     step_s = layers_s + reduce_s + optimizer_s
     return TrainPrediction(
+        layout=layout,
         layers_s=layers_s,
         reduce_s=reduce_s,
         optimizer_s=optimizer_s,
-        tokens_per_s=share * tokens * micro_batches * num_ranks / step_s,
+        tokens_per_s=share * layout.tokens * layout.micro_batches * ranks / step_s,
         checkpoint_s=checkpoint_s,
         checkpoint_every_s=every_s,
         useful_share=share,
     )
+
+
+def search_layouts(
+    cluster: Cluster, model: SimulatedModel, *, tokens: int, micro_batches: int = 1, **options: Any
+) -> list[TrainPrediction]:
+    """Predicts every layout that fits, fastest first: a search over measured links and sizes, as in
+    Galvatron (Miao et al. 2022) and Pipette (Yim et al. 2024).
+
+    Args:
+        tokens: of a step on each rank, divided by ``micro_batches``; a step has as many in every
+            layout.
+        options: of `simulate_training`.
+
+    Raises:
+        CapacityError: no layout fits.
+    """
+    num_ranks, found = cluster.num_ranks, []
+    fault = None
+    for stages in _divisors(math.gcd(num_ranks, model.num_layers)):
+        ranks = num_ranks // stages
+        for expert_ranks in _divisors(ranks):
+            across = expert_ranks % cluster.local_ranks and cluster.local_ranks % expert_ranks
+            if across or expert_ranks > model.num_experts:
+                continue
+            for power in range(-4, 3):
+                size = tokens * 2.0**power
+                number = tokens * micro_batches * stages / size
+                if size != int(size) or number != int(number):
+                    continue
+                layout = TrainLayout(
+                    stages=stages, expert_ranks=expert_ranks, tokens=int(size),
+                    micro_batches=int(number),
+                )  # fmt: skip
+                try:
+                    found.append(simulate_training(cluster, model, layout=layout, **options))
+                except CapacityError as error:
+                    fault = error
+    if not found:
+        raise CapacityError(f"{num_ranks} ranks: no layout fits; the last one: {fault}")
+    return sorted(found, key=lambda one: -one.tokens_per_s)
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def best_interval_s(checkpoint_s: float, mean_s: float) -> float:

@@ -27,7 +27,7 @@ from moe_runtime.checkpoints.opening import (
 )
 from moe_runtime.checkpoints.strict_json import parse_value
 from moe_runtime.config import parse_budget
-from moe_runtime.errors import CheckpointError
+from moe_runtime.errors import CheckpointError, text_of
 from moe_runtime.inference.budget import (
     available_device_bytes,
     available_host_bytes,
@@ -369,8 +369,8 @@ class Batch:
         for line in lines:
             try:
                 self._requests.append((line, self._read(line)))
-            except ValueError as error:
-                raise ValueError(f"{line.place}: {error}") from None
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{line.place}: {text_of(error)}") from None
             except CheckpointError as error:
                 raise CheckpointError(f"{line.place}: {error}") from None
 

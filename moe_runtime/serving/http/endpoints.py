@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import moe_runtime
 from moe_runtime.checkpoints.strict_json import clipped
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, text_of
 from moe_runtime.serving.http import chat, messages, responses
 from moe_runtime.serving.http.api_errors import (
     ApiError,
@@ -269,7 +269,7 @@ class Endpoints:
             await models.add_adapter(state.place, name, folder)
         except (MoERuntimeError, ValueError, OSError) as error:
             status = 400 if folder.is_dir() else 404
-            said = f"lora_path: {error}"
+            said = f"lora_path: {text_of(error)}"
             raise ApiError(said, status=status, param="lora_path", code="bad_adapter") from None
         return Response(f"Success: LoRA adapter {name!r} added successfully.")
 

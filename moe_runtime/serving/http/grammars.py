@@ -124,6 +124,10 @@ _QUICK_MASK_S, _SLOW_MASKS_S = 0.05, 2.0
 _MOST_KEPT = 16
 _ANY_OBJECT = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
+_MORE_PROPERTIES = frozenset(
+    {"additionalProperties", "patternProperties", "minProperties", "$ref", *CHOICES}
+)
+"""Keywords of schemas that ask for, or describe, properties outside ``properties``."""
 _ANY_VALUE = {"type": ["string", "number", "boolean", "object", "array", "null"]}
 _BARE_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 """An escaped character, or a slash that is not escaped."""
@@ -347,8 +351,18 @@ def of_tools(
 
 
 def _schema_of(function: Function) -> dict[str, Any]:
-    """The schema of the arguments. As in OpenAI's API, without a schema there are none."""
-    return _NO_ARGUMENTS if function.enforced is None else _ANY_OBJECT | function.enforced
+    """The schema of the arguments: those that it declares, unless it says that others may come.
+
+    As in OpenAI's API, without a schema there are none.
+    """
+    if function.enforced is None:
+        return _NO_ARGUMENTS
+    schema = _ANY_OBJECT | function.enforced
+    declared, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(declared, dict) or schema.keys() & _MORE_PROPERTIES:
+        return schema
+    is_whole = isinstance(required, list) and all(name in declared for name in required)
+    return schema | {"additionalProperties": False} if is_whole else schema
 
 
 @dataclass(frozen=True, slots=True)

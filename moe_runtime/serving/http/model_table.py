@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, text_of
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.served_model import Place, ServedModel
 
@@ -192,7 +192,7 @@ class ModelTable(Mapping[str, ServedModel]):
             found = await self._work(self._loader.load, place.name)
         # torch reports a lack of memory as a RuntimeError
         except (MoERuntimeError, ValueError, OSError, MemoryError, RuntimeError) as error:
-            place.failure = str(error) or type(error).__name__
+            place.failure = text_of(error) or type(error).__name__
             self._log("model", {"model": place.name, "status": "failed", "error": place.failure})
             return
         place.served = {model.name: model for model in found}

@@ -454,6 +454,27 @@ def test_a_function_that_names_no_parameters_takes_none(plain):
 
 
 @pytest.mark.parametrize(
+    ("more", "takes_others"),
+    [
+        ({}, False),
+        ({"required": ["a"]}, False),
+        ({"additionalProperties": True}, True),
+        ({"patternProperties": {"^b": {}}}, True),
+        ({"allOf": [{"properties": {"b": {"const": 2}}}]}, True),
+        ({"required": ["a", "b"]}, True),
+    ],
+)
+def test_a_function_takes_the_arguments_that_it_declares(plain, more, takes_others):
+    """A model that finds no end cannot fill its call with arguments of its own."""
+    function = Function(name="city", parameters={"properties": {"a": {"const": 1}}, **more})
+    call = '<tool_call>\n{"name": "city", "arguments": %s}\n</tool_call>'
+    grammar = of_tools([function], FORMATS["hermes"], {}, is_needed=True, may_repeat=False) or ""
+    orders = ('{"a": 1, "b": 2}', '{"b": 2, "a": 1}')
+    assert any(writes(plain, grammar, call % both) for both in orders) == takes_others
+    assert writes(plain, grammar, call % '{"a": 1}') == (more.get("required") != ["a", "b"])
+
+
+@pytest.mark.parametrize(
     "parameters",
     [
         {"properties": {"a": {"const": 1}}, "required": ["a"]},

@@ -46,14 +46,11 @@ def dispatch_with(what: str, culprit: int) -> Failure:
             slots = ExpertSlots.from_ranks([[0, 1, 2, 3], [], []], 4)
     transport = FlatTransport(group, timeout_s=TIMEOUT_S)
     dist.barrier()
-    if rank == culprit:
-        if what == "die":
-            os._exit(1)
-        if what == "stall":
-            # Until all others have given up, however long that takes them here.
-            others = set(range(dist.get_world_size())) - {rank}
-            group.get_group_store().wait([f"gave up/{other}" for other in others])
-            return "", (), 0.0
+    if rank == culprit and what == "stall":
+        # Until all others have given up, however long that takes them here.
+        others = set(range(dist.get_world_size())) - {rank}
+        group.get_group_store().wait([f"gave up/{other}" for other in others])
+        return "", (), 0.0
     routing = Routing(torch.arange(4).view(4, 1), torch.ones(4, 1), 4)
     started = time.monotonic()
     try:

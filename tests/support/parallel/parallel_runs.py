@@ -22,12 +22,7 @@ from torch import Tensor
 
 from moe_runtime.cli.commands.train import experts_maker
 from moe_runtime.digests import digest_of_file
-from moe_runtime.errors import (
-    CapacityError,
-    CheckpointError,
-    MoERuntimeWarning,
-    RankFailureError,
-)
+from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeWarning, RankFailureError
 from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel.cluster import Link
@@ -333,12 +328,14 @@ def shared(path: str, *folders: str) -> str:
     return ""
 
 
-def refused(path: str, *settings: str) -> str:
-    try:
-        SeveralRanks(read_tree(TrainConfig, Path(path), settings=settings))
-    except ValueError as error:
-        return str(error)
-    return ""
+def refused(path: str, choices: list[tuple[str, ...]]) -> list[str]:
+    """What is said of each of these settings."""
+    found = []
+    for settings in choices:
+        with pytest.raises(ValueError) as failure:  # noqa: PT011
+            SeveralRanks(read_tree(TrainConfig, Path(path), settings=settings))
+        found.append(str(failure.value))
+    return found
 
 
 def failing_digests(path: str, culprit: int) -> str:

@@ -51,11 +51,7 @@ _REASONS = {
         test_chat_completion_with_openai_library test_completion_with_openai_library
         test_weather test_calc_result test_thoughts test_hello_world
         test_anthropic_thinking_with_reasoning_model
-        test_completion_stream_with_openai_library_stops
-        test_completion_with_required_tool_real_model[template_override18]
-        test_completion_with_required_tool_real_model[template_override19]
-        test_completion_with_required_tool_real_model[template_override21]
-        test_completion_with_required_tool_real_model[template_override22]""",
+        test_completion_stream_with_openai_library_stops""",
     "calls in functionary's form, which is not known here": """
         test_completion_with_required_tool_real_model[template_override24]
         test_completion_with_required_tool_real_model[template_override25]
