@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import all_commands
+from command_lines import COMMANDS
 from http_server import TEMPLATE, ScriptedEngine
 from rich.console import Console
 from rich.markdown import Markdown
@@ -277,7 +277,7 @@ def test_options_arrive(model, say, monkeypatch):
     assert main(["chat", str(model), *words]) == 2
     assert {name: told[name] for name in given} == given
     assert told["sampling"] == sampling
-    options = {param.name for param in all_commands()["chat"].params}
+    options = {param.name for param in COMMANDS["chat"].params}
     # refused beside a draft, or not there; test_arrivals.py, test_processes.py and a test below
     others = {"routing", "skip_below", "adapter", "processes", "gpus", "placement"}
     followed = given.keys() | others | {"temperature", "top_p", "seed"}
