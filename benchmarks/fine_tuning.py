@@ -1,37 +1,56 @@
-"""LoRA with part of the experts: `python benchmarks/fine_tuning.py adapters|device [--save]`.
+"""Fine-tuning by LoRA: `python benchmarks/fine_tuning.py adapters|chats|packed|device [--save]`.
 
 `adapters` trains LoRA on attention and experts of layers of OLMoE's shape on a CPU: with slots for
 the share of the experts that 10 GiB hold of the whole model, with all in memory, and by PEFT.
 Systems take steps in turn.
+
+`chats` trains LoRA on attention with documents as long as chats: packed rows of `finetune`, and
+padded batches of TRL. `packed` trains LoRA on layers of gpt-oss-20b in MXFP4: under a cap of 8 GiB,
+page cache included, and with all experts in memory. Each repetition is a process.
 
 `device` trains LoRA on layers of Qwen3-30B-A3B on a GPU: with all experts there, and with as large
 a part of them as 24 GB hold of the whole model's 60 GB. Bytes over the link, waits and peak memory
 are measured too, and losses must agree. `--device cpu --tiny` is a rehearsal.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
 from moe_runtime.benchmarks.harness import gpu
 from moe_runtime.benchmarks.harness.gpu import drawn_checkpoint, shape_of
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, chosen, option, script
-from moe_runtime.benchmarks.suite import BenchSystem, Metric, Rules, facts, run_in_turn
+from moe_runtime.benchmarks.suite import (
+    BenchSystem,
+    Metric,
+    PeerFailedError,
+    Rules,
+    facts,
+    run_in_turn,
+)
+from moe_runtime.benchmarks.suite.memory_cap import forget, memory_cap
+from moe_runtime.benchmarks.synthetic.model_shapes import TensorPlan, write_checkpoint
 from moe_runtime.benchmarks.synthetic.texts import language_reference
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.training.config_tree import build_tree
 from moe_runtime.training.finetune.finetune_run import prepare, start
 from moe_runtime.training.finetune.settings import FinetuneConfig
 
-RANK, RATE = 8, 1e-4
+RANK, RATE, DOCUMENTS = 8, 1e-4, 96
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 METRICS = {
     "tokens_per_s": Metric("tokens/s", "more"),
@@ -39,6 +58,8 @@ METRICS = {
     **facts("nats", "loss"),
     **facts("count", "experts_with_slots", better="more"),
 }
+PACKED_METRICS = METRICS | facts("bytes", "peak_rss_bytes", "read_bytes")
+CAP_BYTES, BUDGET = 8 * 2**30, "7GiB"
 SHARE = 0.4
 """Share of the experts with slots on a GPU: 24 GB of 60 GB."""
 AIM, TOLERANCE = 0.5, 1e-3
@@ -52,7 +73,7 @@ DEVICE_METRICS = METRICS | {
 
 
 @script(
-    what=option(str, choices=("adapters", "device")),
+    what=option(str, choices=("adapters", "chats", "packed", "device")),
     layers=option(2, "of the model"),
     steps=option(4, "timed steps of each"),
     context=option(256, "of a row"),
@@ -63,23 +84,32 @@ def main(options: Namespace) -> int:
     if options.what == "device":
         return gpu.on_gpu(on_device)(options)
     options.device = "cpu"
-    if importlib.util.find_spec("peft") is None:
-        raise MoERuntimeError("adapters needs peft: pip install it")
+    needed = ("peft", *(("trl", "datasets") if options.what == "chats" else ()))
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise MoERuntimeError(f"{options.what} needs {' and '.join(lacking)}: pip install them")
+    if options.what == "packed":
+        return packed(options)
     shape = shape_of("olmoe-1b-7b", options.layers, is_tiny=options.tiny)
     whole = shape_of("olmoe-1b-7b", 16, is_tiny=options.tiny)
     settings = {"shape": shape.describe(), "rank": RANK, "threads": torch.get_num_threads()}
     settings |= chosen(options, "layers", "context", "rows")
-    file = f"fine-tuning-adapters-{shape.name}"
-    results = ScriptResults("fine-tuning-adapters", options, settings, METRICS, file=file)
+    kind = f"fine-tuning-{options.what}"
+    results = ScriptResults(kind, options, settings, METRICS, file=f"{kind}-{shape.name}")
     rules = Rules(judged=["tokens_per_s"], least=options.steps, most=options.steps)
     with drawn_checkpoint(shape, "cpu") as folder:
-        (folder.parent / "text.txt").write_text(language_reference())
-        share = min(1.0, 0.8 * 10 * 2**30 / whole.total_bytes)
-        systems = [
-            Ours("10 GiB", _config(folder, options, "10-GiB"), share),
-            Ours("in memory", _config(folder, options, "in-memory"), 1.0),
-            Peft("peft", folder, options),
-        ]
+        systems: list[BenchSystem]
+        if options.what == "adapters":
+            (folder.parent / "text.txt").write_text(language_reference())
+            share = min(1.0, 0.8 * 10 * 2**30 / whole.total_bytes)
+            systems = [
+                Ours("10 GiB", _config(folder, options, "10-GiB"), share),
+                Ours("in memory", _config(folder, options, "in-memory"), 1.0),
+                Peft("peft", folder, options),
+            ]
+        else:
+            write_documents(folder.parent / "chats.jsonl", options)
+            config = _config(folder, options, "packed", data="chats.jsonl", places=["attention"])
+            systems = [Ours("packed", config, 1.0), Trl("trl, padded", folder, options)]
         found, _ = run_in_turn(systems, rules)
         for name, measured in found.items():
             results.add(name, measured.failure or measured.repetitions)
@@ -88,6 +118,99 @@ def main(options: Namespace) -> int:
         ours, other = (results.value(one, "tokens_per_s") or 0.0 for one in (first, name))
         print(f"{first}: {ours / other:.2f} times the speed of {name}")
     return results.finish()
+
+
+def packed(options: Namespace) -> int:
+    shape = shape_of("gpt-oss-20b", options.layers, is_tiny=options.tiny)
+    settings = {"shape": shape.describe(), "rank": RANK, "threads": torch.get_num_threads()}
+    settings |= chosen(options, "layers", "context", "rows", "steps")
+    settings |= {"cap_bytes": CAP_BYTES, "budget": BUDGET}
+    kind = "fine-tuning-packed"
+    file = f"{kind}-{shape.name}"
+    results = ScriptResults(kind, options, settings, PACKED_METRICS, file=file)
+    with tempfile.TemporaryDirectory(prefix="moe-benchmark-") as name:
+        folder = Path(name)
+        write_checkpoint(shape, folder / "model", make=any_codes)
+        (folder / "text.txt").write_text(language_reference())
+        systems = [
+            Process("under 8 GiB", folder, options, BUDGET, CAP_BYTES),
+            Process("in memory", folder, options, "0.9", None),
+        ]
+        rules = Rules(judged=["tokens_per_s"], least=3, most=3)
+        found, _ = run_in_turn(systems, rules)
+    for name, measured in found.items():
+        results.add(name, measured.failure or measured.repetitions)
+    ours, other = (results.value(one, "tokens_per_s") or 0.0 for one in found)
+    print(f"under the cap: {ours / max(other, 1e-9):.2f} times the speed of all in memory")
+    return results.finish()
+
+
+def any_codes(plan: TensorPlan, seed: int) -> list[Any]:
+    """Random codes with one scale, written as fast as the disk permits."""
+    del seed
+    random = np.random.default_rng(len(plan.name))
+    if plan.stored == "mxfp4":
+        codes, scales = plan.parts
+        bits = random.bytes(codes.num_bytes)
+        # values up to 6 times 2^-8, about 0.02
+        return [np.frombuffer(bits, np.uint8), np.full(scales.shape, 127 - 8, np.uint8)]
+    values = torch.ones(plan.shape)
+    if plan.std is not None:
+        values = torch.from_numpy(random.standard_normal(plan.shape, dtype=np.float32)) * plan.std
+    return [values.bfloat16().view(torch.uint16).numpy()]
+
+
+class Process(BenchSystem):
+    """The steps of `moe-runtime finetune --lora`; the first is not timed."""
+
+    def __init__(
+        self, name: str, folder: Path, options: Namespace, budget: str, cap: int | None
+    ) -> None:
+        super().__init__(name)
+        self._folder, self._cap, self._number = folder, cap, 0
+        self._tokens = options.context * options.rows
+        program = str(Path(sys.executable).with_name("moe-runtime"))
+        self._words = [
+            *(program, "finetune", str(folder / "model"), str(folder / "text.txt")),
+            *("--lora", str(RANK), "--rate", str(RATE), "--precision", "bfloat16"),
+            *("--context", str(options.context), "--sequences", str(options.rows)),
+            *("--steps", str(options.steps + 1), "--checkpoint-every", "0"),
+            *("--held-out-share", "0", "--host-memory", budget, "--json"),
+        ]
+
+    def repeat(self) -> Mapping[str, float]:
+        self._number += 1
+        output = self._folder / f"{self.name.replace(' ', '-')}-{self._number}"
+        words = [*self._words, "-o", str(output)]
+        forget((self._folder / "model").iterdir())
+        capped = contextlib.nullcontext() if self._cap is None else memory_cap(self._cap)
+        with capped as cap:
+            done = subprocess.run(
+                words if cap is None else cap.wrap(words), capture_output=True, text=True,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+            )  # fmt: skip
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            raise PeerFailedError(lines[-1] if lines else f"ended with {done.returncode}")
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        records = [one for one in map(json.loads, lines) if "step_s" in one][1:]
+        seconds = sum(one["step_s"] for one in records) / len(records)
+        report = json.loads(done.stdout)["offload"]
+        return {
+            "step_s": seconds, "loss": records[-1]["loss"], "tokens_per_s": self._tokens / seconds,
+            "experts_with_slots": report["experts_in_memory"],
+            "peak_rss_bytes": report["peak_rss_bytes"], "read_bytes": report["read_bytes"],
+        }  # fmt: skip
+
+
+def write_documents(path: Path, options: Namespace) -> None:
+    """Token ids with the log-normal lengths of chats, up to a row."""
+    random = np.random.default_rng(0)
+    lengths = np.exp(random.normal(np.log(options.context / 5), 0.8, DOCUMENTS)).astype(int)
+    with path.open("w") as file:
+        for length in lengths.clip(8, options.context + 1):
+            ids = random.integers(5, 250, length).tolist()
+            file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
 def on_device(options: Namespace) -> int:
@@ -154,17 +277,28 @@ class Ours(BenchSystem):
         super().__init__(name)
         self._run = prepare(_with_share(config, share))
         self._trainer = start(self._run, resume=False)
-        self._tokens = config.data.tokens_per_step
         self.repeat()
 
     def repeat(self) -> Mapping[str, float]:
         records: list[Any] = []
+        before = self._run.batches.taken
         self._trainer.train(should_stop=lambda: True, on_record=records.append)
         step, memory = records[0], cast(Any, self._run.memory)
+        tokens = trained_tokens(self._run, before)
         return {
-            "step_s": step.step_s, "loss": step.loss, "tokens_per_s": self._tokens / step.step_s,
+            "step_s": step.step_s, "loss": step.loss, "tokens_per_s": tokens / step.step_s,
             "experts_with_slots": memory.host.num_slots,
         }  # fmt: skip
+
+
+def trained_tokens(run: Any, before: tuple[int, ...]) -> int:
+    """Tokens of the last step, without padding."""
+    rows = run.config.data.sequences_per_step
+    stream = run.batches._windows[0]
+    windows = [stream.window(before[0] + number) for number in range(rows)]
+    if windows[0].ndim == 1:
+        return sum(len(window) - 1 for window in windows)
+    return sum(int((window[:, 2] >= 0).sum()) for window in windows)
 
 
 class Peft(BenchSystem):
@@ -200,7 +334,63 @@ class Peft(BenchSystem):
         }  # fmt: skip
 
 
-def _config(folder: Path, options: Namespace, output: str, *, steps: int = 1000) -> FinetuneConfig:
+class Trl(BenchSystem):
+    """TRL's SFTTrainer with padded batches; the first step of each run is not timed."""
+
+    def __init__(self, name: str, folder: Path, options: Namespace) -> None:
+        super().__init__(name)
+        self._folder, self._options, self._number = folder, options, 0
+
+    def repeat(self) -> Mapping[str, float]:
+        from peft import LoraConfig
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+        trl: Any = importlib.import_module("trl")  # not a dependency of this project
+        datasets: Any = importlib.import_module("datasets")
+        lines = (self._folder.parent / "chats.jsonl").read_text().splitlines()
+        examples = datasets.Dataset.from_list([json.loads(line) for line in lines])
+        tokenizer: Any = AutoTokenizer.from_pretrained(self._folder)
+        tokenizer.pad_token = tokenizer.eos_token
+        times: list[tuple[float, float]] = []
+        counts: list[float] = []
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                times.append((time.perf_counter(), 0.0))
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                times[-1] = (times[-1][0], time.perf_counter())
+
+            def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                logs = given["logs"]
+                counts.extend([logs["num_tokens"]] if "num_tokens" in logs else [])
+
+        settings = trl.SFTConfig(
+            output_dir=str(self._folder.parent / "trl"), max_steps=2, save_strategy="no",
+            report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+            logging_steps=1, learning_rate=RATE, max_length=self._options.context + 1,
+            per_device_train_batch_size=self._options.rows * 3, seed=self._number,
+        )  # fmt: skip
+        self._number += 1
+        trainer = trl.SFTTrainer(
+            AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16),
+            settings, train_dataset=examples, processing_class=tokenizer, callbacks=[Clock()],
+            peft_config=LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=ATTENTION),
+        )  # fmt: skip
+        trainer.train()
+        begin, end = times[1]
+        return {"step_s": end - begin, "tokens_per_s": (counts[1] - counts[0]) / (end - begin)}
+
+
+def _config(
+    folder: Path,
+    options: Namespace,
+    output: str,
+    *,
+    steps: int = 1000,
+    data: str = "text.txt",
+    **lora: Any,
+) -> FinetuneConfig:
     tree: dict[str, Any] = {
         "model": str(folder),
         "run": {
@@ -209,13 +399,13 @@ def _config(folder: Path, options: Namespace, output: str, *, steps: int = 1000)
             "device": options.device,
         },
         "data": {
-            "sources": {"text": {"files": [str(folder.parent / "text.txt")]}},
+            "sources": {"text": {"files": [str(folder.parent / data)]}},
             "context": options.context,
             "tokens_per_step": options.context * options.rows,
             "held_out_share": 0.0,
         },
         "optimizer": {"peak_rate": RATE},
-        "lora": {"rank": RANK},
+        "lora": {"rank": RANK, **lora},
     }  # fmt: skip
     return build_tree(FinetuneConfig, tree)
 

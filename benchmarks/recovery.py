@@ -1,4 +1,4 @@
-"""The cost of a killed process: `python benchmarks/recovery.py`.
+"""The cost of a killed process and of checkpoints: `python benchmarks/recovery.py`.
 
 Two processes train a small model under `torchrun --max-restarts`. One is killed with SIGKILL some
 steps after a checkpoint, and the clock runs until the step that was under way is done: once from
@@ -24,7 +24,9 @@ from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, option
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import MoERuntimeError
 
-METRICS = facts("s", "recover_s") | facts("count", "lost_steps")
+METRICS = (
+    facts("s", "recover_s", "step_s") | facts("count", "lost_steps") | facts("share", "of_a_step")
+)
 _CONFIG = """
 [run]
 output = "out"
@@ -55,7 +57,7 @@ vocab_size = 1024
 [optimizer]
 peak_rate = 1e-3
 """
-_PATIENCE_S, _SOON = 600, 10
+_PATIENCE_S, _FIRST, _SOON = 600, 4, 10
 
 
 def write_config(folder: Path, *, steps: int, every: int, snapshot: int) -> Path:
@@ -123,13 +125,33 @@ def recovery(every: int, snapshot: int) -> dict[str, float]:
     return {"recover_s": found, "lost_steps": float(last - fewest)}
 
 
+def step_seconds(every: int, steps: int) -> float:
+    """Mean seconds of a step, including the time between steps, without the first ones."""
+    with tempfile.TemporaryDirectory() as name:
+        path = write_config(Path(name), steps=steps, every=every, snapshot=0)
+        process = started([], path)
+        try:
+            wait_for(Path(name), _FIRST, process)
+            began = time.monotonic()
+            wait_for(Path(name), steps, process)
+            found = (time.monotonic() - began) / (steps - _FIRST)
+            process.wait(_PATIENCE_S)  # the last checkpoint
+            return found
+        finally:
+            process.kill()
+            process.wait()
+
+
 @script(
-    every=option(100, "steps since a checkpoint"),
+    every=option(100, "steps since a checkpoint, or of a run"),
     repeats=3,
+    part=option("recovery", choices=("recovery", "saves")),
 )
 def main(options: Namespace) -> int:
     every = options.every
     settings = {"every": every, "tokens_per_step": 2048}
+    if options.part == "saves":
+        return measure_saves(options, settings)
     settings |= {"processes": 2, "steps": every + 3, "steps_in_memory": _SOON + 3}
     results = ScriptResults("recovery", options, settings, METRICS)
     systems = {
@@ -137,6 +159,27 @@ def main(options: Namespace) -> int:
         # with snapshots, earlier steps are not repeated
         "from a snapshot in memory": lambda: recovery(_SOON, 1),
     }
+    results.add_rounds(systems, options.repeats)
+    return results.finish()
+
+
+def measure_saves(options: Namespace, settings: dict[str, int]) -> int:
+    every = options.every
+    if every <= _FIRST:
+        raise MoERuntimeError(f"--every must be above {_FIRST}, got {every}")
+    settings |= {"processes": 1, "steps": every, "first_steps_left_out": _FIRST}
+    results = ScriptResults("saves", options, settings, METRICS)
+    between, plain = max(1, every // 5), list[float]()
+
+    def without() -> dict[str, float]:
+        plain.append(step_seconds(0, every))
+        return {"step_s": plain[-1]}
+
+    def saving() -> dict[str, float]:
+        found = step_seconds(between, every)
+        return {"step_s": found, "of_a_step": found / plain[-1] - 1}
+
+    systems = {"no checkpoints": without, f"a checkpoint every {between} steps": saving}
     results.add_rounds(systems, options.repeats)
     return results.finish()
 

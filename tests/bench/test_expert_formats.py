@@ -106,7 +106,7 @@ def test_a_format_that_computes_something_else_has_no_numbers(monkeypatch):
 
 
 def test_the_command_writes_results_and_a_row_for_each(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # names of systems are not folded
+    monkeypatch.setenv("COLUMNS", "500")  # names of systems are not folded
     path = tmp_path / "r.json"
     words = ["--formats", "fp8,bf16,fp8", "--quick", "--time", "1"]
     words += ["--threads", "1", "--precision", "1", "--tokens", "2", "-o", str(path)]
