@@ -15,6 +15,7 @@ import struct
 import sys
 import tempfile
 import threading
+from argparse import Namespace
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from moe_runtime import AdamW, MoELayer, offload_training
 from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.harness.scripting import option
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.files import write_atomically
 from moe_runtime.training.offload import disk
@@ -181,13 +183,12 @@ def disturb(kills: int, seed: int, place: Path) -> dict[str, int]:
         folder.mkdir()
 
 
-def main() -> int:
-    parser = scripting.results_parser(__doc__)
-    add = parser.add_argument
-    add("--kills", type=scripting.positive, default=50, help="with each seed")
-    add("--seeds", type=int, nargs="+", default=[0])
-    add("--folder", type=scripting.present_folder, default=None, help="on the disk to be tried")
-    options = parser.parse_args()
+@scripting.script(
+    kills=option(50, "with each seed"),
+    seeds=option([0], type=int, nargs="+"),
+    folder=option(None, "on the disk to be tried", type=scripting.present_folder),
+)
+def main(options: Namespace) -> int:
     settings = {"kills": options.kills, "steps": STEPS}
     results = scripting.ScriptResults("crashes", options, settings, facts("count", *COUNTED))
     for seed in options.seeds:

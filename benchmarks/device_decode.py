@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import moe_runtime
 from moe_runtime.benchmarks.harness import gpu
-from moe_runtime.benchmarks.harness.scripting import positive, run_script
+from moe_runtime.benchmarks.harness.scripting import chosen, option
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import BF16_BYTES, ModelShape
 
@@ -60,10 +60,19 @@ class Answer(NamedTuple):
     logits_NV: Tensor
 
 
-def main() -> int:
-    options = gpu.parse_options(__doc__, _add_options)
-    if options is None:
-        return 2
+@gpu.gpu_script(
+    shape=option("olmoe-1b-7b", choices=("olmoe-1b-7b", "qwen3-30b-a3b")),
+    layers=4,
+    caches=option(["dynamic"], "of ours", nargs="+", choices=("dynamic", "static")),
+    shares=option([0.5, 0.25], "of experts with slots", nargs="+", type=float),
+    host_share=option(0.6, "in RAM beside the first of the shares"),
+    repeats=option(3, "prompts"),
+    prompt_tokens=32,
+    new_tokens=64,
+    long_prompt=2048,
+    seconds=option(50.0, "after them no row begins"),
+)
+def main(options: argparse.Namespace) -> int:
     moe_runtime.register_with_transformers()
     shape = gpu.shape_of(options.shape, options.layers, is_tiny=options.tiny)
     rates = gpu.measure_rates(shape, options.device, 2**20 if options.tiny else 2**29)
@@ -71,7 +80,7 @@ def main() -> int:
         "model": shape.name,
         "layers": shape.num_layers,
         "shape": shape.describe(),
-        **{name: getattr(options, name) for name in ("prompt_tokens", "new_tokens")},
+        **chosen(options, "prompt_tokens", "new_tokens"),
         "long_prompt_tokens": options.long_prompt,
         "active_bytes_a_token": active_bytes(shape),
         "rates": rates._asdict(),
@@ -351,19 +360,5 @@ def exact_answer(model: Any, prompt_T: Tensor, answer: Answer) -> Answer:
     return Answer(answer.tokens_N, found.logits[0].float())
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add, default = parser.add_argument, "(default: %(default)s)"
-    add("--shape", default="olmoe-1b-7b", choices=("olmoe-1b-7b", "qwen3-30b-a3b"))
-    add("--layers", type=positive, default=4, help=default)
-    add("--caches", nargs="+", default=["dynamic"], choices=("dynamic", "static"), help="of ours")
-    add("--shares", nargs="+", type=float, default=[0.5, 0.25], help="of experts with slots")
-    add("--host-share", type=float, default=0.6, help="in RAM beside the first of the shares")
-    add("--repeats", type=positive, default=3, help=f"prompts {default}")
-    add("--prompt-tokens", type=positive, default=32, help=default)
-    add("--new-tokens", type=positive, default=64, help=default)
-    add("--long-prompt", type=positive, default=2048, help=default)
-    add("--seconds", type=float, default=50.0, help="after them no row begins")
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

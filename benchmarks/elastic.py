@@ -8,6 +8,7 @@ answers must be those of one process. Ranks share this machine's cores: this mea
 import itertools
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.scripting import ScriptResults, positive, results_parser
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, option, script
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.research.elastic import (
@@ -104,7 +105,6 @@ def run(rounds: int, num_tokens: int, results: ScriptResults) -> None:
         "rebalance, 2 replicas or more": lambda: service.rebalance(num_replicas=2),
         "3 to 2 ranks": lambda: service.resize(2),
     }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in changes}
     with service.start(2):
         times = TokenTimes(len(prompts))
         requests = [ElasticRequest(prompt=one, max_new_tokens=num_tokens) for one in prompts]
@@ -112,22 +112,22 @@ def run(rounds: int, num_tokens: int, results: ScriptResults) -> None:
             service.submit(request, partial(times.add, number))
             for number, request in enumerate(requests)
         ]
-        for name, change in [*changes.items()] * rounds:
+
+        def measured(change: Change) -> dict[str, float]:
             if all(answer.done() for answer in answers):
                 raise SystemExit("the answers ended before the changes: give more --new-tokens")
-            found[name].append(measure(change, times))
-            results.add(name, found[name])
+            return measure(change, times)
+
+        systems = {name: partial(measured, change) for name, change in changes.items()}
+        results.add_rounds(systems, rounds)
         got = [answer.result() for answer in answers]
     if got != answers_of_one_process(prompts, num_tokens):
         raise SystemExit("an answer differs from that of one process")
     print(f"all {len(got)} answers are those of one process, token by token")
 
 
-def main() -> int:
-    parser = results_parser(__doc__)
-    parser.add_argument("--rounds", type=positive, default=3, help="times all changes are made")
-    parser.add_argument("--new-tokens", type=positive, default=480, help="of each request")
-    options = parser.parse_args()
+@script(rounds=option(3, "times all changes are made"), new_tokens=option(480, "of each request"))
+def main(options: Namespace) -> int:
     settings = {"model": "pocket", "requests": len(PROMPTS), "new_tokens": options.new_tokens}
     results = ScriptResults("elastic", options, settings, METRICS)
     run(options.rounds, options.new_tokens, results)

@@ -10,6 +10,7 @@ Shape suffixes: E experts, P ranks, N steps.
 
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -229,10 +230,8 @@ def seconds_of(layer: Layer, loads_NE: np.ndarray) -> Iterator[tuple[str, float]
         yield name, run.seconds
 
 
-def main() -> int:
-    parser = scripting.results_parser(__doc__)
-    parser.add_argument("--steps", type=scripting.positive, default=240)
-    options = parser.parse_args()
+@scripting.script(steps=240)
+def main(options: Namespace) -> int:
     settings = {"steps": options.steps, "every": EVERY, "copies": COPIES, "zipf": 0.8}
     results = scripting.ScriptResults(
         "exchange-choices", options, settings, METRICS, machine="virtual"
@@ -264,4 +263,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(scripting.run_script(main))
+    sys.exit(main())

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.harness.scripting import option
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.suite.programs import running
 
@@ -121,12 +123,11 @@ def _pip(*words: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def main() -> int:
-    parser = scripting.results_parser(__doc__, "--tests=run the whole suite in the clone, too")
-    parser.add_argument(
-        "--folder", type=scripting.present_folder, help="where the clone lies meanwhile"
-    )
-    options = parser.parse_args()
+@scripting.script(
+    tests=option(False, "run the whole suite in the clone, too"),
+    folder=option(None, "where the clone lies meanwhile", type=scripting.present_folder),
+)
+def main(options: Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     pip = pip_facts()
     results = scripting.ScriptResults("fresh-clone", options, {"model": "pocket", **pip}, METRICS)
@@ -146,4 +147,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(scripting.run_script(main))
+    sys.exit(main())

@@ -9,12 +9,13 @@ import os
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, results_parser
+from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, option, script
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.lab.this_machine import commit
 
@@ -153,11 +154,11 @@ def walk(root: Path, budget: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> int:
-    parser = results_parser(__doc__)
-    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
-    parser.add_argument("--budget", default="20MiB", help="of the run with misses")
-    options = parser.parse_args()
+@script(
+    root=option(ROOT, "another checkout", type=Path),
+    budget=option("20MiB", "of the run with misses"),
+)
+def main(options: Namespace) -> int:
     root = options.root.resolve()
     settings = {"checkout": commit(root), "budget": options.budget}
     results = ScriptResults("house", options, settings, METRICS)

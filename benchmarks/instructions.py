@@ -7,21 +7,16 @@ that the model answers in the form of the set, and rightly, before and after.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import moe_runtime
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, option, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.cli.main import main as command
@@ -104,12 +99,8 @@ def draw(losses: Sequence[float], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> int:
-    parser = results_parser(__doc__)
-    parser.add_argument("--picture", type=Path, help="draw the losses here")
-    text = "steps (default: %(default)s)"
-    parser.add_argument("--steps", type=positive, default=160, help=text)
-    options: argparse.Namespace = parser.parse_args()
+@script(picture=option(None, "draw the losses here", type=Path), steps=160)
+def main(options: Namespace) -> int:
     results = ScriptResults("instructions", options, {"steps": options.steps}, METRICS)
     with tempfile.TemporaryDirectory() as folder:
         data, run = Path(folder, "instructions.jsonl"), Path(folder, "tuned")
@@ -133,4 +124,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import moe_runtime
 from moe_runtime.benchmarks.cases.products import median_seconds
-from moe_runtime.benchmarks.harness.gpu import GpuResults, parse_options
+from moe_runtime.benchmarks.harness.gpu import GpuResults, gpu_script
 from moe_runtime.benchmarks.harness.gpu import median_s as wall_median_s
-from moe_runtime.benchmarks.harness.scripting import run_script
+from moe_runtime.benchmarks.harness.scripting import option
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.kernels.block_sparse import ExpertColumns, dsd, expert_topology, sdd
 from moe_runtime.kernels.combine import combine
@@ -107,10 +107,11 @@ class Peak(NamedTuple):
     copy_bytes_s: float
 
 
-def main() -> int:
-    options = parse_options(__doc__, _add_options)
-    if options is None:
-        return 2
+@gpu_script(
+    shape=option(None, "this one, and others", action="append", choices=[*SHAPES]),
+    only=option(None, "this part, and others", action="append", choices=PARTS),
+)
+def main(options: argparse.Namespace) -> int:
     moe_runtime.register_with_transformers()
     device, is_tiny = options.device, options.tiny
     only = options.only or (["shapes"] if options.shape else PARTS)
@@ -400,11 +401,5 @@ def graph_s(call: Callable[[], Any], device: str) -> float | None:
     return median_s(graph.replay, device)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--shape", action="append", choices=[*SHAPES], help="this one, and others")
-    add("--only", action="append", choices=PARTS, help="this part, and others")
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

@@ -8,13 +8,15 @@ take turns, each loaded anew. The slots are those that `--host-memory` has for t
 import statistics
 import sys
 import time
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import moe_runtime
-from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, chosen, option, plain, script
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES, with_layers
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
@@ -46,8 +48,8 @@ def stretch(cache: Any, num_tokens: int) -> int:
 
 
 @torch.inference_mode()
-def steps_of(checkpoint: Path, form: str, num_tokens: int) -> dict[str, float]:
-    """The median step after this many tokens, with every expert in memory."""
+def steps_of(checkpoint: Path, form: str, num_tokens: int, num_slots: int) -> dict[str, float]:
+    """The median step after this many tokens, with every expert in memory, and the slots."""
     room = num_tokens + UNTIMED_STEPS + STEPS + 1
     model: Any = moe_runtime.load(
         checkpoint, device="cpu", max_tokens=room, kv_cache=form, warm_up=True
@@ -62,23 +64,23 @@ def steps_of(checkpoint: Path, form: str, num_tokens: int) -> dict[str, float]:
             began = time.perf_counter()
             model(token, past_key_values=cache, use_cache=True)
             times.append(time.perf_counter() - began)
-    return {"step_s": statistics.median(times[UNTIMED_STEPS:]), "kv_bytes": kept}
+    median_s = statistics.median(times[UNTIMED_STEPS:])
+    return {"step_s": median_s, "kv_bytes": kept, "expert_slots": num_slots}
 
 
-def main() -> int:
-    parser = scripting.results_parser(__doc__)
-    parser.add_argument("--shape", default="olmoe-1b-7b", help="as of `bench latency`")
-    parser.add_argument("--layers", type=scripting.positive, default=4)
-    parser.add_argument("--tokens", type=scripting.positive, default=32768)
-    parser.add_argument("--host-memory", default="8GiB", help="the budget whose slots are told")
-    parser.add_argument("--repetitions", type=scripting.positive, default=5)
-    options = parser.parse_args()
+@script(
+    shape=option("olmoe-1b-7b", "as of `bench latency`"),
+    layers=4,
+    tokens=32768,
+    host_memory=option("8GiB", "the budget whose slots are told"),
+    repetitions=5,
+)
+def main(options: Namespace) -> int:
     shape = with_layers(SHAPES, options.shape, options.layers)
     names = ("shape", "layers", "tokens", "host_memory", "repetitions")
-    settings = {name: getattr(options, name) for name in names} | {"weights": "random"}
-    file = f"long-decode-{scripting.plain(options.shape)}"
-    results = scripting.ScriptResults("long-decode", options, settings, METRICS, file=file)
-    found: dict[str, list[dict[str, float]]] = {form: [] for form in KV_CACHES}
+    settings = chosen(options, *names) | {"weights": "random"}
+    file = f"long-decode-{plain(options.shape)}"
+    results = ScriptResults("long-decode", options, settings, METRICS, file=file)
     writing: dict[str, Any] = {"keep": False, "needs_gguf": False, "say": print}
     with shape_checkpoint(shape, shapes_folder(), **writing) as files:
         slots = {
@@ -87,14 +89,13 @@ def main() -> int:
             ).slots_for(parse_bytes(options.host_memory))
             for form in KV_CACHES
         }
-        for _ in range(options.repetitions):
-            for form in KV_CACHES:
-                row = steps_of(files.checkpoint, form, options.tokens)
-                found[form].append(row | {"expert_slots": slots[form]})
-        for form, rows in found.items():
-            results.add(form, rows)
+        forms = {
+            form: partial(steps_of, files.checkpoint, form, options.tokens, slots[form])
+            for form in KV_CACHES
+        }
+        results.add_rounds(forms, options.repetitions)
     return results.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(scripting.run_script(main))
+    sys.exit(main())

@@ -12,13 +12,14 @@ others.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from moe_runtime.benchmarks import prefetch_matrix
-from moe_runtime.benchmarks.harness.scripting import ScriptResults, run_script
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, option, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.lab.replay.untimed import replay_demand
@@ -211,11 +212,13 @@ def measure_queue(served: Trace, learned: Routes, results: ScriptResults) -> Non
                 results.add(f"{where}; {name}", [{"reads": reads, "of_lru": reads / found["LRU"]}])
 
 
-def main() -> int:
-    parser = prefetch_matrix.traces_parser(__doc__, steps=200)
-    parser.add_argument("--acceptance", type=float, default=0.6, help="of each drafted token")
-    parser.add_argument("--queue", action="store_true", help="the reads of a server's steps")
-    options = parser.parse_args()
+@script(
+    **prefetch_matrix.TRACES,
+    steps=option(200, "of each request"),
+    acceptance=option(0.6, "of each drafted token"),
+    queue=option(False, "the reads of a server's steps"),
+)
+def main(options: Namespace) -> int:
     settings = {"trace": options.trace.name, "train": options.train.name}
     if options.queue:
         results = ScriptResults("queue-ahead", options, settings, QUEUE_METRICS)
@@ -261,4 +264,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

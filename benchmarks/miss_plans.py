@@ -10,6 +10,7 @@ Shape suffixes: N sequences, S steps, L layers, K top-k.
 import itertools
 import random
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, option, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
@@ -90,8 +91,6 @@ class MissReplay:
     def run(self, paths_NSLK: np.ndarray, num_warm: int) -> Replayed:
         """Run the steps of all sequences together, one token each. Every layer starts with its most
         used experts of the first steps, which are not counted.
-
-        Every layer begins with the experts that it used most in the first steps, which go before.
         """
         self._policies = [
             self._warm(layer, paths_NSLK[:, :num_warm, layer])
@@ -223,14 +222,12 @@ def compare(machine: Machine, num_slots: int, paths_NSLK: np.ndarray) -> dict[st
     return found | {"planned_s": planned_s, **dict(zip([*METRICS][-2:], ratios, strict=True))}
 
 
-def main() -> int:
-    parser = scripting.results_parser(__doc__)
-    parser.add_argument("trace", type=Path, help="recorded routing")
-    parser.add_argument("--steps", type=scripting.positive, default=150, help="of each sequence")
-    parser.add_argument(
-        "--weights", type=scripting.positive, default=3 * 2880 * 2880, help="of one expert"
-    )
-    options = parser.parse_args()
+@script(
+    trace=option(Path, "recorded routing"),
+    steps=option(150, "of each sequence"),
+    weights=option(3 * 2880 * 2880, "of one expert"),
+)
+def main(options: Namespace) -> int:
     routes = routes_of(read_any_trace(options.trace))
     spans = [routes.tokens_of(number) for number in range(routes.num_sequences)]
     long = [span for span in spans if span.stop - span.start >= options.steps]
@@ -242,7 +239,7 @@ def main() -> int:
     paths_NSLK = np.stack([routes.expert_ids[span][: options.steps] for span in long[:4]])
     num_experts = int(paths_NSLK.max()) + 1
     settings = {"trace": options.trace.name, "steps": options.steps, "weights": options.weights}
-    results = scripting.ScriptResults("miss-plans", options, settings, METRICS)
+    results = ScriptResults("miss-plans", options, settings, METRICS)
     cases = itertools.product(WEIGHT_BYTES.items(), LINKS_GB_S, CPUS_GB_S, SHARES, SEQUENCES)
     for (dtype, weight_bytes), link, cpu, share, number in cases:
         machine = machine_of(options.weights * weight_bytes, link * 1e9, cpu * 1e9)
@@ -252,4 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(scripting.run_script(main))
+    sys.exit(main())

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from moe_runtime.benchmarks.harness.scripting import parser_of
+from moe_runtime.benchmarks.harness.scripting import option, script
 from moe_runtime.benchmarks.suite.programs import running
 from moe_runtime.kernels.grouped_gemm.tile import cache_folder
 
@@ -104,7 +105,7 @@ def tests(marked: str, pattern: re.Pattern[str]) -> list[str]:
     return [*words, "--numprocesses", "auto", "--maxprocesses", "8", *found]
 
 
-def script(words: str) -> list[str]:
+def measuring(words: str) -> list[str]:
     """The command of a benchmark that saves its results."""
     name, *others = words.split()
     return [sys.executable, f"benchmarks/{name}.py", *others, "--save"]
@@ -113,7 +114,7 @@ def script(words: str) -> list[str]:
 def decoding(shape: str, layers: int, seconds: float) -> list[str]:
     """The command that measures decoding; no row starts in the last tenth of the time."""
     words = f"device_decode --shape {shape} --layers {layers} --caches static"
-    return script(f"{words} --seconds {0.9 * seconds:.0f}")
+    return measuring(f"{words} --seconds {0.9 * seconds:.0f}")
 
 
 def bench(words: str) -> list[str]:
@@ -127,32 +128,40 @@ LATENCY = (
 )
 # tiles for a layer of Qwen3-30B-A3B in training and in decoding
 TILES = "kernels --tune --shape 16384,2048,768,128,8 --shape 1,2048,768,128,8"
+TRAINED = "--layers 2 --rows 16 --context 512"
 PARTS = (
     Part("tests-marked-gpu", 85, lambda _: tests("gpu", MARKED)),
     Part("decode-olmoe-1b-7b", 95, lambda s: decoding("olmoe-1b-7b", 16, s)),
     Part("decode-qwen3-30b-a3b", 80, lambda s: decoding("qwen3-30b-a3b", 12, s)),
     Part("latency-olmoe-1b-7b", 70, lambda _: bench(LATENCY)),
-    Part("training", 55, lambda _: script("device_training --layers 2 --tokens 8192")),
+    Part("training", 55, lambda _: measuring(f"fine_tuning device {TRAINED}")),
     Part("tests-of-kernels", 50, lambda _: tests("not gpu", COMPUTING)),
-    Part("kernels", 60, lambda _: script("kernels")),
+    Part("kernels", 60, lambda _: measuring("kernels")),
     Part("tiles", 25, lambda _: bench(TILES)),
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+NAMES = [part.name for part in PARTS]
+
+
+@script(
+    saves=False,
+    results=option(ROOT / "build" / "gpu", type=Path),
+    times=option(1.0, "as long for each part"),
+    only=option(None, ", ".join(NAMES), nargs="+", choices=NAMES, metavar="PART"),
+)
+def main(options: Namespace) -> int:
     """Run the parts; return 1 if one failed, 2 without a GPU."""
-    parser, names = parser_of(__doc__), [part.name for part in PARTS]
-    add = parser.add_argument
-    add("--results", type=Path, default=ROOT / "build" / "gpu", help="(default: build/gpu)")
-    add("--times", type=float, default=1.0, help="as long for each part (default: %(default)s)")
-    add("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
-    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no GPU here; the parts of this can be rehearsed without one", file=sys.stderr)
         return 2
     # a part has its own session and would continue
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parts = [p._replace(seconds=p.seconds * options.times) for p in PARTS if p.name in options.only]
+    parts = [
+        p._replace(seconds=p.seconds * options.times)
+        for p in PARTS
+        if p.name in (options.only or [p.name])
+    ]
     written = ROOT / "benchmarks" / "results", cache_folder()
     outcomes = run_parts(parts, options.results, written, root=ROOT)
     print()

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moe_runtime.benchmarks.cases.routed import TracedModel, take_routes
-from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, option, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.lab.replay.timed import Machine, TimedReplay, replay_timed
@@ -94,13 +95,11 @@ def optimum(served: Workload, num_slots: int) -> DemandReplay:
     )
 
 
-def traces_parser(doc: str | None, *, steps: int) -> argparse.ArgumentParser:
-    parser = scripting.results_parser(doc)
-    parser.add_argument("trace", type=Path, help="recorded routing that is served")
-    parser.add_argument("--train", type=Path, required=True, help="other requests, which teach")
-    parser.add_argument("--requests", type=scripting.positive, default=4, help="that are served")
-    parser.add_argument("--steps", type=scripting.positive, default=steps, help="of each request")
-    return parser
+TRACES: dict[str, Any] = {
+    "trace": option(Path, "recorded routing that is served"),
+    "train": option(Path, "other requests, which teach", required=True),
+    "requests": option(4, "that are served"),
+}
 
 
 def compare(
@@ -151,7 +150,7 @@ def compare_codes(
     policies: Mapping[str, Callable[[], Maker]],
     estimators: Mapping[str, Estimator],
     milliseconds: Sequence[float],
-    results: scripting.ScriptResults,
+    results: ScriptResults,
 ) -> None:
     """Experts in bf16 and in the lossless code, in memory for a quarter of the bf16 experts."""
     signature = served.trace.signature
@@ -164,7 +163,7 @@ def compare_codes(
             results.add(f"{name}; {policy}", [found["combined"]])
 
 
-def draw(results: scripting.ScriptResults, path: Path) -> None:
+def draw(results: ScriptResults, path: Path) -> None:
     """Plot milliseconds of a step by share and link, with each predictor's bound as a mark."""
     from moe_runtime.lab.report.page import INK, SERIES, drawing
 
@@ -192,18 +191,18 @@ def draw(results: scripting.ScriptResults, path: Path) -> None:
         figure.savefig(path, dpi=100)
 
 
-def main() -> int:
-    parser = traces_parser(__doc__, steps=100)
-    parser.add_argument("--expert-bytes", type=scripting.positive, default=13_300_000)
-    parser.add_argument(
-        "--bf16",
-        type=float,
-        nargs=2,
-        metavar="MS",
-        help="instead: experts in bf16 and in the lossless code, which take so long to compute",
-    )
-    parser.add_argument("--picture", type=Path, help="draw the steps here")
-    options = parser.parse_args()
+INSTEAD = "instead: experts in bf16 and in the lossless code, which take so long to compute"
+
+
+@script(
+    **TRACES,
+    steps=option(100, "of each request"),
+    expert_bytes=13_300_000,
+    bf16=option(None, INSTEAD, type=float, nargs=2, metavar="MS"),
+    links=option(LINKS_GB_S, "disks and links", type=float, nargs="+", metavar="GB/S"),
+    picture=option(None, "draw the steps here", type=Path),
+)
+def main(options: argparse.Namespace) -> int:
     served, learned = served_and_learned(options)
     signature, shape = served.trace.signature, learned.shape
     estimators = {name: make_estimator(name, shape) for name in PREDICTORS}
@@ -216,21 +215,21 @@ def main() -> int:
         "reuse, taught": lambda: reuse.maker_of(new_taught()),
     }
     settings = {"trace": options.trace.name, "train": options.train.name, "steps": options.steps}
-    results = scripting.ScriptResults("prefetch-matrix", options, settings, METRICS)
+    results = ScriptResults("prefetch-matrix", options, settings, METRICS)
     if options.bf16 is not None:
         settings["milliseconds"] = options.bf16
         compare_codes(served, policies, {"combined": estimators["combined"]}, options.bf16, results)
         return results.finish()
-    for link, share, policy in itertools.product(LINKS_GB_S, SHARES, policies):
+    for link, share, policy in itertools.product(options.links, SHARES, policies):
         num_slots = round(share * signature.num_layers * signature.num_experts)
         machine = machine_of(options.expert_bytes, link)
         found = compare(served, policies[policy], machine, num_slots, estimators)
         for name, numbers in found.items():
-            results.add(f"{link} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
+            results.add(f"{link:g} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
     if options.picture is not None:
         draw(results, options.picture)
     return results.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(scripting.run_script(main))
+    sys.exit(main())

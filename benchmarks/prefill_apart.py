@@ -8,17 +8,12 @@ compare. No measurement: the machine is that of `--machine`.
 
 import functools
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import (
-    ROOT,
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
+from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, option, positive, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import CapacityError
 from moe_runtime.lab.simulate.scaling import read_machine
@@ -30,6 +25,7 @@ from moe_runtime.lab.simulate.system import (
     simulate_serving,
 )
 
+MACHINES = ROOT / "benchmarks" / "machines"
 STEP_TOKENS = (32, 64, 128, 256, 512, 1024)
 GOOD_SHARE = 0.9
 
@@ -51,16 +47,15 @@ def best_rate(arrivals: Arrivals, least: float, serve: Any, limits: tuple[float,
     return low * arrivals.rate
 
 
-def main() -> int:
-    parser = results_parser(__doc__)
-    add, machines = parser.add_argument, ROOT / "benchmarks" / "machines"
-    add("files", nargs="+", type=Path)
-    add("--machine", type=Path, default=machines / "cards-h800.toml")
-    add("--model", type=Path, default=machines / "model-1t.toml")
-    add("--ranks", type=positive, nargs="*", default=[64, 128])
-    add("--first-token", type=float, default=1.0, help="seconds")
-    add("--between-tokens", type=float, default=0.05, help="seconds")
-    options = parser.parse_args()
+@script(
+    files=option(Path, nargs="+"),
+    machine=option(MACHINES / "cards-h800.toml", type=Path),
+    model=option(MACHINES / "model-1t.toml", type=Path),
+    ranks=option([64, 128], type=positive, nargs="*"),
+    first_token=option(1.0, "seconds"),
+    between_tokens=option(0.05, "seconds"),
+)
+def main(options: Namespace) -> int:
     limits = options.first_token, options.between_tokens
     names = [f"{path.stem} on {ranks}" for path in options.files for ranks in options.ranks]
     settings = {"machine": options.machine.stem, "model": options.model.stem, "limits_s": limits}
@@ -101,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

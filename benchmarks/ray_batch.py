@@ -10,15 +10,12 @@ import random
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import (
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, script
 from moe_runtime.benchmarks.suite import Metric, facts
 from moe_runtime.models.pocket import pocket_path
 
@@ -56,11 +53,8 @@ def answer(prompts: Path, output: Path, *words: str) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = results_parser(__doc__)
-    parser.add_argument("--prompts", type=positive, default=200)
-    parser.add_argument("--rounds", type=positive, default=3)
-    options = parser.parse_args()
+@script(prompts=200, rounds=3)
+def main(options: Namespace) -> int:
     from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
     settings = {"model": "pocket", "prompts": options.prompts, "nodes": 2, "cpus_per_node": 1}
@@ -68,15 +62,14 @@ def main() -> int:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
     systems = {"one engine": (), "two engines on Ray": ("--ray", cluster.address)}
-    found: dict[str, list[Any]] = {name: [] for name in systems}
     with tempfile.TemporaryDirectory() as folder:
-        prompts, outputs = Path(folder) / "in.jsonl", {}
+        prompts = Path(folder) / "in.jsonl"
+        outputs = {name: Path(folder) / f"{name}.jsonl" for name in systems}
         write_prompts(prompts, options.prompts)
-        for _ in range(options.rounds):
-            for name, words in systems.items():
-                outputs[name] = Path(folder) / f"{name}.jsonl"
-                found[name].append(answer(prompts, outputs[name], *words))
-                results.add(name, found[name])
+        calls = {
+            name: partial(answer, prompts, outputs[name], *words) for name, words in systems.items()
+        }
+        results.add_rounds(calls, options.rounds)
         texts = [
             [json.loads(line)["text"] for line in path.read_text().splitlines()]
             for path in outputs.values()
@@ -93,4 +86,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

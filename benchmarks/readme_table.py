@@ -10,11 +10,18 @@ import shlex
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.benchmarks.harness.scripting import RESULTS, ROOT, machine_name, parser_of
+from moe_runtime.benchmarks.harness.scripting import (
+    RESULTS,
+    ROOT,
+    machine_name,
+    option,
+    script,
+)
 from moe_runtime.config import format_bytes
 from moe_runtime.files import write_text
 from moe_runtime.lab.this_machine import describe_machine
@@ -267,11 +274,13 @@ def section(folder: Path) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def main() -> int:
-    flags = ("--check=change nothing; exit 1 when stale", "--measure=measure first, all caps")
-    parser = parser_of(__doc__, *flags)
-    parser.add_argument("--cap", choices=[cap or "none" for cap in CAPS], help="of --measure: one")
-    options = parser.parse_args()
+@script(
+    saves=False,
+    check=option(False, "change nothing; exit 1 when stale"),
+    measure=option(False, "measure first, all caps"),
+    cap=option(None, "of --measure: one", choices=[cap or "none" for cap in CAPS]),
+)
+def main(options: Namespace) -> int:
     caps = [None if options.cap == "none" else options.cap] if options.cap else list(CAPS)
     if options.measure and (code := measure(caps)):
         return code

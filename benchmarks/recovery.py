@@ -1,4 +1,4 @@
-"""The cost of a killed process and of checkpoints: `python benchmarks/recovery.py`.
+"""The cost of a killed process: `python benchmarks/recovery.py`.
 
 Two processes train a small model under `torchrun --max-restarts`. One is killed with SIGKILL some
 steps after a checkpoint, and the clock runs until the step that was under way is done: once from
@@ -15,23 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
 
-from moe_runtime.benchmarks.harness.scripting import (
-    ROOT,
-    ScriptResults,
-    positive,
-    results_parser,
-    run_script,
-)
+from moe_runtime.benchmarks.harness.scripting import ROOT, ScriptResults, option, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.errors import MoERuntimeError
 
-METRICS = (
-    facts("s", "recover_s", "step_s") | facts("count", "lost_steps") | facts("share", "of_a_step")
-)
+METRICS = facts("s", "recover_s") | facts("count", "lost_steps")
 _CONFIG = """
 [run]
 output = "out"
@@ -62,7 +55,7 @@ vocab_size = 1024
 [optimizer]
 peak_rate = 1e-3
 """
-_PATIENCE_S, _FIRST, _SOON = 600, 4, 10
+_PATIENCE_S, _SOON = 600, 10
 
 
 def write_config(folder: Path, *, steps: int, every: int, snapshot: int) -> Path:
@@ -130,65 +123,23 @@ def recovery(every: int, snapshot: int) -> dict[str, float]:
     return {"recover_s": found, "lost_steps": float(last - fewest)}
 
 
-def step_seconds(every: int, steps: int) -> float:
-    """Mean seconds of a step, including the time between steps, without the first ones."""
-    with tempfile.TemporaryDirectory() as name:
-        path = write_config(Path(name), steps=steps, every=every, snapshot=0)
-        process = started([], path)
-        try:
-            wait_for(Path(name), _FIRST, process)
-            began = time.monotonic()
-            wait_for(Path(name), steps, process)
-            found = (time.monotonic() - began) / (steps - _FIRST)
-            process.wait(_PATIENCE_S)  # the last checkpoint
-            return found
-        finally:
-            process.kill()
-            process.wait()
-
-
-def main() -> int:
-    parser = results_parser(__doc__)
-    parser.add_argument("--every", type=positive, default=100, help="steps since a checkpoint")
-    parser.add_argument("--repeats", type=positive, default=3)
-    parser.add_argument("--part", choices=("recovery", "saves"), default="recovery")
-    options = parser.parse_args()
-    if options.part == "saves" and options.every <= _FIRST:
-        raise MoERuntimeError(f"--every must be above {_FIRST}, got {options.every}")
-    settings = {"every": options.every, "tokens_per_step": 2048}
-    if options.part == "recovery":
-        settings |= {"processes": 2, "steps": options.every + 3, "steps_in_memory": _SOON + 3}
-    else:
-        settings |= {"processes": 1, "steps": options.every, "first_steps_left_out": _FIRST}
-    results = ScriptResults(options.part, options, settings, METRICS)
-    if options.part == "recovery":
-        measure_recovery(options.every, options.repeats, results)
-    else:
-        measure_saves(options.every, options.repeats, results)
+@script(
+    every=option(100, "steps since a checkpoint"),
+    repeats=3,
+)
+def main(options: Namespace) -> int:
+    every = options.every
+    settings = {"every": every, "tokens_per_step": 2048}
+    settings |= {"processes": 2, "steps": every + 3, "steps_in_memory": _SOON + 3}
+    results = ScriptResults("recovery", options, settings, METRICS)
+    systems = {
+        "from the disk": lambda: recovery(every, 0),
+        # with snapshots, earlier steps are not repeated
+        "from a snapshot in memory": lambda: recovery(_SOON, 1),
+    }
+    results.add_rounds(systems, options.repeats)
     return results.finish()
 
 
-def measure_recovery(every: int, repeats: int, results: ScriptResults) -> None:
-    disk: list[dict[str, float]] = []
-    memory: list[dict[str, float]] = []
-    for _ in range(repeats):
-        disk.append(recovery(every, 0))
-        memory.append(recovery(_SOON, 1))  # with snapshots, earlier steps are not repeated
-        results.add("from the disk", disk)
-        results.add("from a snapshot in memory", memory)
-
-
-def measure_saves(every: int, repeats: int, results: ScriptResults) -> None:
-    between = max(1, every // 5)
-    without: list[dict[str, float]] = []
-    saving: list[dict[str, float]] = []
-    for _ in range(repeats):
-        plain, saved = (step_seconds(one, every) for one in (0, between))
-        without.append({"step_s": plain})
-        saving.append({"step_s": saved, "of_a_step": saved / plain - 1})
-        results.add("no checkpoints", without)
-        results.add(f"a checkpoint every {between} steps", saving)
-
-
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(main())

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_runtime.benchmarks.cases.dispatch import meet, ranks_here
-from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, results_parser
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, at_least, option, script
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.kernels.expert_mlp import StackedExperts, grouped_expert_mlp
 from moe_runtime.lab.simulate import scaling
@@ -377,13 +378,12 @@ def follow(number: int, rounds: int, num_ranks: int, store: str) -> None:
     os._exit(0)  # gloo's threads sometimes abort an ordinary exit
 
 
-def main() -> int:
-    parser = results_parser(__doc__)
-    add = parser.add_argument
-    add("--ranks", type=at_least(1), nargs="*", default=[1, 2, 4], help="sizes to measure")
-    add("--rounds", type=at_least(2), default=7)
-    add("--write-machine", type=Path, help="for `moe-runtime simulate --machine`")
-    options = parser.parse_args()
+@script(
+    ranks=option([1, 2, 4], "sizes to measure", type=at_least(1), nargs="*"),
+    rounds=option(7, type=at_least(2)),
+    write_machine=option(None, "for `moe-runtime simulate --machine`", type=Path),
+)
+def main(options: Namespace) -> int:
     if dist.is_torchelastic_launched():
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

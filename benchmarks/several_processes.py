@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 import moe_runtime
 from moe_runtime.benchmarks.cases.dispatch import CountingTransport
-from moe_runtime.benchmarks.harness import scripting
+from moe_runtime.benchmarks.harness.scripting import ScriptResults, chosen, option, script
 from moe_runtime.benchmarks.suite import facts
 from moe_runtime.benchmarks.synthetic.model_shapes import SHAPES
 from moe_runtime.benchmarks.synthetic.shape_checkpoint import shape_checkpoint, shapes_folder
@@ -180,7 +181,7 @@ def counted(work: Work, *, timed: bool) -> dict[str, Any]:
 
 
 def measure(
-    results: scripting.ScriptResults, works: dict[str, Work], rounds: int, *, timed: bool = False
+    results: ScriptResults, works: dict[str, Work], rounds: int, *, timed: bool = False
 ) -> None:
     """Add rows of works with equal answers; the first work has one process."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in works}
@@ -200,22 +201,22 @@ def measure(
         results.add(name, found)
 
 
-def main() -> int:
-    parser = scripting.results_parser(__doc__)
-    parser.add_argument("--shape", default="olmoe-small", help="as of `bench latency`")
-    parser.add_argument("--host-memory", default="900MiB", help="of all processes together")
-    parser.add_argument("--prompts", type=scripting.positive, default=8)
-    parser.add_argument("--prompt-tokens", type=scripting.positive, default=48)
-    parser.add_argument("--new-tokens", type=scripting.positive, default=16)
-    parser.add_argument("--rounds", type=scripting.positive, default=3)
-    parser.add_argument("--part", choices=("reads", "plans"), default="reads")
-    options = parser.parse_args()
+@script(
+    shape=option("olmoe-small", "as of `bench latency`"),
+    host_memory=option("900MiB", "of all processes together"),
+    prompts=8,
+    prompt_tokens=48,
+    new_tokens=16,
+    rounds=3,
+    part=option("reads", choices=("reads", "plans")),
+)
+def main(options: Namespace) -> int:
     names = ("shape", "host_memory", "prompts", "prompt_tokens", "new_tokens", "rounds")
-    settings = {name: getattr(options, name) for name in names} | {"weights": "random"}
+    settings = chosen(options, *names) | {"weights": "random"}
     file = f"several-processes-{options.part}"
     if options.part == "plans":
         settings = {"model": "pocket", "rounds": options.rounds}
-    results = scripting.ScriptResults("several-processes", options, settings, METRICS, file=file)
+    results = ScriptResults("several-processes", options, settings, METRICS, file=file)
     if options.part == "plans":
         own = [*map(tuple, cut_prompts(load_tokenizer(pocket_path()), 1, 64))]
         pocket = (pocket_path(), own, 192, 256 << 20)
@@ -241,4 +242,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(scripting.run_script(main))
+    sys.exit(main())

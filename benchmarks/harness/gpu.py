@@ -5,6 +5,7 @@ Unlike in `model_shapes`, what experts compute reaches the logits, so that outpu
 
 import argparse
 import contextlib
+import functools
 import gc
 import shutil
 import statistics
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_runtime.benchmarks.harness.scripting import ScriptResults, results_parser
+from moe_runtime.benchmarks.harness.scripting import Main, ScriptResults, option, script
 from moe_runtime.benchmarks.suite import Metric
 from moe_runtime.benchmarks.synthetic import model_shapes
 from moe_runtime.kernels.expert_mlp import ExpertWeights, expert_ffn
@@ -28,21 +29,30 @@ MEMORY_FOLDER = Path("/dev/shm")
 MEMORY = ("budget_bytes", "peak_bytes", "peak_reserved_bytes")
 CPU_EXPERTS = 30
 """Enough experts to exceed the caches."""
+REHEARSED: dict[str, Any] = {
+    "tiny": option(False, "a tiny shape, as a rehearsal"),
+    "device": option("cuda", choices=("cuda", "cpu")),
+}
 Repetitions = list[dict[str, float]]
 
 
-def parse_options(
-    doc: str | None, add: Callable[[argparse.ArgumentParser], None]
-) -> argparse.Namespace | None:
-    """Parse the options of a script; None without a GPU."""
-    parser = results_parser(doc, "--tiny=a tiny shape, as a rehearsal")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    add(parser)
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU here; rehearse with --device cpu --tiny", file=sys.stderr)
-        return None
-    return options
+def gpu_script(**declared: Any) -> Callable[[Main], Callable[..., int]]:
+    """Like `script`, on a GPU; without one a rehearsal."""
+
+    return lambda main: script(**REHEARSED, **declared)(on_gpu(main))
+
+
+def on_gpu(main: Main) -> Main:
+    """Refuse to run without a GPU, unless a rehearsal is asked for."""
+
+    @functools.wraps(main)
+    def checked(options: argparse.Namespace) -> int:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            print("no GPU here; rehearse with --device cpu --tiny", file=sys.stderr)
+            return 2
+        return main(options)
+
+    return checked
 
 
 def shape_of(name: str, num_layers: int, *, is_tiny: bool) -> model_shapes.ModelShape:

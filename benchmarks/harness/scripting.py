@@ -36,32 +36,61 @@ def present_folder(text: str) -> Path:
     return Path(text)
 
 
-def parser_of(doc: str | None, *flags: str) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring. Flags come with their help: ``--all=...``."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
-    for name, words in (flag.split("=", 1) for flag in flags):
-        parser.add_argument(name, action="store_true", help=words)
-    return parser
+def option(default: Any, words: str = "", **more: Any) -> dict[str, Any]:
+    """An option by its default, or an argument by its type; ``more`` is argparse's."""
+    if isinstance(default, type):
+        return {"type": default, "help": words, **more}
+    if default is False:
+        return {"action": "store_true", "help": words}
+    kind = {int: {"type": positive}, float: {"type": float}}.get(type(default), {})
+    shown = words if default is None else f"{words} (default: %(default)s)".strip()
+    return {**kind, "default": default, "help": shown, **more}
 
 
-def results_parser(doc: str | None, *flags: str) -> argparse.ArgumentParser:
-    """Like `parser_of`, for a script that writes `ScriptResults`."""
-    parser = parser_of(doc, "--save=write a file in benchmarks/results", *flags)
-    parser.add_argument("--output", "-o", type=Path, help="write the results here")
-    return parser
+SAVED = {
+    "save": option(False, "write a file in benchmarks/results"),
+    "output": option(None, "write the results here", type=Path),
+}
+"""Options of the scripts that write `ScriptResults`."""
+Main = Callable[[argparse.Namespace], int]
 
 
-def run_script(main: Callable[[], int]) -> int:
-    """Run a script: exit code 130 after an interrupt, 2 with one line for a refusal."""
-    try:
-        return main()
-    except MoERuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; rows that were measured are kept where they are saved", file=sys.stderr)
-        return 130
+def script(*, saves: bool = True, **declared: Any) -> Callable[[Main], Callable[..., int]]:
+    """Make a program of ``main(options)``, whose help is the docstring of its module.
+
+    Options are declared by `option` or by their default; those of `SAVED` are added. The exit code
+    is 130 after an interrupt, and 2 with one line for a refusal.
+    """
+
+    def decorate(main: Main) -> Callable[..., int]:
+        def run(arguments: Sequence[str] | None = None) -> int:
+            parser = argparse.ArgumentParser(
+                description=sys.modules[main.__module__].__doc__,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            for name, found in {**declared, **(SAVED if saves else {})}.items():
+                own = found if isinstance(found, dict) else option(found)
+                is_argument = not {"default", "action", "required"} & own.keys()
+                flag = name if is_argument else f"--{name.replace('_', '-')}"
+                parser.add_argument(flag, *["-o"] * (name == "output"), **own)
+            try:
+                return main(parser.parse_args(arguments))
+            except MoERuntimeError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                said = "interrupted; rows that were measured are kept where they are saved"
+                print(said, file=sys.stderr)
+                return 130
+
+        return run
+
+    return decorate
+
+
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options as given, for the settings of the results."""
+    return {name: getattr(options, name) for name in names}
 
 
 def machine_name(found: Mapping[str, Any]) -> str:
@@ -82,7 +111,7 @@ class ScriptResults:
 
     Args:
         kind: the case; with `--save` the file is ``<kind>-<machine>.json``.
-        options: of a parser of `results_parser`.
+        options: with those of `SAVED`.
         machine: named by its processor where it is omitted.
     """
 
@@ -115,6 +144,15 @@ class ScriptResults:
         values = {metric: self.value(name, metric) for metric in self._metrics}
         said = ", ".join(f"{key} {figure(one)}" for key, one in values.items() if one is not None)
         print(f"{name}: {found if isinstance(found, str) else said}", flush=True)
+
+    def add_rounds(
+        self, systems: Mapping[str, Callable[[], Mapping[str, suite.Number]]], rounds: int
+    ) -> None:
+        """Measure systems in turn, and add the repetitions so far after each."""
+        found: dict[str, list[Mapping[str, suite.Number]]] = {name: [] for name in systems}
+        for name, measure in [*systems.items()] * rounds:
+            found[name].append(measure())
+            self.add(name, found[name])
 
     def value(self, name: str, metric: str) -> float | None:
         """The median over a system's repetitions; None without any."""

@@ -1,4 +1,4 @@
-"""`benchmarks/device_decode.py`, `device_training.py` and `kernels.py`: what needs no GPU."""
+"""`benchmarks/device_decode.py`, `fine_tuning.py` and `kernels.py`: what needs no GPU."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.benchmarks import device_decode, device_training, kernels
+from moe_runtime.benchmarks import device_decode, fine_tuning, kernels
 from moe_runtime.benchmarks.device_decode import Answer, compare, error_of
 from moe_runtime.benchmarks.suite import read_results
 
@@ -29,9 +29,10 @@ def rehearsed(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.parametrize("module", [device_decode, device_training, kernels])
+@pytest.mark.parametrize("module", [device_decode, fine_tuning, kernels])
 def test_without_a_gpu_it_says_so_in_one_line(module, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py"])
+    words = ["device"] if module is fine_tuning else []
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *words])
     assert module.main() == 2
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "no GPU here; rehearse with --device cpu --tiny\n")
@@ -77,8 +78,8 @@ def test_the_rehearsal_of_decoding(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_rehearsal_of_training(tmp_path, monkeypatch):
-    words = ["--steps", "2", "--tokens", "16", "--context", "8", "--rank", "2"]
-    found = rehearsed(device_training, tmp_path / "found.json", words, monkeypatch)
+    words = ["device", "--steps", "2", "--rows", "2", "--context", "8"]
+    found = rehearsed(fine_tuning, tmp_path / "found.json", words, monkeypatch)
     resident, partial = (one["repetitions"] for one in found["measurements"])
     assert [resident[0]["experts_with_slots"], partial[0]["experts_with_slots"]] == [16, 6]
     assert [one["loss"] for one in resident] == [one["loss"] for one in partial]

@@ -127,9 +127,8 @@ def test_an_interrupt_leaves_no_clone_and_no_process(tmp_path):
     source = repository(tmp_path, "install:\n\tsleep 60\n")
     program = (
         "import sys; from pathlib import Path; from moe_runtime.benchmarks import fresh_clone;"
-        "from moe_runtime.benchmarks.harness.scripting import run_script;"
         "fresh_clone.ROOT = Path(sys.argv.pop(1));"
-        "sys.exit(run_script(fresh_clone.main))"
+        "sys.exit(fresh_clone.main())"
     )
     folder = Path(fresh_clone.__file__).parent
     process = subprocess.Popen(

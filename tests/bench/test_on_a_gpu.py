@@ -164,7 +164,7 @@ import pathlib, sys, torch, on_a_gpu
 on_a_gpu.PARTS = [on_a_gpu.Part("one", 1e6, lambda _: [sys.executable, "-c", {part!r}])]
 on_a_gpu.ROOT, torch.cuda.is_available = pathlib.Path.cwd(), lambda: True
 on_a_gpu.cache_folder = pathlib.Path.cwd
-on_a_gpu.main(["--results", "results"])
+sys.exit(on_a_gpu.main(["--results", "results"]))
 """
     paths = {"PYTHONPATH": str(Path(on_a_gpu.__file__).parent)}
     program = subprocess.Popen(

@@ -41,8 +41,7 @@ def losses_of(model: nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_same_loss_curve(renormalize):
+def test_same_loss_curve():
     """fp32, 1e-4: rounding alone differs, and so few steps do not amplify it beyond that."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -53,7 +52,7 @@ def test_same_loss_curve(renormalize):
         moe_intermediate_size=INTER,
         num_experts=E,
         num_experts_per_tok=K,
-        norm_topk_prob=renormalize,
+        norm_topk_prob=False,
         experts_implementation="eager",
     )
     blocks = [Qwen3MoeSparseMoeBlock(config) for _ in range(2)]
@@ -61,7 +60,7 @@ def test_same_loss_curve(renormalize):
         for parameter in block.parameters():
             nn.init.normal_(parameter, std=0.2)
     theirs = TinyModel(list(blocks))
-    layers = [MoELayer(D, INTER, E, K, gate_options={"renormalize": renormalize}) for _ in range(2)]
+    layers = [MoELayer(D, INTER, E, K, gate_options={"renormalize": False}) for _ in range(2)]
     for layer, block in zip(layers, blocks, strict=True):
         # transformers' names and shapes are the layer's own
         layer.load_state_dict(block.state_dict())

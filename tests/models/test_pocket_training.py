@@ -1,43 +1,23 @@
 """The corpus and the training runs of the pocket model, on small inputs."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 
-from moe_runtime.cli.main import main
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.models.pocket.corpus import KINDS, Document, gather, without_repeats
-from moe_runtime.models.pocket.evaluate import (
-    HeldOut,
-    at_equal_tokens,
-    kept_scores,
-    render_card,
-)
-from moe_runtime.models.pocket.texts import write_texts
+from moe_runtime.models.pocket.corpus import Document, gather, without_repeats
+from moe_runtime.models.pocket.evaluate import HeldOut, at_equal_tokens, kept_scores, render_card
 
 
 def document(name: str, text: str) -> Document:
     return Document(kind="topic", name=name, text=text)
 
 
-def held_out_name() -> str:
-    return next(
-        name
-        for name in map(str, range(1000))
-        if Document(kind="topic", name=name, text="").held_out
-    )
-
-
-def training_name() -> str:
-    return next(
-        name
-        for name in map(str, range(1000))
-        if not Document(kind="topic", name=name, text="").held_out
-    )
+def name_of(*, is_held_out: bool) -> str:
+    names = map(str, range(1000))
+    return next(name for name in names if document(name, "").held_out == is_held_out)
 
 
 @pytest.fixture
@@ -81,52 +61,11 @@ def test_gather_without_python_files_says_so(tmp_path):
 
 def test_held_out_paragraphs_leave_the_training_text():
     shared = "a paragraph that is long enough to count as a repeated one " * 3
-    training = document(training_name(), f"first\n\n{shared}\n\nlast")
-    held_out = document(held_out_name(), shared)
+    training = document(name_of(is_held_out=False), f"first\n\n{shared}\n\nlast")
+    held_out = document(name_of(is_held_out=True), shared)
     kept = {found.name: found.text for found in without_repeats([training, held_out])}
     assert kept[held_out.name].strip() == shared.strip()
     assert kept[training.name] == "first\n\nlast\n"
-
-
-def trained(folder: Path, name: str) -> Path:
-    """A run of two short steps with the pocket model's own configuration, on little text."""
-    for file in ("train.toml", "train-dense.toml"):
-        shutil.copyfile(pocket_path() / file, folder / file)
-    text = "The for statement is used to iterate over the elements of a sequence.\n"
-    documents = [
-        Document(kind=kind, name=f"topic:{number}", text=text * (8 + number))
-        for kind in KINDS
-        for number in range(40)
-    ]
-    write_texts(documents, folder / "texts")
-    small = ["run.steps=2", "data.tokens_per_step=512", "run.evaluate_tokens=512"]
-    words = [word for setting in small for word in ("--set", setting)]
-    assert main(["train", str(folder / name), *words]) == 0
-    return folder / "runs"
-
-
-@pytest.mark.long  # test_desk.py trains a recipe of the same kind
-def test_the_pocket_model_is_what_its_configuration_trains(tmp_path, capsys):
-    runs = trained(tmp_path, "train.toml")
-    shipped = json.loads((pocket_path() / "config.json").read_text())
-    exported = json.loads((runs / "moe" / "model" / "config.json").read_text())
-    # The coefficient that transformers would train with, and how its configuration was made.
-    for config in (shipped, exported):
-        config["rope_parameters"].pop("partial_rotary_factor", None)
-        for name in ("router_aux_loss_coef", "transformers_version"):
-            config.pop(name)
-    assert exported == shipped
-    names = []
-    for folder in (pocket_path(), runs / "moe" / "model"):
-        with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
-            keys = set(file.keys())
-            names.append({key: file.get_slice(key).get_shape() for key in keys})
-    assert names[0] == names[1]
-
-    capsys.readouterr()
-    command = ["run", str(runs / "moe" / "model"), "--prompt", "The for", "-n", "4", "--json"]
-    assert main(command) == 0
-    assert json.loads(capsys.readouterr().out)["new_tokens"] == 4
 
 
 def test_the_baseline_of_an_earlier_evaluation_is_kept_for_the_same_text_only():

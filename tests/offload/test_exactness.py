@@ -195,9 +195,7 @@ def test_delayed_clipping_takes_the_norm_of_the_step_before(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [Family("gpt_oss", "GptOssForCausalLM"), Family("olmoe", "OlmoeForCausalLM")],
-    ids=str,
+    "family", [Family("gpt_oss", "GptOssForCausalLM"), Family("olmoe", "OlmoeForCausalLM")], ids=str
 )
 def test_models_of_transformers(tmp_path, family):
     """Micro-batches side by side through a model that we did not write."""

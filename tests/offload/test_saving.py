@@ -160,42 +160,12 @@ def test_a_trainer_that_would_step_without_the_experts_is_refused(tmp_path, clip
     training.close()
 
 
-def test_trls_trainer_trains_as_in_memory(tmp_path):
-    trl = pytest.importorskip("trl", reason="make test-clients installs it")
-    from datasets import Dataset
-
-    folder = checkpoint_of(FINETUNED, tmp_path / "first")
-    examples = Dataset.from_dict({"input_ids": PROMPT.tolist() * 4})
-    settings = trl.SFTConfig(
-        output_dir=str(tmp_path), max_steps=20, save_strategy="no", report_to=[], use_cpu=True,
-        bf16=False, gradient_checkpointing=False, disable_tqdm=True, max_grad_norm=0,
-        logging_steps=1, learning_rate=1e-3,
-    )  # fmt: skip
-    losses = []
-    for is_offloaded in (False, True):
-        model: Any = resident(folder)
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True)
-        options = {"train_dataset": examples, "processing_class": tiny_tokenizer()}
-        if is_offloaded:
-            training = offloaded(
-                model, moe_runtime.AdamW(lr=1e-3, weight_decay=0), tmp_path, experts_in_memory=0.4
-            )
-            trainer = training.attach(trl.SFTTrainer(model, settings, **options))
-        else:
-            trainer = trl.SFTTrainer(model, settings, optimizers=(adamw, None), **options)
-        trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-    assert losses[0] == losses[1]
-    assert training.num_steps == len(losses[0]) == 20
-    training.close()
-
-
 def distinct_words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
-@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
-def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_trls_trainers_train_as_in_memory(tmp_path, kind):
     """DPO with a reference model, and GRPO with rewards of generated texts."""
     trl = pytest.importorskip("trl", reason="make test-clients installs it")
     from datasets import Dataset
@@ -206,21 +176,24 @@ def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
     shared: dict[str, Any] = {
         "output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "no", "report_to": [],
         "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
-        "max_grad_norm": 0, "logging_steps": 1, "learning_rate": 1e-3, "beta": 0.1,
+        "max_grad_norm": 0, "logging_steps": 1, "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
     }  # fmt: skip
     found = []
     for is_offloaded in (False, True):
         model: Any = resident(folder)
         model.config._name_or_path = str(folder)
         options: dict[str, Any] = {"processing_class": tiny_tokenizer()}
-        if kind == "DPO":
-            settings = trl.DPOConfig(**shared, per_device_train_batch_size=2)
-            make: Any = trl.DPOTrainer
+        make: Any = {"SFT": trl.SFTTrainer, "DPO": trl.DPOTrainer}.get(kind)
+        if kind == "SFT":
+            settings: Any = trl.SFTConfig(**shared)
+            options["train_dataset"] = Dataset.from_dict({"input_ids": PROMPT.tolist() * 4})
+        elif kind == "DPO":
+            settings = trl.DPOConfig(**shared, beta=0.1)
             options["train_dataset"] = Dataset.from_dict(columns)
         else:
-            settings = trl.GRPOConfig(
-                **shared, per_device_train_batch_size=2, num_generations=2, max_completion_length=5
-            )
+            sizes = {"num_generations": 2, "max_completion_length": 5}
+            settings = trl.GRPOConfig(**shared, **sizes, beta=0.1)
             make = partial(trl.GRPOTrainer, reward_funcs=distinct_words)
             options["train_dataset"] = Dataset.from_dict({"prompt": texts})
         if is_offloaded:
@@ -228,10 +201,11 @@ def test_trls_other_trainers_train_as_in_memory(tmp_path, kind):
                 model, moe_runtime.AdamW(lr=1e-3, weight_decay=0), tmp_path, experts_in_memory=0.4
             )
             trainer = make(model=model, args=settings, **options)
-            settings.sync_ref_model = True
-            with pytest.raises(moe_runtime.UnsupportedUseError, match="sync_ref_model would copy"):
-                training.attach(trainer)
-            settings.sync_ref_model = False
+            if kind != "SFT":
+                settings.sync_ref_model = True
+                with pytest.raises(moe_runtime.UnsupportedUseError, match="sync_ref_model would"):
+                    training.attach(trainer)
+                settings.sync_ref_model = False
             training.attach(trainer)
         else:
             adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True)

@@ -1,23 +1,28 @@
 """Layouts: the laws of their groups, and training under each of them equals one process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import product
 from math import prod
 from pathlib import Path
 
 import pytest
-from parallel_language_model import compare_gradients
-from parallel_layouts import legal_layouts, with_every_pair
-from parallel_training import meshes, refused, train_layouts
+from parallel_language_model import compare_gradients, meshes, refused
 
-from moe_runtime.parallel import Overlap, ParallelLayout
+from moe_runtime.parallel import ParallelLayout
 from moe_runtime.training.run_config import ParallelConfig
 
 
-@pytest.mark.parametrize(("world_size", "number"), [(1, 1), (2, 10), (4, 46), (8, 146)])
-def test_number_of_layouts(world_size, number):
-    """Three ordered factors on each side for every number of pipeline stages."""
-    layouts = list(legal_layouts(world_size))
-    assert len(layouts) == len(set(map(str, layouts))) == number
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def legal_layouts(world_size: int) -> Iterator[ParallelLayout]:
+    """Every layout of a number of ranks."""
+    for pp in divisors(world_size):
+        stage = world_size // pp
+        for tp, etp in product(divisors(stage), repeat=2):
+            for cp, ep in product(divisors(stage // tp), divisors(stage // etp)):
+                yield ParallelLayout(world_size=world_size, tp=tp, cp=cp, pp=pp, etp=etp, ep=ep)
 
 
 PLACED = {"placement": Path("p.json")}
@@ -82,21 +87,6 @@ def test_bad_input():
         ParallelLayout(world_size=8).groups("expert", "tp")
 
 
-def one_of_each_programme(layouts: Iterable[ParallelLayout]) -> list[ParallelLayout]:
-    """Layouts that have the same groups for everything and average the loss over as many parts run
-    the same programme: TP, CP and DP enter it only through these."""
-    found: dict[str, ParallelLayout] = {}
-    for layout in layouts:
-        groups = [
-            layout.groups("dense", "pp"),
-            layout.groups("dense", "tp", "cp", "dp"),
-            layout.groups("expert", "etp", "ep"),
-            layout.groups("expert", "edp"),
-        ]
-        found.setdefault(f"{groups} {layout.loss_parts} {layout.etp}", layout)
-    return list(found.values())
-
-
 def test_meshes_have_the_groups_of_the_layout(ranks):
     layout = ParallelLayout(world_size=4, tp=2, ep=4)
     found = ranks(4).run(meshes, layout)[3]
@@ -111,32 +101,6 @@ def test_layout_of_another_world(ranks):
     assert messages == ["the layout is of 4 ranks, but 2 run"] * 2
 
 
-def test_two_ranks_train_like_one(ranks):
-    layouts = list(legal_layouts(2))
-    assert ranks(2).run(train_layouts, layouts, 3, Overlap(degree=2)) == [len(layouts)] * 2
-
-
-def test_layouts_of_four_ranks_with_every_pair_of_sizes_train_like_one(ranks):
-    """The third step follows two updates."""
-    layouts = with_every_pair(one_of_each_programme(legal_layouts(4)))
-    assert ranks(4).run(train_layouts, layouts, 3, Overlap()) == [len(layouts)] * 4
-
-
-def test_layouts_of_eight_ranks_that_use_every_dimension(ranks):
-    folded = [
-        ParallelLayout(world_size=8, tp=2, cp=2, ep=4),
-        ParallelLayout(world_size=8, cp=2, pp=2, etp=2, ep=2),
-    ]
-    ranks(8).run(train_layouts, folded, 2, Overlap(is_local_first=False))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("size", "part"), [(4, 0), *((8, part) for part in range(5))])
-def test_ten_steps_under_every_layout(size, part, ranks):
-    layouts = one_of_each_programme(legal_layouts(size))[part :: 1 if size == 4 else 5]
-    assert ranks(size).run(train_layouts, layouts, 10, Overlap()) == [len(layouts)] * size
-
-
 def test_the_language_model_under_layouts_of_two_ranks(ranks):
     """Loss, norm and every gradient, in fp64: every way to divide the dense part and the experts.
     Every second is sharded; of the stages one has tied ends."""
@@ -145,6 +109,15 @@ def test_the_language_model_under_layouts_of_two_ranks(ranks):
     ]  # fmt: skip
     layouts = [ParallelLayout(world_size=2, **degrees) for degrees in divided]
     assert ranks(2).run(compare_gradients, layouts) == [len(layouts)] * 2
+
+
+def test_the_language_model_under_layouts_of_four_ranks(ranks):
+    """Dimensions in pairs: attention and experts fold over the same ranks."""
+    divided: list[dict[str, int]] = [
+        {"tp": 2, "cp": 2, "ep": 4}, {"pp": 2, "cp": 2, "etp": 2}, {"tp": 2, "etp": 2, "ep": 2}
+    ]  # fmt: skip
+    layouts = [ParallelLayout(world_size=4, **degrees) for degrees in divided]
+    assert ranks(4).run(compare_gradients, layouts) == [len(layouts)] * 4
 
 
 @pytest.mark.long

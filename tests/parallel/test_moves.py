@@ -7,10 +7,8 @@ import torch
 from parallel_layer import assert_equal_to_dense, assert_same, dense_answer, make_problem
 from parallel_moves import (
     adaptive,
-    adjoint_gap,
     moved,
     overlapped,
-    summed_gradients,
     timings,
     train_and_move,
     train_sparsely,
@@ -75,17 +73,6 @@ def test_any_placement_equals_one_process(ranks):
         slots, grid = random_placement(4, 6, seed), (2, 2) if seed == 5 else None
         answers = ranks(4).run(overlapped, problem, slots, Overlap(degree=4), "exact", grid)
         assert_equal_to_dense(problem, slots, answers)
-
-
-def test_copies_get_the_sum_of_their_gradients(ranks):
-    problem = make_problem([4, 9, 0, 6], num_experts=6, num_choices=2, seed=1, skew="zipf")
-    slots = random_placement(4, 6, 1)
-    expected = dense_answer(problem).parameter_grads
-    for rank, grads in enumerate(ranks(4).run(summed_gradients, problem, slots)):
-        for slot, expert in enumerate(slots.experts_of(rank)):
-            for actual, wanted in zip(grads, expected, strict=True):
-                if expert >= 0:
-                    assert_same(actual[slot], wanted[expert], f"expert {expert}")
 
 
 @pytest.mark.parametrize(("wire", "error"), [("bf16", 2**-8), ("fp8", 2**-4)])
@@ -170,13 +157,6 @@ class TestSparseCopies:
         assert ways == [[0, 0, 1], [0, 0, 1], [4, 4, 1], [6, 6, 1]]
         without = ExpertSlots.from_ranks([[0, 1], [], [0], [0]], 2)
         assert without.table(1, torch.device("cpu")).slots_of(ids).flatten().tolist() == [4, 6, 1]
-
-    def test_gather_and_scatter_are_adjoint(self, ranks):
-        wanted = [[(1, 0), (0, 2), (3, 1)], [], [(0, 0), (1, 0), (1, 0)], [(3, 2), (2, 1)]]
-        results = ranks(4).run(adjoint_gap, wanted, 3)
-        assert all(abs(gap) < 1e-12 for gap, _ in results)
-        # What stays on its rank does not count as sent.
-        assert [sent for _, sent in results] == [1, 3, 1, 1]
 
 
 def test_every_degree_of_parallelism_is_equal(ranks):

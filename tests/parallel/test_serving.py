@@ -87,15 +87,6 @@ def test_formats_are_answered_as_in_one_process(kind, checkpoint, checkpoint_in,
     assert_same(alone, ranks(2).run(answered, str(folder), EXACT, loading))
 
 
-@pytest.mark.long
-def test_four_processes(checkpoint, ranks):
-    loading = {"host_memory": "64MiB", "prefetch": "enforce"}
-    alone = answered(str(checkpoint), GREEDY, loading)
-    parts = ranks(4).run(answered, str(checkpoint), GREEDY, loading)
-    assert parts[0]["answers"] == alone["answers"]
-    assert visits(parts[0]["stats"].experts) == visits(alone["stats"].experts)
-
-
 def test_an_adapter_on_experts_is_each_owners_part(checkpoint, tmp_path, ranks):
     settings = peft.LoraConfig(
         r=3,

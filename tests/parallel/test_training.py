@@ -248,10 +248,7 @@ REFUSED = {
     (*MOVING, "parallel.ep=2"): NEEDS_EXPERTS_THAT_MOVE,
     (*MOVING, "parallel.ep=1"): NEEDS_EXPERTS_THAT_MOVE,
     ("parallel.transport=hierarchical",): "that divide the experts are not several machines of 2",
-    (
-        "parallel.experts=switching",
-        "run.compile=true",
-    ): "compile and parallel.experts switching",
+    ("parallel.experts=switching", "run.compile=true"): "compile and parallel.experts switching",
     ZBV: "with 2 stages for each process needs 4 of model.num_layers, got 3",
     (*ZBV, "model.num_layers=4", "parallel.zero=3"): "zbv takes the backward pass apart",
     ("parallel.ep=3",): "etp * ep * pp = 1 * 3 * 1 = 3 does not divide the 2 ranks",

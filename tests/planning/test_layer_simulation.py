@@ -81,30 +81,6 @@ def test_every_message_costs_its_latency():
         assert prediction.communication_s == pytest.approx(100 + 2 * degree * 100 + 16)
 
 
-def test_best_degree_grows_with_what_can_be_hidden():
-    """Launches against hiding: one chunk for short travel, more where there is more to hide; on
-    either side of the best degree it only gets worse."""
-    degrees = (1, 2, 4, 8, 16)
-
-    def best(travel_s: float) -> int:
-        times = [
-            predict_layer(
-                replace(two_ranks(), launch_s=0.3),
-                exchange_of(travel_s, 16.0),
-                LayerSchedule(degree=degree),
-            ).layer_s
-            for degree in degrees
-        ]
-        least = times.index(min(times))
-        assert times[: least + 1] == sorted(times[: least + 1], reverse=True)
-        assert times[least:] == sorted(times[least:])
-        return degrees[least]
-
-    found = [best(travel_s) for travel_s in (0.05, 0.5, 1.0, 2.0, 4.0, 8.0)]
-    assert found == sorted(found)
-    assert found[0] == 1 < best(1.0) < found[-1]
-
-
 def test_rows_that_stay_and_shared_experts_are_computed_meanwhile():
     workload = LayerWorkload(rows_PP=np.ones((2, 2)), row_bytes=6.0, flops_per_row=10.0)
     plain = predict_layer(two_ranks(), workload, LayerSchedule())
@@ -174,29 +150,6 @@ def test_bytes_and_messages_of_an_exchange(nodes, local, hierarchical):
                 (1e6 * far_messages, far) if phase.is_inter else (1000.0 * (local - 1), near)
             )
             np.testing.assert_allclose(phase.seconds_P, alpha + 2 * np.array(expected))
-
-
-def test_two_levels_win_at_small_messages_only():
-    """The crossover that the alpha-beta model predicts: latency against extra local bytes."""
-    cluster = Cluster(
-        num_ranks=64,
-        ranks_per_node=8,
-        intra=Link(alpha_s=1e-6, bytes_per_s=1e11),
-        inter=Link(alpha_s=1e-5, bytes_per_s=5e10),
-        flops_per_s=1e14,
-    )
-
-    def gain(bytes_a_rank: float) -> float:
-        rows = np.full((64, 64), 1 / 64)
-        workload = LayerWorkload(rows_PP=rows, row_bytes=bytes_a_rank, flops_per_row=0.0)
-        flat, two = (
-            predict_layer(cluster, workload, LayerSchedule(hierarchical=flag)).layer_s
-            for flag in (False, True)
-        )
-        return flat / two
-
-    assert gain(1e5) > 2
-    assert gain(1e9) < 1
 
 
 def test_exposed_communication_at_64_ranks():

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.routing import (
-    Capacity,
-    Routing,
-    RoutingContext,
-    SigmoidTopK,
-    make_gate,
-)
+from moe_runtime.routing import Capacity, Routing, RoutingContext, SigmoidTopK, make_gate
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ MIXTRAL = Family("mixtral", "MixtralForCausalLM", config=SIZES)
 GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", config=SIZES)
 # freezes the bias of its router, a matrix
 ERNIE = Family(
-    "ernie4_5_moe",
-    "Ernie4_5_MoeForCausalLM",
-    config=SIZES | {"moe_layer_start_index": 0},
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", config=SIZES | {"moe_layer_start_index": 0}
 )
 
 
@@ -87,6 +85,16 @@ def train(trainer: Trainer, *, stop_after: int = STEPS) -> list[float]:
             losses.append(record.loss)
 
     trainer.train(should_stop=lambda: trainer.step >= stop_after, on_record=watch)
+    return losses
+
+
+def run_losses(
+    config: FinetuneConfig, *, resume: bool = False, stop_after: int = STEPS
+) -> list[float]:
+    """Of a run that ends with a step, and is closed."""
+    trainer = start(prepare(config), resume=resume)
+    losses = train(trainer, stop_after=stop_after)
+    trainer.close()
     return losses
 
 

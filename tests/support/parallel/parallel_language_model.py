@@ -178,3 +178,26 @@ def compare_gradients(layouts: list[ParallelLayout]) -> int:
             difference = float((one - other).abs().max()) if one.numel() else 0.0
             assert difference <= 1e-9 * float(expected.abs().max()), (name, what, difference)
     return len(layouts)
+
+
+def meshes(layout: ParallelLayout) -> list[tuple[str, ...] | list[int]]:
+    """Names and own groups of both meshes of a layout."""
+    groups = LayoutGroups(layout, timeout_s=200)
+    found: list[tuple[str, ...] | list[int]] = []
+    for side in ("dense", "expert"):
+        mesh = groups.mesh(side)
+        assert mesh.mesh_dim_names is not None
+        found.append(mesh.mesh_dim_names)
+        for name in mesh.mesh_dim_names:
+            ranks = dist.get_process_group_ranks(mesh.get_group(name))
+            assert ranks == groups.ranks(side, name)
+            found.append(ranks)
+    return found
+
+
+def refused(layout: ParallelLayout) -> str:
+    try:
+        LayoutGroups(layout)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -10,14 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_checks import gradients, make_group
-from parallel_layer import (
-    Answer,
-    Problem,
-    rank_parameters,
-    rank_routing,
-    run_experts,
-    stack_of,
-)
+from parallel_layer import Answer, Problem, rank_parameters, rank_routing, run_experts, stack_of
 
 from moe_runtime.kernels.expert_mlp import StackedExperts
 from moe_runtime.layer import MoELayer
@@ -31,14 +24,12 @@ from moe_runtime.parallel import (
     ParallelLayout,
     Rebalanced,
     Rebalancer,
-    SlotExchange,
     StackedPanels,
     Transport,
     expert_parallel,
     keep_in_place,
     measure_link,
     slice_experts,
-    sum_replica_gradients,
     time_exchanges,
 )
 from moe_runtime.parallel.cluster import Link
@@ -86,23 +77,6 @@ def overlapped(
     return gradients(y_TD, x_TD, routing.weights_TK, parameters)
 
 
-def summed_gradients(problem: Problem, slots: ExpertSlots) -> list[list[torch.Tensor]]:
-    """Gradients of every slot of all ranks after copies have been summed."""
-    rank = dist.get_rank()
-    x_TD, routing = rank_routing(problem, rank)
-    parameters = rank_parameters(problem, slots, rank)
-    y_TD = expert_parallel(
-        x_TD,
-        routing,
-        partial(run_experts, parameters=parameters),
-        world(),
-        slots=slots,
-    )
-    y_TD.backward(problem.of_rank(problem.grad_TD, rank))
-    sum_replica_gradients(parameters, slots, world())
-    return [parameter.grad for parameter in parameters]
-
-
 def with_copies(
     problem: Problem,
     owners: ExpertSlots,
@@ -147,19 +121,6 @@ def with_copies(
         assert all(tensor() is None for tensor in copied)
     y_TD.backward(problem.of_rank(problem.grad_TD, rank))
     return gradients(y_TD, x_TD, routing.weights_TK, parameters)
-
-
-def adjoint_gap(wanted: list[list[tuple[int, int]]], num_slots: int) -> tuple[float, int]:
-    """`<gather(x), y> - <x, scatter(y)>` over all ranks, and what this rank sent."""
-    exchange = SlotExchange(wanted, num_slots, FlatTransport(world()))
-    x = torch.randn(num_slots, 3, 2, dtype=torch.float64, requires_grad=True)
-    out = exchange.copy(x)
-    y = torch.randn_like(out)
-    out.backward(y)
-    assert x.grad is not None
-    gap = (out.detach() * y).sum() - (x.detach() * x.grad).sum()
-    dist.all_reduce(gap)
-    return float(gap), len(exchange.sent_slots)
 
 
 def own_slices(problem: Problem) -> tuple[AdaptiveParallelism, StackedExperts, list[torch.Tensor]]:

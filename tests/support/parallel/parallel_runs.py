@@ -22,12 +22,7 @@ from torch import Tensor
 
 from moe_runtime.cli.commands.train import experts_maker
 from moe_runtime.digests import digest_of_file
-from moe_runtime.errors import (
-    CapacityError,
-    CheckpointError,
-    MoERuntimeWarning,
-    RankFailureError,
-)
+from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeWarning, RankFailureError
 from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel.cluster import Link
