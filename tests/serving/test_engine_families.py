@@ -12,7 +12,7 @@ import moe_runtime
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.requests import EngineOptions
 
-NEW = 8
+NEW = 6
 TOGETHER = (
     *("Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     *("Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM"),
