@@ -101,6 +101,22 @@ def test_bits_are_those_of_one_token_at_a_time(family, dtype, tmp_path):
 SETTINGS = {"device": "cpu", "host_memory": "28MiB", "max_tokens": 256}
 
 
+def test_passes_with_drafts_prefetch(plain):
+    """Every pass but the prompt's, since the predictor looks at gates; no bit changes."""
+    expected = generated(plain, do_sample=False)
+    model: Any = moe_runtime.load(
+        pocket_path(), draft="lookup", prefetch="enforce", predictor="next-gate", **SETTINGS
+    )
+    with model.moe:
+        told(model, expected.sequences[0].tolist())
+        found = generated(model, do_sample=False)
+        assert all(map(torch.equal, found.logits, expected.logits))
+        passes = model._drafts.control.counts()["draft_steps"]
+        assert passes <= NEW // 2
+        assert model.moe.prefetcher.stats().active_steps == passes
+        model.moe.check()
+
+
 @pytest.fixture(scope="module")
 def plain() -> Any:
     with (model := moe_runtime.load(pocket_path(), **SETTINGS)).moe:
