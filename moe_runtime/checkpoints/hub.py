@@ -348,7 +348,9 @@ def _refuse_choice(
     ]
     asked = clipped(name.file or name.quantisation)
     what = "has several models" if len(chosen) > 1 else f"has no {asked}"
-    advice = f"name one: {name.repository}:QUANTISATION, or {name.repository}/FILE.gguf"
+    advice = f"name {name.repository} alone for its safetensors"
+    if models:
+        advice = f"name one: {name.repository}:QUANTISATION, or {name.repository}/FILE.gguf"
     there = ", ".join(shown) or "no GGUF files"
     raise CheckpointError(f"{name.repository} {what}; it has {there}; {advice}")
 
@@ -752,10 +754,10 @@ def removal_of(names: list[str]) -> tuple[int, Any]:
 
 def _scan() -> HFCacheInfo | None:
     """The content of the cache; None before the first download."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(constants.HF_HUB_CACHE)  # its own default is that of its import
     except CacheNotFound:
         return None
 
