@@ -23,8 +23,6 @@ pytestmark = emulated
 NUM_EXPERTS, LAYERS = 6, {"num_hidden_layers": 2}
 FAMILIES = [
     Family("qwen3_moe", "Qwen3MoeForCausalLM", LAYERS),
-    Family("mixtral", "MixtralForCausalLM", LAYERS),
-    Family("olmoe", "OlmoeForCausalLM", LAYERS),
     # gate and up in turn, with biases
     Family("gpt_oss", "GptOssForCausalLM", LAYERS),
     # sigmoids with a bias, an expert that all tokens share

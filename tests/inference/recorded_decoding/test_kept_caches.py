@@ -126,12 +126,10 @@ def test_a_call_with_another_cache_frees_the_kept_one(checkpoint):
         for call in calls:
             generated(model, PROMPTS[0])
             kept = weakref.ref(recorded(model)._cache())
-            gc.collect()
             assert kept() is not None
             with torch.no_grad():
                 call()
-            gc.collect()
-            assert kept() is None
+            assert kept() is None  # without the garbage collector: there is no cycle
 
 
 @emulated
