@@ -199,6 +199,7 @@ INSTEAD = "instead: experts in bf16 and in the lossless code, which take so long
     steps=option(100, "of each request"),
     expert_bytes=13_300_000,
     bf16=option(None, INSTEAD, type=float, nargs=2, metavar="MS"),
+    links=option(LINKS_GB_S, "disks and links", type=float, nargs="+", metavar="GB/S"),
     picture=option(None, "draw the steps here", type=Path),
 )
 def main(options: argparse.Namespace) -> int:
@@ -219,12 +220,12 @@ def main(options: argparse.Namespace) -> int:
         settings["milliseconds"] = options.bf16
         compare_codes(served, policies, {"combined": estimators["combined"]}, options.bf16, results)
         return results.finish()
-    for link, share, policy in itertools.product(LINKS_GB_S, SHARES, policies):
+    for link, share, policy in itertools.product(options.links, SHARES, policies):
         num_slots = round(share * signature.num_layers * signature.num_experts)
         machine = machine_of(options.expert_bytes, link)
         found = compare(served, policies[policy], machine, num_slots, estimators)
         for name, numbers in found.items():
-            results.add(f"{link} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
+            results.add(f"{link:g} GB/s; {share:.1%} resident; {policy}, {name}", [numbers])
     if options.picture is not None:
         draw(results, options.picture)
     return results.finish()

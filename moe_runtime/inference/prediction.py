@@ -261,6 +261,8 @@ def open_prefetcher(
         rules=rules,
         token_look_ahead=look_ahead,
     )
+    if learning is not None and mode is PrefetchMode.AUTO:
+        learning.keep(prefetcher.controller)
     listeners.add(
         PrefetchListener(
             prefetcher,

@@ -186,7 +186,7 @@ class Prefetcher:
         self._token_look_ahead = token_look_ahead
         self._predictor = predictor
         self.mode = mode
-        self._controller = Controller()
+        self.controller = Controller()
         self._admission = Admission(rules or PrefetchRules(), num_layers)
         self._num_layers = num_layers
         self._top_k = top_k
@@ -200,7 +200,7 @@ class Prefetcher:
     @property
     def is_active(self) -> bool:
         return self.mode is PrefetchMode.ENFORCE or (
-            self.mode is PrefetchMode.AUTO and self._controller.is_active
+            self.mode is PrefetchMode.AUTO and self.controller.is_active
         )
 
     @property
@@ -233,7 +233,7 @@ class Prefetcher:
         return PrefetchStats(
             mode=self.mode.value,
             is_active=self.is_active,
-            verdict=self._controller.verdict if is_auto else f"always {self.mode.value}",
+            verdict=self.controller.verdict if is_auto else f"always {self.mode.value}",
             recall=self._found / self._visited if self._visited else float("nan"),
             precision=self._found / self._guessed if self._guessed else float("nan"),
             predict_s=self._predict_s,
@@ -246,7 +246,7 @@ class Prefetcher:
         """The mode, and in ``auto`` the controller's verdict."""
         if self.mode is PrefetchMode.AUTO:
             share = f"{self._active_steps} of {self._decode_steps} steps"
-            return f"auto, {self._controller.verdict}; in use for {share}"
+            return f"auto, {self.controller.verdict}; in use for {share}"
         return self.mode.value
 
     def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
@@ -316,7 +316,7 @@ class Prefetcher:
         seconds = now_s - start.now_s
         self._decode_s += seconds
         if link is not None and start.link is not None:
-            self._controller.step(
+            self.controller.step(
                 StepCost(
                     seconds=seconds,
                     stall_s=link.stall_s - start.link.stall_s,
@@ -327,8 +327,10 @@ class Prefetcher:
             )
 
     def _guess(self, now: int, now_s: float) -> None:
-        """Predicts the layers after ``now`` and reads guesses."""
-        if not self._predicts:
+        """Predicts the layers after ``now`` and reads guesses, if the link has time for any."""
+        if self._reads and self._admission.room < 1:
+            self._account(now, now_s)
+        if not self._predicts or (self._reads and self._admission.room < 1):
             self._predict_s += time.perf_counter() - now_s
             return
         made = self._predictor.predict(now, self._horizon)
@@ -371,7 +373,10 @@ class Prefetcher:
     def _account(self, now: int, now_s: float) -> None:
         """Credits the idle time of the link since the last account: once a step, and when credit is
         short, since this is expensive."""
-        last, link, now = self._last_look, self._guesses.link(), max(now, 0)
+        last, now = self._last_look, max(now, 0)
+        if last is not None and last.now_s == now_s:
+            return
+        link = self._guesses.link()
         if last is not None:
             idle_s = (now_s - last.now_s) - (link.demand_s - last.link.demand_s)
             layers = max(now - last.layer, 1)

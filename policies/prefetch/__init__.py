@@ -4,6 +4,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from types import MappingProxyType
+
+import numpy as np
 
 from moe_runtime.policies.prediction.base import LEAST_CHANCE, Guess
 from moe_runtime.types import ExpertKey
@@ -167,41 +170,63 @@ def num_needed(misses: int, came_true: int, guesses: int) -> float:
 class Controller:
     """Turns prefetching on while decode steps are faster with it.
 
-    While little is waited, nothing is tried. Otherwise blocks of steps run off, on, on, off, and
-    the means of the middle halves of their times decide. Tokens that need many new experts take
-    several times as long as others, whatever is guessed: so each time counts as that of a step with
-    usual needs. It goes off again as soon as the guesses of the last steps cannot have saved what
-    predicting took, and is compared anew now and then.
+    While little is waited, nothing is tried. In a trial, steps with prefetching are compared with
+    steps without. The steps before a trial count as its first block, blocks of the other kind
+    follow. A clear difference ends it. Prefetching goes off again as soon as the guesses of the
+    last steps cannot have saved what predicting took, and is compared anew now and then. A later
+    process starts with the result of the last trial.
+
+    Tokens that need many new experts take longer, whatever is guessed. So times are compared at
+    equal needs, by analysis of covariance.
     """
 
+    name = "prefetch"
     WINDOW = 6  # Steps that are looked at together
     BLOCK_STEPS = 4
-    TRIAL = (False, True, True, False)
+    TRIAL = (False, False, True)
+    """Whether the blocks of a trial run as the steps before it."""
+    CLEAR = 3.0
+    """A difference of so many standard errors ends a trial; by chance, 1 trial in 50."""
     LEAST_STALL = 0.1
     """Least share of waiting in a step for a trial: only a part of it can be saved."""
     LEAST_STALL_S = 2e-3
     """Least seconds of waiting in a step: predicting costs as much as shorter waits."""
-    HOPELESS = 1.1  # slower by chance, even with few steps
-    STEPS_ON = 256
-    STEPS_OFF = 64
-    """Steps until the next trial after a failed one, doubled after each further one."""
-    MOST_STEPS_OFF = 1024
+    STEPS = 128
+    """Steps until the next trial, doubled after each further trial with the same result."""
+    MOST_STEPS = MappingProxyType({True: 256, False: 1024})
 
     def __init__(self) -> None:
         self.is_active = False
         self.verdict = "not tried yet"
         self.num_trials = 0
+        self._has_won: bool | None = None  # prefetching in the last trial
         self._plan: deque[bool] = deque()
-        self._costs: dict[bool, list[StepCost]] = {False: [], True: []}
+        self._costs: dict[bool, list[StepCost]] = {}
         self._recent: deque[StepCost] = deque(maxlen=self.WINDOW)
         self._wait = 0
-        self._pause = self.STEPS_OFF
+        self._pause = self.STEPS
+
+    def finish(self, sequence: int) -> None:
+        """Learns nothing from a request."""
+
+    def learned(self) -> dict[str, np.ndarray]:
+        """The result of the last trial."""
+        return {} if self._has_won is None else {"has_won": np.array([self._has_won], np.uint8)}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Starts with the result of an earlier trial. Raises ValueError: it is damaged."""
+        found = {name: array.tolist() for name, array in state.items()}
+        if found not in ({"has_won": [0]}, {"has_won": [1]}):
+            raise ValueError(f"expected has_won, 0 or 1, got {found}")
+        self._has_won = self.is_active = bool(found["has_won"][0])
+        self._wait = self.WINDOW if self.is_active else self.STEPS
+        self.verdict = f"{'on' if self.is_active else 'off'}, as in an earlier run"
 
     def step(self, cost: StepCost) -> None:
         """Notes a finished decode step and decides about the next one."""
         self._recent.append(cost)
         self._wait -= 1
-        if self._plan or self._costs[True]:
+        if self._costs:
             self._try(cost)
         elif self.is_active:
             self._watch_on()
@@ -210,8 +235,8 @@ class Controller:
 
     def _try(self, cost: StepCost) -> None:
         self._costs[self.is_active].append(cost)
-        is_judged = len(self._costs[True]) >= self.BLOCK_STEPS
-        if not self._plan or (is_judged and self._is_hopeless()):
+        ends_block = len(self._plan) % self.BLOCK_STEPS == 0
+        if not self._plan or (ends_block and self._is_clear()):
             self._decide()
         else:
             self._set(self._plan.popleft())
@@ -227,9 +252,11 @@ class Controller:
             self.verdict = f"off: steps wait {share:.1%} of their time, too little to save"
 
     def _watch_on(self) -> None:
+        if len(self._recent) < self.WINDOW:
+            return
         saved_s = sum(cost.saved_s for cost in self._recent)
         predict_s = sum(cost.predict_s for cost in self._recent)
-        if len(self._recent) == self.WINDOW and saved_s < predict_s:
+        if saved_s < predict_s:
             self._set(False)
             self._wait = self.WINDOW
             self.verdict = (
@@ -241,36 +268,61 @@ class Controller:
 
     def _begin_trial(self) -> None:
         self.num_trials += 1
-        self._plan.extend(on for on in self.TRIAL for _ in range(self.BLOCK_STEPS))
-        self._costs = {False: [], True: []}
+        self._plan.extend(
+            self.is_active is as_before for as_before in self.TRIAL for _ in range(self.BLOCK_STEPS)
+        )
+        self._costs = {self.is_active: [*self._recent], not self.is_active: []}
         self._set(self._plan.popleft())
 
-    def _is_hopeless(self) -> bool:
-        return self._typical(True) > self.HOPELESS * self._typical(False)
+    def _is_clear(self) -> bool:
+        """Whether the difference is many standard errors."""
+        slope, spread = self._slope()
+        groups = {
+            on: [cost.seconds - slope * cost.needed_s for cost in costs]
+            for on, costs in self._costs.items()
+        }
+        means = {on: fmean(values) for on, values in groups.items()}
+        left = sum((one - means[on]) ** 2 for on, values in groups.items() for one in values)
+        variance = left / (sum(map(len, groups.values())) - 3)
+        error = sum(1 / len(values) for values in groups.values())
+        if spread:
+            needs = [fmean(cost.needed_s for cost in costs) for costs in self._costs.values()]
+            error += (needs[0] - needs[1]) ** 2 / spread
+        return abs(means[True] - means[False]) > self.CLEAR * (variance * error) ** 0.5
+
+    def _slope(self) -> tuple[float, float]:
+        """Seconds of a step for each second that its needs take on an idle link, by least squares
+        within both kinds of steps; and the sum of squares of these needs."""
+        spread = product = 0.0
+        for costs in self._costs.values():
+            mean_s = fmean(cost.needed_s for cost in costs)
+            spread += sum((cost.needed_s - mean_s) ** 2 for cost in costs)
+            product += sum((cost.needed_s - mean_s) * cost.seconds for cost in costs)
+        return (min(max(product / spread, 0.0), 1.0) if spread else 1.0), spread
 
     def _decide(self) -> None:
-        off_s, on_s = self._typical(False), self._typical(True)
+        slope, _ = self._slope()
+        usual_s = _middle([cost.needed_s for costs in self._costs.values() for cost in costs])
+        off_s, on_s = (
+            _middle([cost.seconds - slope * cost.needed_s for cost in self._costs[on]])
+            + slope * usual_s
+            for on in (False, True)
+        )
         stall_off, stall_on = (
             1e3 * median(cost.stall_s for cost in self._costs[on]) for on in (False, True)
         )
         pays = on_s < off_s
-        if pays:
-            self._wait, self._pause = self.STEPS_ON, self.STEPS_OFF
-        else:
-            self._wait = self._pause
-            self._pause = min(2 * self._pause, self.MOST_STEPS_OFF)
+        same = pays is self._has_won
+        self._pause = min(2 * self._pause, self.MOST_STEPS[pays]) if same else self.STEPS
+        self._has_won, self._wait = pays, self._pause
         self._plan.clear()
-        self._costs = {False: [], True: []}
+        self._costs = {}
         self._set(pays)
         self.verdict = (
             f"{'on' if pays else 'off'}: a step took {1e3 * on_s:.2f} ms with prefetch and "
             f"{1e3 * off_s:.2f} ms without, of which {stall_on:.2f} and {stall_off:.2f} ms waiting "
             "for experts"
         )
-
-    def _typical(self, on: bool) -> float:
-        usual_s = _middle([cost.needed_s for costs in self._costs.values() for cost in costs])
-        return _middle([cost.seconds - cost.needed_s for cost in self._costs[on]]) + usual_s
 
     def _set(self, on: bool) -> None:
         if on is not self.is_active:

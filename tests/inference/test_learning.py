@@ -120,6 +120,18 @@ def test_an_untrained_eam_predictor_warns(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_a_second_process_starts_with_the_result_of_the_last_trial():
+    with (model := open_model("lru", prefetch="auto")).moe as handle:
+        assert not handle.prefetcher.is_active
+        handle.prefetcher.controller.restore({"has_won": np.ones(1, np.uint8)})
+        answer(model)
+    with open_model("lru", prefetch="auto").moe as handle:
+        assert handle.prefetcher.is_active
+        assert handle.prefetcher.describe().startswith("auto, on, as in an earlier run")
+    with open_model("lru", prefetch="observe").moe as handle:
+        assert not handle.prefetcher.is_active
+
+
 def test_an_interrupted_run_keeps_what_it_learned():
     def interrupt(model: Any) -> None:
         with model.moe:

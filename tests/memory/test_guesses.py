@@ -2,18 +2,22 @@
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_reader import SlowReader
 
-from moe_runtime.memory.prefetcher import Guesses
+from moe_runtime.config import PrefetchMode
+from moe_runtime.memory.prefetcher import Guesses, LinkState, Prefetcher
 from moe_runtime.memory.reads import Priority, ReadQueue, Transfer
 from moe_runtime.memory.source import Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LRU, LayerShares
+from moe_runtime.policies.prediction import LayerRouted
 from moe_runtime.policies.prefetch import Admission, PrefetchRules
 from moe_runtime.types import ExpertKey
 
@@ -136,6 +140,44 @@ def test_credit_bounds_what_is_read():
     assert start(guesses, *made, credit=2.5) == 2
     assert reader.asked == [(K(1, 0), Priority.READAHEAD), (K(1, 1), Priority.READAHEAD)]
     store.check()
+
+
+@pytest.mark.parametrize(("transfer_s", "predicts"), [(1e9, False), (1e-12, True)])
+def test_nothing_is_predicted_while_the_link_has_no_time(transfer_s, predicts):
+
+    class Link:
+        may_be_stale = False
+
+        def link(self) -> LinkState:
+            return LinkState(transfer_s, 0.0, 0.0, 0, 0, 0)
+
+        def absent(self, made: list[Any], least_probability: float) -> list[Any]:
+            return made
+
+    class Counted:
+        needs_history, seen, asked = True, 0, 0
+
+        def observe(self, event: object) -> None:
+            self.seen += 1
+
+        def predict(self, now: int, horizon: int) -> list[Any]:
+            self.asked += 1
+            return []
+
+    predictor: Any = Counted()
+    made: Any = Link()
+    prefetcher = Prefetcher(made, predictor, PrefetchMode.ENFORCE, num_layers=4)
+    for token in range(3):
+        prefetcher.step(np.zeros(1, np.int64), lambda token=token: np.array([token]))
+        for layer in range(4):
+            routed = LayerRouted(
+                layer=layer,
+                expert_ids=np.zeros((1, 1), np.int64),
+                gate_weights=np.ones((1, 1), np.float32),
+            )
+            prefetcher.routed(routed, [K(layer, 0)])
+    assert predictor.seen == 15
+    assert (predictor.asked > 0) == predicts
 
 
 def test_time_in_which_demands_are_under_way_is_measured():

@@ -20,7 +20,7 @@ import moe_runtime
 from moe_runtime.errors import CapacityError, CheckpointError, UnsupportedUseError
 from moe_runtime.training.offload import OffloadedTraining
 
-STEPS = 5
+STEPS = 3
 SETTINGS = moe_runtime.AdamW(lr=1e-2, weight_decay=0.1)
 
 
@@ -322,7 +322,7 @@ def test_trainer_saves_and_goes_on_whole(tmp_path):
 def test_trainer_takes_back_its_best_model(tmp_path):
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     options: dict[str, Any] = {
-        "save_strategy": "steps", "save_steps": 1, "max_steps": 3, "learning_rate": 10.0,
+        "save_strategy": "steps", "save_steps": 1, "max_steps": 2, "learning_rate": 10.0,
         "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True,
         "warmup_steps": 0, "metric_for_best_model": "loss",
     }  # fmt: skip

@@ -172,12 +172,11 @@ def test_a_killed_process_ends_all_and_the_last_checkpoint_goes_on(clipped, tmp_
     assert_equal([parameters], clipped)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_gradients_behind_the_norm_are_refused(grouped, tmp_path, ranks):
+def test_gradients_behind_the_norm_are_refused(tmp_path, ranks):
     """They would be of each process alone."""
     model = stack(dtype=torch.float64, bias=True)
     train_in_memory(model, inputs_of(1), PLAIN)
-    found = ranks(2).run(after_a_norm_too_early, tmp_path, grouped)
+    found = ranks(2).run(after_a_norm_too_early, tmp_path)
     assert_equal(found, by_expert(dict(model.named_parameters())))
 
 

@@ -326,10 +326,10 @@ class _Replay:
         admission = self._admission
         if self._predictor is None or not (self._controller is None or self._controller.is_active):
             return
-        self._predict_s += self._machine.predict_s
-        self._now_s += self._machine.predict_s
         if not admission.room:
             return
+        self._predict_s += self._machine.predict_s
+        self._now_s += self._machine.predict_s
         made = self._predictor.predict(now, admission.horizon(self._top_k))
         likely = admission.likely(made)
         wanted = {key for key, _ in likely}

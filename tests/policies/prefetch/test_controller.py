@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from moe_runtime.policies.prefetch import Controller, StepCost, num_needed
@@ -32,7 +33,7 @@ def run(controller: Controller, steps: int, **settings: float) -> list[bool]:
 def test_what_pays_goes_on_within_a_few_tokens_and_stays():
     controller = Controller()
     first = run(controller, 40, on=0.7)
-    assert all(first[22:])
+    assert first == [False] * Controller.WINDOW + [True] * 34
     assert controller.verdict.startswith("on: a step took 700.00 ms with prefetch and 1000.00 ms")
     assert sum(run(controller, 1000, on=0.7)) > 950
 
@@ -116,3 +117,46 @@ def test_tokens_that_need_many_experts_decide_nothing(on, pays):
             )
             controller.step(cost)
         assert controller.is_active == pays
+
+
+@pytest.mark.parametrize("gain", [0.2, -0.2])
+def test_a_clear_trial_ends_after_a_block_and_a_doubtful_one_goes_on(gain):
+    """Uniform noise of 4 % and 80 % of a step."""
+    ends = {}
+    for noise in (0.04, 0.8):
+        ends[noise] = []
+        for seed in range(40):
+            noises, controller = random.Random(seed), Controller()
+            for number in range(40):
+                slower = 1.0 + noises.uniform(-noise, noise) / 2
+                step(controller, slower, (1 - gain) * slower)
+                if controller.verdict != "not tried yet":
+                    ends[noise].append((number + 1, controller.is_active))
+                    break
+    first, last = Controller.WINDOW + Controller.BLOCK_STEPS, Controller.WINDOW + 12
+    assert ends[0.04] == [(first, gain > 0)] * 40
+    assert sum(number == last for number, _ in ends[0.8]) > 25
+    assert sum(is_on == (gain > 0) for _, is_on in ends[0.8]) > 25
+
+
+def test_a_later_process_starts_with_the_result_and_compares_it_at_once():
+    first = Controller()
+    assert first.learned() == {}
+    run(first, 40, on=0.7)
+    for on, is_on_later in ((0.7, True), (1.3, False)):
+        later = Controller()
+        later.restore(first.learned())
+        used = run(later, 20, on=on)
+        trial = [True] * Controller.WINDOW + [False] * Controller.BLOCK_STEPS
+        assert used == trial + [is_on_later] * (20 - len(trial))
+        assert later.learned()["has_won"].tolist() == [is_on_later]
+    last = Controller()
+    last.restore(later.learned())
+    assert not any(run(last, Controller.STEPS, on=0.7))
+    assert run(last, 20, on=0.7)[-1]
+
+
+@pytest.mark.parametrize("state", [{}, {"has_won": [2]}, {"has_won": [0, 1]}, {"won": [1]}])
+def test_a_damaged_result_is_refused(state):
+    with pytest.raises(ValueError, match="expected has_won"):
+        Controller().restore({name: np.array(value) for name, value in state.items()})

@@ -219,25 +219,20 @@ def train_until_failure(folder: Path, settings: moe_runtime.AdamW) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def after_a_norm_too_early(folder: Path, grouped: bool) -> dict[str, Tensor]:
+def after_a_norm_too_early(folder: Path) -> dict[str, Tensor]:
     """One step, begun again once more gradients were refused behind the norm."""
     model = spread_stack(make_groups())
     training = open_training(model, moe_runtime.AdamW(weight_decay=0.1), folder, 0.5, make_groups())
     parts = own_parts(model, inputs_of(1)[0])
 
-    def go_back(part: Callable[[], Tensor]) -> None:
-        if grouped:
-            training.backward([part], is_last=False)
-        else:
-            part().backward()
-
-    go_back(parts[0])
+    training.backward(parts[:1], is_last=False)
     training.clip_grad_norm(math.inf)
-    with pytest.raises(UnsupportedUseError, match="after the last backward pass of a step"):
-        go_back(parts[1])
+    for go_back in (lambda: training.backward(parts[1:], is_last=False), parts[1]().backward):
+        with pytest.raises(UnsupportedUseError, match="after the last backward pass of a step"):
+            go_back()
     training.zero_grad()
     for part in parts:
-        go_back(part)
+        part().backward()
     training.clip_grad_norm(math.inf)
     training.step(rate_of(0))
     return closed(training)
