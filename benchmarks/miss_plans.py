@@ -91,8 +91,6 @@ class MissReplay:
     def run(self, paths_NSLK: np.ndarray, num_warm: int) -> Replayed:
         """Run the steps of all sequences together, one token each. Every layer starts with its most
         used experts of the first steps, which are not counted.
-
-        Every layer begins with the experts that it used most in the first steps, which go before.
         """
         self._policies = [
             self._warm(layer, paths_NSLK[:, :num_warm, layer])

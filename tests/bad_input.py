@@ -38,9 +38,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="run this one alone, and show it")
     parser.add_argument("--debug", action="store_true", help="give --debug to the command")
-    parser.add_argument(
-        "--no-processes", action="store_true", help="leave out the kinds that start a process"
-    )
     parser.add_argument("--kind", action="append", help="of these kinds only")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bad-input-") as scratch:
@@ -58,7 +55,7 @@ def _run(scratch: Path, options: argparse.Namespace) -> int:
 
     program = _import_everything()
     good = _make_material(scratch / "good", program)
-    kinds = MAKERS | WORD_MAKERS | ({} if options.no_processes else PROCESS_MAKERS)
+    kinds = MAKERS | WORD_MAKERS | PROCESS_MAKERS
     if options.kind:
         kinds = {name: kinds[name] for name in options.kind}
     weights = [weight for _, weight in kinds.values()]
@@ -78,7 +75,6 @@ def _run(scratch: Path, options: argparse.Namespace) -> int:
         if outcome.faults or is_one:
             failed += bool(outcome.faults)
             only = "".join(f" --kind {name}" for name in options.kind or ())
-            only += " --no-processes" * options.no_processes
             print(f"case {number} ({kind}, {outcome.seconds:.1f} s): {_shown(case.words)}")
             if case.shell or case.send or case.room_bytes:
                 print(f"  shell {case.shell}, signal {case.send}, room {case.room_bytes}")

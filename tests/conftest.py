@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -30,6 +31,8 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 _CACHE = tempfile.TemporaryDirectory(prefix="moe-runtime-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(_CACHE.name, "torchinductor")
+# Importing files leaves no garbage to look for; `pytest_collection_finish` enables this again.
+gc.disable()
 # Set by CI for the tools it calls; the scripts in benchmarks/, which some tests start, import their
 # neighbours.
 os.environ.pop("PYTHONSAFEPATH", None)
@@ -113,12 +116,31 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("suite")
     if config.getoption("--isa") is not None:
         _force_isa(config.getoption("--isa"))
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        _rewrite_a_share(config)
+    else:
         from warm_python import warm_python_server
 
         resources = contextlib.ExitStack()
         resources.enter_context(warm_python_server())
         config.add_cleanup(resources.close)
+
+
+def _rewrite_a_share(config: Any) -> None:
+    """Rewrite asserts of some test files, as pytest does: it finds there what another worker kept.
+
+    In a new checkout each worker would rewrite all of them, which takes it twelve seconds.
+    """
+    from _pytest.assertion import rewrite
+
+    state = config.stash.get(rewrite.assertstate_key, None)
+    place, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[place::count]:
+        kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        if state is None or rewrite._read_pyc(path, kept) or not rewrite.try_makedirs(kept.parent):
+            continue
+        stamp, code = rewrite._rewrite_test(path, config)
+        rewrite._write_pyc(state, code, stamp, kept)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -152,6 +174,7 @@ def _isas() -> tuple[str, ...]:
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking, again and again, through what lives till the end."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)

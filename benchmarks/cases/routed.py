@@ -223,7 +223,7 @@ class RecordedRouting:
 
     def server_words(self, words: Sequence[str], folder: Path) -> list[str]:
         """The command of a server with recorded routing; ``words`` are `serve`'s arguments."""
-        module = "moe_runtime.benchmarks.harness.routed_server"
+        module = "moe_runtime.benchmarks.cases.routed_model"
         return [sys.executable, "-P", "-m", module, str(self.saved(folder)), *words]
 
     def measured_disk(self) -> Mapping[str, Number]:

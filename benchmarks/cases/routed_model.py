@@ -1,8 +1,12 @@
 """Route a loaded model by a recorded trace, for benchmarks.
 
+`python -P -m moe_runtime.benchmarks.cases.routed_model ROUTES.npz MODEL OPTION...` is
+`moe-runtime serve` with such a model. `RecordedRouting.saved` writes the file.
+
 Shape suffixes: T tokens of a pass, K experts of a token.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,3 +55,16 @@ class RoutedModel(Listener):
         hidden_TD, _, weights_TK = given
         of_layer = self._weights[module.layer]
         return hidden_TD, self._ids[module.layer][self._rows], of_layer[self._rows].to(weights_TK)
+
+
+def route(loaded: Sequence[Any]) -> None:
+    """Route a server's model before the server reports that it is ready."""
+    if len(loaded) != 1:
+        raise ValueError(f"--routing: expected one model that is loaded at once, got {len(loaded)}")
+    RoutedModel(loaded[0], sys.argv[1])
+
+
+if __name__ == "__main__":
+    from moe_runtime.cli.main import main
+
+    sys.exit(main(["serve", *sys.argv[2:], "--device", "cpu"], on_loaded=route))

@@ -334,15 +334,11 @@ def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
     """Sorted numbers of tokens; by default fewer with ``--quick``."""
     if text is None:
         return [1, 16, 256] if quick else [1, 16, 64, 256]
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = []
-    if not numbers or not 1 <= numbers[0] <= numbers[-1] <= _MOST_TOKENS:
-        raise ValueError(
-            f"--tokens must be whole numbers from 1 to {_MOST_TOKENS}, with commas, got {text!r}"
-        )
-    return numbers
+    expected = f"whole numbers from 1 to {_MOST_TOKENS}, with commas"
+    numbers = options.numbers_of(
+        text, "--tokens", expected, int, is_sound=lambda number: 1 <= number <= _MOST_TOKENS
+    )
+    return sorted({*numbers})
 
 
 def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProgram"]) -> list[str]:

@@ -113,8 +113,8 @@ def bench_serve(
     if prompts is not None:
         refuse_given(run.ctx, {"prompt_tokens"}, "has no effect where --prompts says what to ask")
     load.address_of(url)
-    clients = _numbers(concurrency or "1", "--concurrency", whole=True)
-    rates = [] if rate is None else _numbers(rate, "--rate", whole=False)
+    clients = _numbers(concurrency or "1", "--concurrency", int)
+    rates = [] if rate is None else _numbers(rate, "--rate", float)
     keys = read_keys(api_keys)
     bounds = load.parse_goodput(goodput) if goodput is not None else {}
     settings = load.LoadSettings(
@@ -124,7 +124,7 @@ def bench_serve(
         chat=chat,
         ignore_eos=ignore_eos,
         timeout_s=timeout,
-        levels=[Level(None, one) for one in rates] or [Level(int(one), None) for one in clients],
+        levels=[Level(None, one) for one in rates] or [Level(one, None) for one in clients],
         num_requests=requests,
         num_warm_up=warm_up,
         num_turns=turns,
@@ -199,15 +199,8 @@ def _words_of(start: str) -> list[str]:
     return words
 
 
-def _numbers(text: str, name: str, *, whole: bool) -> list[float]:
-    try:
-        numbers = [int(word) if whole else float(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    most = _MOST_CLIENTS if whole else 1e6
-    if not numbers or not all(0 < number <= most for number in numbers):
-        kind = "whole numbers" if whole else "numbers"
-        raise ValueError(
-            f"{name} must be {kind} above 0, at most {most:g}, with commas, got {text!r}"
-        )
-    return numbers
+def _numbers(text: str, name: str, kind: type[int] | type[float]) -> list[Any]:
+    most = _MOST_CLIENTS if kind is int else 1e6
+    words = "whole numbers" if kind is int else "numbers"
+    expected = f"{words} above 0, at most {most:g}, with commas"
+    return options.numbers_of(text, name, expected, kind, is_sound=lambda one: 0 < one <= most)

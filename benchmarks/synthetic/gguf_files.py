@@ -234,8 +234,7 @@ def write_gguf(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`. Several
-    processes may do so at once.
+    """Write the checkpoint of `shape` in folder `checkpoint` to the GGUF file `target`.
 
     Several processes may write it at a time. Needs the `gguf` package (extra `peers`).
 

@@ -215,7 +215,7 @@ _METHODS = {
 }
 
 
-CASES = 60
+CASES = 30
 MODULES = ("layer.a", "layer.b")
 SUFFIXES = (
     *(".weight", ".weight_scale", ".weight_scale_inv", ".scale", ".weight_scale_2", ".scales"),

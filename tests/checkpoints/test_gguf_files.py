@@ -4,7 +4,9 @@ import random
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -25,14 +27,25 @@ SAMPLE = next(sample for sample in SAMPLES if sample.name == "qwen2moe-q8_0")
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return gguf_checkpoints.write(SAMPLE, tmp_path_factory.mktemp("gguf"))
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
+    """The first sample of a name or an architecture, written once; nothing changes it."""
+
+    @cache
+    def written(name: str) -> Written:
+        sample = next(sample for sample in SAMPLES if name in (sample.name, sample.architecture))
+        return gguf_checkpoints.write(sample, tmp_path_factory.mktemp("gguf"))
+
+    return written
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    sample = next(sample for sample in SAMPLES if sample.name == "deepseek2-softmax")
-    return gguf_checkpoints.write(sample, tmp_path_factory.mktemp("gguf"))
+def written(files) -> Written:
+    return files(SAMPLE.name)
+
+
+@pytest.fixture(scope="module")
+def latent(files) -> Written:
+    return files("deepseek2-softmax")
 
 
 def data_begin(file: Path) -> int:
@@ -194,8 +207,7 @@ def test_types_and_places_of_tensors_are_judged(written, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "name"), [(40, "NVFP4"), (41, "Q1_0"), (42, "Q2_0")])
-def test_types_without_a_decoder_are_named(tmp_path, number, name):
-    written = gguf_checkpoints.write(SAMPLE, tmp_path)
+def test_types_without_a_decoder_are_named(written, tmp_path, number, name):
     record, kind, place = tensor_record(written, "blk.0.attn_output.weight")
     wide = record[:-16] + struct.pack("<QQ", 128, 2)
     file = replaced(
@@ -210,9 +222,8 @@ def test_types_without_a_decoder_are_named(tmp_path, number, name):
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    sample = next(sample for sample in SAMPLES if sample.architecture == "gpt-oss")
-    return gguf_checkpoints.write(sample, tmp_path_factory.mktemp("gpt-oss"))
+def gpt_oss(files) -> Written:
+    return files("gpt-oss")
 
 
 @pytest.mark.parametrize(("part", "end"), [("gate", "weight"), ("up", "bias"), ("down", "weight")])
@@ -243,10 +254,9 @@ def test_a_dense_part_of_gpt_oss_that_is_missing_is_one_line(gpt_oss, tmp_path, 
     assert "\n" not in str(refused.value)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+def test_layers_that_predict_further_tokens_are_left_out(files, tmp_path):
     """As in the files of GLM-4.5, whose number of blocks counts them."""
-    sample = next(sample for sample in SAMPLES if sample.architecture == "glm4moe")
-    written = gguf_checkpoints.write(sample, tmp_path)
+    written = files("glm4moe")
     plain = open_checkpoint(written.folder, "auto")
     more = {
         name.replace("blk.2.", "blk.3."): stored
@@ -284,40 +294,32 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ("olmoe", {"rope.freq_base": 1}, "rope.freq_base to be a real number above 0, found 1"),
     ],
 )
-def test_what_a_family_does_not_compute_is_refused(tmp_path, architecture, numbers, words):
-    sample = next(sample for sample in SAMPLES if sample.architecture == architecture)
-    written = gguf_checkpoints.write(sample, tmp_path)
+def test_what_a_family_does_not_compute_is_refused(files, tmp_path, architecture, numbers, words):
     named = {f"{architecture}.{key}": number for key, number in numbers.items()}
-    file = rewritten(written.folder, tmp_path / "a.gguf", numbers=named)
+    file = rewritten(files(architecture).folder, tmp_path / "a.gguf", numbers=named)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=words):
         read(file)
 
 
-def test_a_correction_says_that_gates_are_a_sigmoid(tmp_path):
+def test_a_correction_says_that_gates_are_a_sigmoid(files):
     """As in files of GLM-4.7-Flash that say nothing of gates."""
-    sample = next(sample for sample in SAMPLES if sample.name == "deepseek2-sigmoid")
-    written = gguf_checkpoints.write(sample, tmp_path)
-    header = read_header(written.folder)
+    header = read_header(files("deepseek2-sigmoid").folder)
     del header.metadata["deepseek2.expert_gating_func"]
     assert architecture_of(header).model_type == "deepseek_v3"
 
 
-def test_half_of_the_positions_is_refused_for_solar_open(tmp_path):
+def test_half_of_the_positions_is_refused_for_solar_open(files, tmp_path):
     """As llama.cpp's converter writes; transformers turns all values of a head."""
-    sample = next(sample for sample in SAMPLES if sample.name == "solar-open-q8_0")
-    written = gguf_checkpoints.write(sample, tmp_path)
     half = {"glm4moe.rope.dimension_count": 8}
-    file = rewritten(written.folder, tmp_path / "a.gguf", numbers=half)
+    file = rewritten(files("solar-open-q8_0").folder, tmp_path / "a.gguf", numbers=half)
     with pytest.raises(UnsupportedModelError, match=r"dimension_count 16 without biases.* 0.5 of"):
         read(file)
 
 
-def test_convolutions_are_no_quantised_weights(tmp_path):
-    sample = next(sample for sample in SAMPLES if sample.architecture == "qwen35moe")
-    written = gguf_checkpoints.write(sample, tmp_path)
+def test_convolutions_are_no_quantised_weights(files, tmp_path):
     codes = np.zeros((320, 34), np.uint8)
     stored = {"blk.0.ssm_conv1d.weight": (codes, gguf.GGMLQuantizationType.Q8_0)}
-    file = rewritten(written.folder, tmp_path / "a.gguf", instead=stored)
+    file = rewritten(files("qwen35moe").folder, tmp_path / "a.gguf", instead=stored)
     with pytest.raises(UnsupportedModelError, match=r"conv1d\.weight is quantised; expected F32"):
         read(file)
 
@@ -330,11 +332,9 @@ def test_convolutions_are_no_quantised_weights(tmp_path):
         ("blk.0.attn_qkv.weight", np.zeros((321, 68), np.uint8), "Q8_0", r"has .321, 64[])]"),
     ],
 )
-def test_rows_of_no_whole_heads_are_refused(tmp_path, name, values, kind, found):
-    sample = next(sample for sample in SAMPLES if sample.architecture == "qwen35moe")
+def test_rows_of_no_whole_heads_are_refused(files, tmp_path, name, values, kind, found):
     stored = {name: (values, gguf.GGMLQuantizationType[kind])}
-    source = gguf_checkpoints.write(sample, tmp_path).folder
-    file = rewritten(source, tmp_path / "a.gguf", instead=stored)
+    file = rewritten(files("qwen35moe").folder, tmp_path / "a.gguf", instead=stored)
     with pytest.raises(CheckpointError, match=found):
         moe_runtime.load(file, device="cpu", max_tokens=32)
 

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import re
-import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 from safetensors.numpy import save_file
 from text_checkpoint import tiny_text_model, tiny_tokenizer
-from warm_python import warm_python
 
 from moe_runtime.checkpoints.hub import (
     HubName,
@@ -666,32 +663,3 @@ def test_names_that_the_hub_does_not_have_are_one_line(hub, tmp_path, capsys):
     )
     assert main(["inspect", "maker/absent"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-RUN = """
-import sys
-from huggingface_hub import constants
-constants.ENDPOINT = sys.argv[1]
-constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
-constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = sys.argv[2], False
-from moe_runtime.cli.main import main
-sys.exit(main(["run", sys.argv[3], "--prompt", "x"]))
-"""
-"""As with these names in the environment, which huggingface_hub reads when it is imported."""
-
-
-@pytest.mark.long  # the same interrupt in this process is tested above
-def test_ctrl_c_ends_a_download_at_once(hub, folder, tmp_path):
-    hub.add(NAME, folder)
-    hub.most_bytes, hub.at_limit = 50_000, True
-    command = [warm_python(), "-P", "-c", RUN, hub.address, str(tmp_path / "cache"), NAME]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert hub.stalled.wait(_LIMIT_S)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()  # the server stands still all the time
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    blobs = tmp_path / "cache" / "models--maker--tiny" / "blobs"
-    assert [*blobs.glob("*.incomplete")]
-    finished = {digest_of(folder / name)[0] for name in shards_of(folder)}
-    assert not any((blobs / digest).exists() for digest in finished)

@@ -201,9 +201,15 @@ BOUNDARIES = st.sampled_from(
     [-1, 0, 1, 2, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**400]
 )
 ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | BOUNDARIES | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | BOUNDARIES
+    | st.text("aé\0", max_size=5),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text("aé\0", max_size=3), inner, max_size=3)
     ),
     max_leaves=6,
 )

@@ -1,11 +1,13 @@
 """A checkpoint on disk, and a stand-in for `moe_runtime.load` where it is not the subject."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe_runtime.cli.main import main
 from moe_runtime.types import RuntimeStats
 
 STATS = RuntimeStats(
@@ -69,6 +71,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     save_text_checkpoint(folder)
     return folder
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line with which a command refuses its words."""
+
+    def refused(*words: str) -> str:
+        assert main([*words]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("moe-runtime: error: ")
+        assert err.count("\n") == 1
+        assert err.rstrip("\n").isprintable()
+        return err
+
+    return refused
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bench_commands import BENCH_CASES, POCKET, Case
-from command_line import all_commands
+from command_lines import COMMANDS
 from fixture_types import Capsys, Patch
 from given_values import is_given, parts
 from synthetic_routes import make_routes
@@ -19,7 +19,6 @@ from moe_runtime.cli.main import main
 from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.prediction import Shape
 
-COMMANDS = all_commands()
 SHOWN_BY_THE_COMMAND = {"as_json", "debug", "config", "help"}
 MIB = 2**20
 ROOT = Path(__file__).resolve().parents[2]
@@ -418,12 +417,12 @@ def test_no_option_is_left_out() -> None:
 
 
 def given_to_callees(
-    name: str, words: Sequence[str], tmp_path: Path, monkeypatch: Patch
+    name: str, words: Sequence[str], files: Path, monkeypatch: Patch
 ) -> list[tuple[str, Any]]:
     """What the functions of a command are called with, whether it comes to the last one or not."""
     case = CASES[name]
     given: list[tuple[str, Any]] = []
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(files)
     with monkeypatch.context() as patches:
         patches.setattr(torch.cuda, "device_count", lambda: 2)
         for callee in case.callees:
@@ -443,24 +442,24 @@ def given_to_callees(
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.callees])
-def test_every_option_arrives(
-    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capsys
-) -> None:
+def test_every_option_arrives(name: str, files: Path, monkeypatch: Patch, capsys: Capsys) -> None:
     """The value of the table, which does not arrive where options are left out."""
     arrives = CASES[name].arrives
-    put_files(tmp_path)
     words = [word for words, _ in arrives.values() for word in words.split()]
-    given = given_to_callees(name, words, tmp_path, monkeypatch)
+    given = given_to_callees(name, words, files, monkeypatch)
     assert "this is where it ends" in capsys.readouterr().err
     lost = {option for option, (_, value) in arrives.items() if not is_given(value, given)}
     assert lost == set()
     optional = {option: value for option, (own_words, value) in arrives.items() if own_words}
     assert len(set(map(repr, optional.values()))) == len(optional)
-    given = given_to_callees(name, (), tmp_path, monkeypatch)
+    given = given_to_callees(name, (), files, monkeypatch)
     assert {option for option, value in optional.items() if is_given(value, given)} == set()
 
 
-def put_files(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the words name; every command ends before it writes."""
+    folder = tmp_path_factory.mktemp("arrivals")
     shape = Shape(num_layers=9, num_experts=16, top_k=2)
     for seed, name in enumerate(("t.npz", "other.npz")):
         routes = make_routes(shape, num_sequences=8, length=40, seed=seed)
@@ -470,3 +469,4 @@ def put_files(folder: Path) -> None:
     (folder / "model.toml").write_text(MODEL)
     (folder / "text.txt").write_text("words")
     (folder / "models").mkdir()
+    return folder

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+import bad_input_words
 import numpy as np
 import pytest
-from fixture_types import Capsys
 from warm_python import warm_python
 
 from moe_runtime.cli.main import describe, main
@@ -23,35 +22,17 @@ SCRIPT = Path(__file__).resolve().parents[1] / "bad_input.py"
 PROGRAM = [sys.executable, "-P", "-m", "moe_runtime.cli.program"]
 
 
-def run_script(*words: str) -> str:
-    """What the script printed, after checking that no case failed."""
-    done = subprocess.run(
-        [warm_python(), "-P", str(SCRIPT), *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_bad_input_ends_in_one_line_or_in_success():
-    assert "0 of 3 cases failed" in run_script("--seed", "1", "--cases", "3", "--no-processes")
+def test_every_command_is_given_bad_input():
+    bad_input_words.commands()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_a_thousand_bad_inputs_end_in_one_line_or_in_success(seed):
-    assert "0 of 1000 cases failed" in run_script("--seed", seed, "--cases", "1000")
-
-
-def refused(words: Sequence[str], capsys: Capsys) -> str:
-    """The one line with which a command refuses."""
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe-runtime: error: ")
-    assert err.count("\n") == 1
-    assert err.rstrip("\n").isprintable()
-    return err
+    words = [warm_python(), "-P", str(SCRIPT), "--seed", seed, "--cases", "1000"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,7 +50,7 @@ def refused(words: Sequence[str], capsys: Capsys) -> str:
         ("run", "MODEL", "-p", "The", "-n", "1", "--predictor", "./FILE"),
     ],
 )
-def test_files_without_an_end_are_refused_unread(words, checkpoint, tmp_path, capsys, monkeypatch):
+def test_files_without_an_end_are_refused_unread(words, checkpoint, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     endless = {name: Path(name) for name in ("zero.npz", "zero.json", "zero.jsonl", "zero.toml")}
     for path in endless.values():
@@ -77,19 +58,19 @@ def test_files_without_an_end_are_refused_unread(words, checkpoint, tmp_path, ca
     os.mkfifo("pipe.npz")
     for name in (*endless, "pipe.npz"):
         given = {"FILE": name, "./FILE": f"./{name}", "MODEL": str(checkpoint)}
-        line = refused([given.get(word, word) for word in words], capsys)
+        line = refused(*(given.get(word, word) for word in words))
         assert "a pipe, socket or device, expected a regular file" in line
     assert sorted(os.listdir()) == sorted([*endless, "pipe.npz"])
 
 
-def test_a_prompt_without_an_end_is_refused(checkpoint, capsys):
-    line = refused(["run", str(checkpoint), "--prompt-file", "/dev/zero"], capsys)
+def test_a_prompt_without_an_end_is_refused(checkpoint, refused):
+    line = refused("run", str(checkpoint), "--prompt-file", "/dev/zero")
     assert "/dev/zero: larger than 64 MiB" in line
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["run", "-p", "The"]])
 def test_a_mistyped_folder_is_refused_with_the_nearest_one(
-    command, checkpoint, capsys, monkeypatch, tmp_path
+    command, checkpoint, refused, monkeypatch, tmp_path
 ):
     import huggingface_hub
 
@@ -102,12 +83,12 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_one(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     (tmp_path / "models" / "pocket").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    line = refused([*command, "models/pockett"], capsys)
+    line = refused(*command, "models/pockett")
     assert "neither a directory nor a repository to download: " in line
     assert "no route to host; did you mean models/pocket?" in line
     assert len(asked) == 1  # not six times, with pauses between
     assert asked[0][1] <= 10
-    assert "did you mean" in refused([*command, str(tmp_path / "models" / "pockett")], capsys)
+    assert "did you mean" in refused(*command, str(tmp_path / "models" / "pockett"))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +100,7 @@ def test_a_mistyped_folder_is_refused_with_the_nearest_one(
     ],
 )
 def test_a_chat_template_that_raises_is_the_checkpoints_fault(
-    template, reason, checkpoint, tmp_path, capsys
+    template, reason, checkpoint, tmp_path, refused
 ):
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -127,7 +108,7 @@ def test_a_chat_template_that_raises_is_the_checkpoints_fault(
     settings = json.loads(file.read_text()) | {"chat_template": template}
     file.unlink()
     file.write_text(json.dumps(settings))
-    line = refused(["run", str(tmp_path), "-p", "The", "--chat", "-n", "1"], capsys)
+    line = refused("run", str(tmp_path), "-p", "The", "--chat", "-n", "1")
     assert "this model's chat template cannot be used" in line
     assert reason in line
 
@@ -280,9 +261,9 @@ def test_a_message_is_one_printable_line_of_bounded_length():
         ("simulate", "layer", "--zipf", "nan"),
     ],
 )
-def test_numbers_beyond_all_bounds(words, checkpoint, tmp_path, capsys):
+def test_numbers_beyond_all_bounds(words, checkpoint, tmp_path, refused):
     given = {"MODEL": str(checkpoint), "TRACE": str(tmp_path / "none.npz")}
-    refused([given.get(word, word) for word in words], capsys)
+    refused(*(given.get(word, word) for word in words))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +277,7 @@ def test_numbers_beyond_all_bounds(words, checkpoint, tmp_path, capsys):
         ("predictor", "evaluate", "TRACE"),
     ],
 )
-def test_a_trace_without_a_recorded_choice(words, tmp_path, capsys, monkeypatch):
+def test_a_trace_without_a_recorded_choice(words, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ids = np.full((6, 2, 2), 255, np.uint8)
     trace = Trace(
@@ -313,12 +294,12 @@ def test_a_trace_without_a_recorded_choice(words, tmp_path, capsys, monkeypatch)
         gate_weights=np.zeros(ids.shape, np.float16),
     )
     write_trace("absent.npz", trace)
-    line = refused([{"TRACE": "absent.npz"}.get(word, word) for word in words], capsys)
+    line = refused(*({"TRACE": "absent.npz"}.get(word, word) for word in words))
     assert "holds 6 tokens, but no expert of any of them was recorded" in line
     assert os.listdir() == ["absent.npz"]
 
 
-def test_finetuning_looks_at_the_settings_before_it_trains(checkpoint, tmp_path, capsys):
+def test_finetuning_looks_at_the_settings_before_it_trains(checkpoint, tmp_path, refused):
     """They are copied at the end; one of 40 GiB took minutes and the disk."""
     model = tmp_path / "model"
     model.mkdir()
@@ -329,6 +310,6 @@ def test_finetuning_looks_at_the_settings_before_it_trains(checkpoint, tmp_path,
         file.truncate(40 << 30)
     (tmp_path / "text.txt").write_text("The store reads an expert from the disk. " * 40)
     words = ["finetune", str(model), str(tmp_path / "text.txt"), "-o", str(tmp_path / "tuned")]
-    line = refused([*words, "--context", "16", "--sequences", "1", "--dry-run"], capsys)
+    line = refused(*words, "--context", "16", "--sequences", "1", "--dry-run")
     assert "generation_config.json: larger than 64 MiB" in line
     assert not (tmp_path / "tuned").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 POCKET = Path(__file__).parents[2] / "models" / "pocket"
-PROMPT = " ".join(f"The for statement is used to iterate {i} over" for i in range(16))
+PROMPT = " ".join(f"The for statement is used to iterate {i} over" for i in range(9))
 
 _RUN = """
 import sys
@@ -25,7 +25,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_run_keeps_within_its_budget(native, tmp_path):
     records = ["--trace", str(tmp_path / "t.npz"), "--timeline", str(tmp_path / "t.json")]
     options = ["--policy", "reuse", "--prefetch", "enforce", *records]
-    words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
+    words = ["run", str(POCKET), "--prompt", PROMPT, "--max-new-tokens", "8", "--json"]
     run = subprocess.run(
         [sys.executable, "-P", "-c", _RUN, native, *words, "--host-memory", "24MiB", *options],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},

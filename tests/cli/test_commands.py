@@ -78,15 +78,13 @@ def test_json_alone_is_no_command(capsys):
         (["inspect", "x", "--host-memory", "2.0"], "size with its unit, such as 7GiB"),
         (["bench", "latency", "x", "--cap", "2"], "--cap: expected a size with its unit"),
         (["--jsn"], "--jsn"),
+        (["inspect", ""], "got no name"),
+        (["replay", ""], "TRACE: is empty"),
+        (["run", "m", "--prompt-file", ""], "--prompt-file: is empty"),
     ],
 )
-def test_wrong_words_get_one_line(words, message, capsys):
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe-runtime: error: ")
-    assert err.count("\n") == 1
-    assert message in err
+def test_wrong_words_get_one_line(words, message, refused):
+    assert message in refused(*words)
 
 
 def test_help_is_quick_because_nothing_heavy_is_imported():
@@ -230,24 +228,8 @@ def test_disk_speed_reads_a_large_file_that_is_there(tmp_path):
     assert speed.direct_bytes_per_s is None or speed.direct_bytes_per_s > 0
 
 
-def test_an_option_that_takes_one_value_is_not_given_twice(capsys, tmp_path):
-    trace = str(tmp_path / "none.npz")
-    assert main(["replay", trace, "--policy", "lru", "--policy", "sieve"]) == 2
-    err = capsys.readouterr().err
-    assert err.splitlines() == [
-        "moe-runtime: error: Invalid value for --policy: expected once, got 2 times; give it once, "
-        "with commas between values where it takes several"
-    ]
+def test_an_option_that_takes_one_value_is_not_given_twice(refused):
+    line = refused("replay", "none.npz", "--policy", "lru", "--policy", "sieve")
+    assert "--policy: expected once, got 2 times; give it once, with commas between" in line
     many = ["--set", "run.steps=1", "--set", "run.steps=2", "--dry-run", "--dry-run"]
-    assert main(["train", trace, *many]) == 2
-    assert "none.npz" in capsys.readouterr().err
-
-
-def test_an_empty_word_is_no_model_and_no_input(capsys):
-    for words, complaint in (
-        (["inspect", ""], "got no name"),
-        (["replay", ""], "TRACE: is empty"),
-        (["run", "m", "--prompt-file", ""], "--prompt-file: is empty"),
-    ):
-        assert main(words) == 2
-        assert complaint in capsys.readouterr().err
+    assert "none.npz" in refused("train", "none.npz", *many)

@@ -61,6 +61,8 @@ def test_words_of_the_command_line(home, capsys):
     """Arguments, options, lists of either, and files of options: nothing is written here."""
     assert main(["replay", "~/trace.npz", *REPLAY]) == 0
     assert main(["report", "~/trace.npz", "--output=~/page.html", "--predictor", "none"]) == 0
+    assumed = "experts of 16 MiB (assumed: the trace does not say) over"
+    assert assumed in (home / "page.html").read_text()
     bench = ["bench", "policies", "~/trace.npz", "--policy", "lru", "--time", "1"]
     assert main([*bench, "--precision", "1", "--output=~/results.json"]) == 0
     assert main(["bench", "report", "~/results.json", "-o", "~/bench.html"]) == 0
@@ -84,9 +86,9 @@ def test_an_output_is_no_input_by_another_name(home, capsys):
 
 def test_a_dot_makes_it_a_plain_name(home):
     Path("~").mkdir()
-    assert main(["report", "~/trace.npz", "-o", "./~/page.html", "--predictor", "none"]) == 0
-    assert os.listdir("~") == ["page.html"]
-    assert not (home / "page.html").exists()
+    assert main(["place", "~/trace.npz", "--gpus", "2", "-o", "./~/map"]) == 0
+    assert os.listdir("~") == ["map"]
+    assert not (home / "map").exists()
     shutil.copy(home / "trace.npz", "~")
     whole = Path("~/trace.npz").read_bytes()
     assert main(["report", "./~/trace.npz", "-o", "./~/trace.npz", "--predictor", "none"]) == 2

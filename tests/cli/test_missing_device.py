@@ -2,21 +2,15 @@
 
 import pytest
 import torch
-from command_line import all_commands
+from command_lines import COMMANDS
 
 from moe_runtime.cli.main import main
 
 TAKING = sorted(
     name
-    for name, command in all_commands().items()
+    for name, command in COMMANDS.items()
     if any("--device" in param.opts for param in command.params)
 )
-
-
-def test_commands_that_compute_take_a_device():
-    cases = ("experts", "latency", "quality", "throughput", "training")
-    bench = {f"bench {case}" for case in cases}
-    assert {*TAKING} == {"run", "chat", "generate", "serve", "finetune", *bench}
 
 
 @pytest.mark.parametrize(("count", "here"), [(0, "no GPU"), (2, "GPUs up to cuda:1")])

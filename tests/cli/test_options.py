@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from command_line import all_commands
+from command_lines import COMMANDS
 from fixture_types import Capsys, Patch
 from synthetic_routes import make_routes
 from traces import trace_of
@@ -20,8 +20,6 @@ from moe_runtime.lab.traces import write_trace
 from moe_runtime.policies.placement import PlacementOptions
 from moe_runtime.policies.prediction import Shape
 from moe_runtime.research.placement_solvers import ALGORITHMS
-
-COMMANDS = all_commands()
 
 
 def plain(name: str) -> Callable[..., None]:

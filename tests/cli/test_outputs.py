@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from bench_commands import BENCH_INPUTS
-from command_line import all_commands
+from command_lines import COMMANDS as ALL_COMMANDS
 from fixture_types import Patch
 from synthetic_routes import make_routes
 from traces import trace_of
@@ -82,10 +82,13 @@ def test_an_option_that_sampling_alone_knows_is_refused_without_it(checkpoint, c
         )
 
 
-def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(checkpoint, tmp_path, monkeypatch):
+def test_a_run_that_fails_in_its_first_step_leaves_old_outputs(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
     outputs = write_old(tmp_path)
     failing_reads(monkeypatch)
     assert run(checkpoint, *outputs) == 2
+    assert capsys.readouterr().err == "moe-runtime: error: the disk is gone\n"
     assert_old(tmp_path)
 
 
@@ -232,7 +235,7 @@ SCRATCH = {"--storage-dir"}
 
 def test_every_option_that_names_a_path_is_an_output_or_an_input():
     paths = set()
-    for command in all_commands().values():
+    for command in ALL_COMMANDS.values():
         kinds = get_type_hints(command.callback)
         named = {param.opts[0] for param in command.params if "Path" in str(kinds.get(param.name))}
         paths |= {option for option in named if option.startswith("--")}
@@ -248,7 +251,7 @@ def test_a_name_of_no_file_is_no_output(checkpoint, trace, tmp_path, capsys, mon
     folder, stream = "is a folder, expected the name of a file", "do not go to standard output"
     asked = [([option, "o/"], folder), ([option, "o/."], folder), ([option, "-"], stream)]
     asked.append(([option, ""], "is empty, expected the name of a file"))
-    if any("--config" in param.opts for param in all_commands()[command].params):
+    if any("--config" in param.opts for param in ALL_COMMANDS[command].params):
         asked.append((["--config", "defaults.toml"], folder))
     for more, complaint in asked:
         assert main([*words, *more]) == 2
@@ -268,7 +271,7 @@ def test_a_name_of_no_folder_is_no_output(tmp_path, capsys, monkeypatch, name):
 
 
 def test_the_table_has_every_command_with_outputs():
-    options = {n: {o for p in c.params for o in p.opts} for n, c in all_commands().items()}
+    options = {n: {o for p in c.params for o in p.opts} for n, c in ALL_COMMANDS.items()}
     assert INPUTS.keys() == {name for name, opts in options.items() if opts & OUTPUTS}
 
 

@@ -29,10 +29,8 @@ def texts_alone(checkpoint: Path, capsys: Capsys, *words: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("sampling", [(), ("--temperature", "3", "--seed", "5")])
-def test_each_prompt_is_answered_as_if_it_were_alone(
-    checkpoint, fake_load, tmp_path, capsys, sampling
-):
+def test_each_prompt_is_answered_as_if_it_were_alone(checkpoint, fake_load, tmp_path, capsys):
+    sampling = ("--temperature", "3", "--seed", "5")
     alone = texts_alone(checkpoint, capsys, *sampling)
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS) + "\n\n")

@@ -153,11 +153,8 @@ def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
         (["--bandwidth", "fast"], "--bandwidth: expected a size"),
     ],
 )
-def test_bad_input_is_one_line(trace, capsys, args, message):
-    assert main(["replay", trace, *args]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+def test_bad_input_is_one_line(trace, refused, args, message):
+    assert message in refused("replay", trace, *args)
 
 
 @pytest.fixture

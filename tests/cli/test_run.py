@@ -5,11 +5,9 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fixture_types import Capsys, Patch
 
 from moe_runtime.cli.commands.run import outcome_rows
 from moe_runtime.cli.main import main
@@ -29,9 +27,13 @@ def reference_text(checkpoint: Path, num_tokens: int) -> str:
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def run(checkpoint: Path | str, *options: str, prompt: str | None = PROMPT) -> int:
+def words_of_run(checkpoint: Path | str, *options: str, prompt: str | None = PROMPT) -> list[str]:
     prompts = [] if prompt is None else ["--prompt", prompt]
-    return main(["run", str(checkpoint), *prompts, *options])
+    return ["run", str(checkpoint), *prompts, *options]
+
+
+def run(checkpoint: Path | str, *options: str, prompt: str | None = PROMPT) -> int:
+    return main(words_of_run(checkpoint, *options, prompt=prompt))
 
 
 def test_text_goes_to_stdout_and_the_table_to_stderr(checkpoint, fake_load, capsys):
@@ -129,18 +131,6 @@ def test_json_is_one_object_with_the_promised_keys(checkpoint, fake_load, capsys
     assert err == ""
 
 
-def test_sampling_options_reach_the_sampler(checkpoint, fake_load, capsys):
-    def sample(seed: str) -> str:
-        assert run(checkpoint, "-n", "12", "--temperature", "3", "--seed", seed) == 0
-        return capsys.readouterr().out
-
-    first = sample("1")
-    assert sample("1") == first
-    assert sample("2") != first
-    assert run(checkpoint, "-n", "12", "--temperature", "3", "--top-p", "1e-9") == 0
-    assert capsys.readouterr().out == reference_text(checkpoint, 12) + "\n"
-
-
 def test_tokens_are_chosen_as_the_checkpoint_says(checkpoint, fake_load, tmp_path, capsys):
     """Of what an option does not say; the reference draws from transformers' own `generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -204,20 +194,11 @@ def test_a_config_file_gives_defaults_that_the_command_line_overrides(
     ],
 )
 def test_a_wrong_config_file_gets_one_line(
-    checkpoint, fake_load, tmp_path, capsys, content, message
+    checkpoint, fake_load, tmp_path, refused, content, message
 ):
     file = tmp_path / "run.toml"
     file.write_text(content)
-    assert run(checkpoint, "--config", str(file)) == 2
-    assert_one_line(capsys, message)
-
-
-def assert_one_line(capsys: Capsys, message: str) -> None:
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe-runtime: error: ")
-    assert err.count("\n") == 1
-    assert message in err
+    assert message in refused(*words_of_run(checkpoint, "--config", str(file)))
 
 
 @pytest.mark.parametrize(
@@ -237,24 +218,22 @@ def assert_one_line(capsys: Capsys, message: str) -> None:
         (["superfluous"], "superfluous"),
     ],
 )
-def test_wrong_options_get_one_line(checkpoint, fake_load, capsys, options, message):
-    assert run(checkpoint, *options) == 2
-    assert_one_line(capsys, message)
+def test_wrong_options_get_one_line(checkpoint, fake_load, refused, options, message):
+    assert message in refused(*words_of_run(checkpoint, *options))
 
 
-def test_a_wrong_prompt_gets_one_line(checkpoint, fake_load, tmp_path, capsys):
-    assert run(checkpoint, prompt=None) == 2
-    assert_one_line(capsys, "expected one of --prompt TEXT, --prompt-file FILE")
-    assert run(checkpoint, prompt="") == 2
-    assert_one_line(capsys, "prompt is empty")
-    assert run(checkpoint, "--prompt-file", str(tmp_path / "missing"), prompt=None) == 2
-    assert_one_line(capsys, "No such file")
+def test_a_wrong_prompt_gets_one_line(checkpoint, fake_load, tmp_path, refused):
     (tmp_path / "binary").write_bytes(b"one\n\xff\xfe\x00")
-    assert run(checkpoint, "--prompt-file", str(tmp_path / "binary"), prompt=None) == 2
-    assert_one_line(capsys, "binary, line 2: is not UTF-8")
+    for words, message in (
+        ((), "expected one of --prompt TEXT, --prompt-file FILE"),
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt-file", str(tmp_path / "missing")), "No such file"),
+        (("--prompt-file", str(tmp_path / "binary")), "binary, line 2: is not UTF-8"),
+    ):
+        assert message in refused("run", str(checkpoint), *words)
 
 
-def test_a_wrong_folder_gets_one_line(checkpoint, fake_load, tmp_path, capsys):
+def test_a_wrong_folder_gets_one_line(checkpoint, fake_load, tmp_path, refused):
     (tmp_path / "file").write_text("x")
     for name in ("bare", "odd"):
         (tmp_path / name).mkdir()
@@ -275,14 +254,12 @@ def test_a_wrong_folder_gets_one_line(checkpoint, fake_load, tmp_path, capsys):
         tmp_path / "odd": "its files are damaged",
     }
     for folder, message in cases.items():
-        assert run(folder) == 2
-        assert_one_line(capsys, message)
+        assert message in refused(*words_of_run(folder))
 
 
-def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(fake_load, capsys):
+def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(fake_load, refused):
     """The suite sets HF_HUB_OFFLINE, so the hub's own errors come up."""
-    assert run("nobody/never-was") == 2
-    assert_one_line(capsys, "nobody/never-was")
+    assert "nobody/never-was" in refused(*words_of_run("nobody/never-was"))
 
 
 @pytest.mark.parametrize(
@@ -297,11 +274,11 @@ def test_a_model_that_is_not_on_this_machine_gets_one_line_offline(fake_load, ca
         MemoryError(),
     ],
 )
-def test_what_the_runtime_refuses_gets_one_line(checkpoint, fake_load, capsys, error):
+def test_what_the_runtime_refuses_gets_one_line(checkpoint, fake_load, refused, capsys, error):
     fake_load.error = error
-    assert run(checkpoint) == 2
     words = str(error).split()
-    assert_one_line(capsys, words[-1].strip("'") if words else "memory")
+    last = words[-1].strip("'") if words else "memory"
+    assert last in refused(*words_of_run(checkpoint))
     assert run(checkpoint, "--json") == 2
     out, err = capsys.readouterr()
     assert err == f"moe-runtime: error: {json.loads(out)['error']}\n"
@@ -310,55 +287,10 @@ def test_what_the_runtime_refuses_gets_one_line(checkpoint, fake_load, capsys, e
 def test_a_bug_of_ours_says_so_and_shows_its_place_on_request(checkpoint, fake_load, capsys):
     fake_load.error = KeyError("surprise")
     assert run(checkpoint) == 1
-    assert_one_line(capsys, "--debug shows where")
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), "--debug shows where" in err) == ("", 1, True)
     assert run(checkpoint, "--debug") == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-def fail_at_step(model: Any, error: BaseException, step: int) -> None:
-    steps = iter(range(1000))
-
-    def fail(*_: Any) -> None:
-        if next(steps) == step:
-            raise error
-
-    model.register_forward_hook(fail)
-
-
-@pytest.fixture
-def load_then_fail(fake_load: Any, monkeypatch: Patch) -> Any:
-    """A model whose fourth forward pass raises the error that is put into ``failure``."""
-    import moe_runtime
-
-    failure: list[BaseException] = []
-
-    def load(path: str, **options: Any) -> Any:
-        model = fake_load(path, **options)
-        fail_at_step(model, failure[0], 4)
-        return model
-
-    monkeypatch.setitem(vars(moe_runtime), "load", load)
-    return failure
-
-
-def test_a_read_that_fails_while_generating_ends_cleanly(
-    checkpoint, fake_load, load_then_fail, capsys
-):
-    load_then_fail.append(CheckpointError("layer 1 expert 3: short read"))
-    assert run(checkpoint) == 2
-    _, err = capsys.readouterr()
-    assert err == "moe-runtime: error: layer 1 expert 3: short read\n"
-    assert fake_load.runtime.closed
-
-
-def test_ctrl_c_keeps_what_was_generated(checkpoint, fake_load, load_then_fail, capsys):
-    load_then_fail.append(KeyboardInterrupt())
-    assert run(checkpoint) == 130
-    out, err = capsys.readouterr()
-    assert reference_text(checkpoint, 20).startswith(out.removesuffix("\n"))
-    assert len(out) > 1
-    assert "what the runtime did" in err
-    assert fake_load.runtime.closed
 
 
 def test_ctrl_c_while_loading_ends_quietly(checkpoint, fake_load, capsys):

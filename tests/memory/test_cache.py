@@ -243,13 +243,13 @@ def test_two_threads_share_few_slots():
     store.check()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_books_balance_through_a_random_stress(seed):
     generator = random.Random(seed)
     tier = FakeTier()
     store = make_store(tier, generator.choice([1, 2, 5, 8]), stream_slots=2)
     asked = 0
-    for _ in range(120):
+    for _ in range(50):
         layer = generator.randrange(NUM_LAYERS)
         chosen = generator.sample(range(NUM_EXPERTS), generator.randint(1, NUM_EXPERTS))
         tier.broken = {ExpertKey(layer, 0)} if generator.random() < 0.1 else set()
@@ -344,7 +344,7 @@ def test_every_expert_of_a_large_step_is_read_once_and_right(seed):
     generator = random.Random(seed)
     tier = FakeTier()
     store = make_store(tier, generator.choice([3, 7, 12]), stream_slots=generator.choice([1, 3]))
-    for _ in range(60):
+    for _ in range(25):
         layer = generator.randrange(3)
         wanted = keys(layer, *generator.sample(range(6), generator.randint(2, 6)))
         present = {key for key in wanted if key in store._entries}
@@ -373,9 +373,9 @@ def test_what_batches_leave_in_a_store_is_what_a_replay_keeps(name):
     live, twin = (make_policy(name, num_slots=15, setting=Setting(shape=SHAPE)) for _ in range(2))
     assert isinstance(live, LayerShares)
     store = open_store(live, 15 + 2)  # two more to pass through
-    routes = make_routes(SHAPE, num_sequences=4, length=24)
+    routes = make_routes(SHAPE, num_sequences=4, length=14)
     num_hits = num_expected = num_large = 0
-    for number in range(24):
+    for number in range(14):
         tokens = routes.offsets[:-1] + number
         begins = StepBegins(sequences=np.arange(4), token_ids=routes.token_ids[tokens])
         store.observe(begins)
@@ -400,7 +400,7 @@ def test_what_batches_leave_in_a_store_is_what_a_replay_keeps(name):
             num_hits, num_expected = num_hits + found, num_expected + expected
             num_large += 1
     assert abs(num_hits - num_expected) <= 0.1 * num_expected
-    assert num_large > 30
+    assert num_large > 15
 
 
 def resize(store: ExpertStore[Any], num_slots: int) -> int:
@@ -413,7 +413,7 @@ def test_any_number_of_slots_serves_any_lease_while_it_changes(adaptive):
     shares = even_shares(6, NUM_LAYERS)
     policy = AdaptiveShares(LRU, shares, smallest=1) if adaptive else LayerShares(LRU, shares)
     store = make_store(FakeTier(), 6, policy=policy)
-    for _ in range(60):
+    for _ in range(25):
         num_slots = chance.randint(1, NUM_LAYERS * NUM_EXPERTS)
         assert resize(store, num_slots) == num_slots == store.num_slots
         store.check()

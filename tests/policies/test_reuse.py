@@ -76,8 +76,7 @@ def drawn_events(shape: Shape, num_steps: int, seed: int):
 
 
 @needs_compiled
-@pytest.mark.parametrize("has_network", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("has_network", "seed"), [(False, 0), (True, 1)])
 def test_the_compiled_estimator_scores_as_the_one_in_numpy(has_network, seed):
     pair = [kind(SHAPE, memory=300, learn_every=2) for kind in (ReuseEstimator, CompiledReuse)]
     if has_network:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import all_commands
+from command_lines import COMMANDS
 from http_server import TEMPLATE, ScriptedEngine
 from rich.console import Console
 from rich.markdown import Markdown
@@ -56,7 +56,7 @@ def talking(pocket: Any, tokenizer: Any) -> Any:
         )
 
 
-def test_chat_and_generate_import_nothing_that_only_the_server_needs() -> None:
+def test_chat_and_generate_import_nothing_that_only_the_server_needs():
     """Without `pip install moe-runtime[serve]` its packages may be absent."""
     pending, seen = ["moe_runtime.serving.conversation"], set[str]()
     pending.append("moe_runtime.serving.batches.batch_run")
@@ -78,7 +78,7 @@ def scripted(tokenizer: Any, events: list[Any], *end_ids: int) -> Conversation:
     return Conversation(engine, tokenizer, end_ids=ends, sampling=sampling, max_new_tokens=9)
 
 
-def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None:
+def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY_MARKS)})
     tokenizer.chat_template = "<|start|><|channel|><|message|>{{ messages[-1].content }}"
@@ -92,7 +92,7 @@ def test_analysis_of_gpt_oss_is_shown_and_not_remembered(tokenizer: Any) -> None
     assert talking.messages[-1] == {"role": "assistant", "content": "Ho."}
 
 
-def test_the_text_of_an_end_token_is_neither_shown_nor_remembered(tokenizer: Any) -> None:
+def test_the_text_of_an_end_token_is_neither_shown_nor_remembered(tokenizer):
     ids = tokenizer("Yes.")["input_ids"]
     assert tokenizer.decode(ids[-1:]) == "."
     talking = scripted(tokenizer, [*map(NewToken, ids), Finished("stop")], ids[-1])
@@ -101,13 +101,13 @@ def test_the_text_of_an_end_token_is_neither_shown_nor_remembered(tokenizer: Any
     assert "".join(pieces) == talking.messages[-1]["content"] == "Yes"
 
 
-def test_an_answer_that_fails_says_what_the_error_came_from(tokenizer: Any) -> None:
+def test_an_answer_that_fails_says_what_the_error_came_from(tokenizer):
     talking = scripted(tokenizer, [Finished("error", "no more", cause="a disk")])
     with pytest.raises(MoERuntimeError, match=r"^no more \(a disk\)$"):
         talking.ask("Well?", lambda piece: None, never)
 
 
-def test_a_turn_goes_on_from_what_the_last_one_computed(talking: Conversation) -> None:
+def test_a_turn_goes_on_from_what_the_last_one_computed(talking):
     pieces: list[str] = []
     first = talking.ask(FIRST, pieces.append, never)
     second = talking.ask(SECOND, lambda piece: None, never)
@@ -126,7 +126,7 @@ def test_a_turn_goes_on_from_what_the_last_one_computed(talking: Conversation) -
     assert not talking.undo()
 
 
-def test_a_stopped_answer_is_remembered_as_far_as_it_came(talking: Conversation) -> None:
+def test_a_stopped_answer_is_remembered_as_far_as_it_came(talking):
     pieces: list[str] = []
     turn = talking.ask(FIRST, pieces.append, lambda: bool(pieces))
     assert turn.reason in ("cancelled", "length")  # the engine may be at the end by then
@@ -134,7 +134,7 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_came(talking: Conversation)
     assert talking.ask(SECOND, pieces.append, never).new_tokens == 12
 
 
-def test_an_answer_ends_before_a_stop_string_of_the_model(talking: Conversation) -> None:
+def test_an_answer_ends_before_a_stop_string_of_the_model(talking):
     talking.ask(FIRST, lambda piece: None, never)
     whole = talking.messages[-1]["content"]
     talking.reset()
@@ -146,9 +146,7 @@ def test_an_answer_ends_before_a_stop_string_of_the_model(talking: Conversation)
 
 
 @pytest.mark.parametrize(("known", "is_whole"), [(None, False), (512, True), (513, False)])
-def test_the_advice_for_a_full_conversation_can_be_followed(
-    talking: Conversation, known: int | None, is_whole: bool
-) -> None:
+def test_the_advice_for_a_full_conversation_can_be_followed(talking, known, is_whole):
     before = [*talking.messages]
     with pytest.raises(ValueError, match="tokens and may have 512 with its answer; send a shorter"):
         talking.ask("word " * 600, lambda piece: None, never)
@@ -189,8 +187,8 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def test_lines_of_a_pipe_are_answered_as_run_answers_and_commands_obeyed(
-    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    model, say, capsys, tmp_path
+):
     assert main(["run", str(model), "--chat", "-p", FIRST, *OPTIONS]) == 0
     expected = capsys.readouterr().out
     saved = tmp_path / "saved.jsonl"
@@ -207,35 +205,24 @@ def test_lines_of_a_pipe_are_answered_as_run_answers_and_commands_obeyed(
     assert answered == {"role": "assistant", "content": content}
 
 
-def test_a_conversation_without_a_message_is_not_written(
-    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_conversation_without_a_message_is_not_written(model, say, capsys, tmp_path):
     assert say(model, [f"/save {tmp_path / 'empty.jsonl'}"]) == 2
     assert "there is no message to write yet" in capsys.readouterr().err
     assert not (tmp_path / "empty.jsonl").exists()
 
 
-def test_the_penalty_of_the_checkpoint_holds_as_for_run(
-    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_penalty_of_the_checkpoint_holds_as_for_run(model, say, capsys):
     told = []
     for penalty in (1.0, 1.5):
         config = {"eos_token_id": 1, "repetition_penalty": penalty}
         (model / "generation_config.json").write_text(json.dumps(config))
-        assert main(["run", str(model), "--chat", "-p", FIRST, *OPTIONS]) == 0
-        expected = capsys.readouterr().out
         assert say(model, [FIRST]) == 0
-        assert capsys.readouterr().out == expected
-        told.append(expected)
-    assert told[0] != told[1]
+        told.append(capsys.readouterr().out)
+    assert main(["run", str(model), "--chat", "-p", FIRST, *OPTIONS]) == 0
+    assert told[0] != told[1] == capsys.readouterr().out
 
 
-def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
-    model: Path,
-    say: Callable[..., int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, say, monkeypatch, capsys):
     real, num_pieces = TextOutput.write, 0
 
     def write(self: TextOutput, piece: str) -> None:
@@ -256,9 +243,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
     assert told.out.count("\n") >= 2
 
 
-def test_options_arrive(
-    model: Path, say: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_arrive(model, say, monkeypatch):
     import moe_runtime
 
     real, told = moe_runtime.load, {}
@@ -275,23 +260,10 @@ def test_options_arrive(
     monkeypatch.setattr(conversation, "Conversation", end)
     given = {
         **{"model": str(model), "system": "Hm", "max_new_tokens": 23, "host_memory": "60MiB"},
-        **{
-            "device_memory": "auto",
-            "max_tokens": 237,
-            "policy": "slru",
-            "shares": "adaptive",
-            "teach": False,
-        },
-        **{
-            "cache_code": "none",
-            "kv_cache": "exact",
-            "activations": "exact",
-            "misses": "device",
-            "prefetch": "observe",
-            "predictor": "running-counts",
-            "draft": "lookup",
-        },
-        **{"device": "cpu", "dtype": "bfloat16"},
+        **{"device_memory": "auto", "max_tokens": 237, "policy": "slru", "shares": "adaptive"},
+        **{"cache_code": "none", "kv_cache": "exact", "activations": "exact", "misses": "device"},
+        **{"prefetch": "observe", "predictor": "running-counts", "draft": "lookup"},
+        **{"device": "cpu", "dtype": "bfloat16", "teach": False},
     }
     sampling = SamplingOptions(temperature=0.375, top_p=0.17, seed=241)
     words = [
@@ -305,23 +277,19 @@ def test_options_arrive(
     assert main(["chat", str(model), *words]) == 2
     assert {name: told[name] for name in given} == given
     assert told["sampling"] == sampling
-    options = {param.name for param in all_commands()["chat"].params}
+    options = {param.name for param in COMMANDS["chat"].params}
     # refused beside a draft, or not there; test_arrivals.py, test_processes.py and a test below
     others = {"routing", "skip_below", "adapter", "processes", "gpus", "placement"}
     followed = given.keys() | others | {"temperature", "top_p", "seed"}
     assert options - {"debug", "config", "help"} == followed
 
 
-def test_it_reads_the_adapter_it_is_given(
-    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_reads_the_adapter_it_is_given(model, say, capsys):
     assert say(model, [], "--adapter", "nowhere") == 2
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_a_conversation_is_as_long_as_the_model_knows(
-    model: Path, say: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_is_as_long_as_the_model_knows(model, say, capsys):
     known = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     assert say(model, [], "--max-tokens", str(known)) == 0
     capsys.readouterr()
@@ -347,13 +315,7 @@ def test_a_conversation_is_as_long_as_the_model_knows(
         ("/reset all", "/reset: expected nothing more, got 'all'"),
     ],
 )
-def test_what_cannot_be_obeyed_is_one_line(
-    line: str,
-    complaint: str,
-    talking: Conversation,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_obeyed_is_one_line(line, complaint, talking, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").write_text("old")
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
@@ -393,7 +355,7 @@ class Typing:
         return os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
 
 
-def test_a_line_editor_takes_pastes_searches_and_forgets_on_ctrl_c(tmp_path: Path) -> None:
+def test_a_line_editor_takes_pastes_searches_and_forgets_on_ctrl_c(tmp_path):
     program = (
         "from moe_runtime.cli.terminal import typed_messages\n"
         "for _ in range(2):\n"
@@ -451,9 +413,7 @@ def f(x):
 
 
 @pytest.mark.parametrize("size", [3, 11, 1000])
-def test_an_answer_in_pieces_is_drawn_as_one_that_is_whole(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_in_pieces_is_drawn_as_one_that_is_whole(size, monkeypatch):
     monkeypatch.setattr(terminal, "_REDRAW_S", 0)
     written, whole = io.StringIO(), io.StringIO()
     output = terminal.MarkdownOutput(
@@ -471,12 +431,8 @@ def test_an_answer_in_pieces_is_drawn_as_one_that_is_whole(
 
 
 def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
-    model: Path,
-    say: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model, say, capsys, tmp_path, monkeypatch
+):
     import moe_runtime
 
     assert say(model, [FIRST, SECOND]) == 0
@@ -509,9 +465,7 @@ def test_another_model_goes_on_and_the_first_one_stays_where_it_cannot(
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_bytes_that_are_no_text_are_refused(
-    errors: str, talking: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_that_are_no_text_are_refused(errors, talking, monkeypatch):
     """Whatever Python makes of them: the locale decides."""
     raw = io.TextIOWrapper(io.BytesIO(b"/help\ncaf\xc3\xa9 \xff\n"), "utf-8", errors)
     monkeypatch.setattr(sys, "stdin", raw)
@@ -521,18 +475,14 @@ def test_bytes_that_are_no_text_are_refused(
 
 
 @pytest.mark.parametrize("line", ["/save {}", '/save "{}"', "/save '{}'  "])
-def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(
-    line: str, talking: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_with_spaces_is_taken_as_it_is_or_in_quotes(line, talking, tmp_path, monkeypatch):
     talking.ask(FIRST, lambda piece: None, never)
     monkeypatch.setattr(sys, "stdin", io.StringIO(line.format(tmp_path / "its own name")))
     terminal_of(talking).run()
     assert [path.name for path in tmp_path.iterdir()] == ["its own name"]
 
 
-def test_a_model_without_a_template_is_refused_before_it_is_loaded(
-    say: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(say, capsys, monkeypatch):
     import moe_runtime
 
     monkeypatch.setitem(vars(moe_runtime), "load", None)

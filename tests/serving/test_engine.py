@@ -15,7 +15,7 @@ from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.passes import ModelPasses
 from moe_runtime.serving.requests import EngineOptions
 
-NEW = 12
+NEW = 8
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,6 @@ def test_greedy_texts_of_mixed_lengths_are_those_of_generate(pocket, prompts, te
     assert found.generated_tokens == 7 * NEW
     assert found.prompt_tokens == sum(map(len, (*prompts, *prompts[:2])))
     assert found.kv_tokens == found.prefix_tokens
-
-
-def test_sequences_share_steps(pocket, prompts):
-    steps = []
-    for most in (32, 1):
-        with Engine(pocket, EngineOptions(most_running=most)) as engine:
-            ask_all(engine, requests_of(prompts))
-            steps.append(engine.statistics().steps)
-    assert steps[0] <= NEW + 2 * len(prompts)
-    assert steps[1] == NEW * len(prompts)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -132,14 +122,6 @@ def test_logits_of_a_prompt_fit_into_what_is_set_aside_for_activations(pocket, m
     activations = config.hidden_size * (12 * 4 + config.num_experts_per_tok * 4)
     assert sum(kept) == len(prompt)
     assert max(kept) * (activations + 4 * config.vocab_size) <= 512 * activations
-
-
-def test_prompt_can_be_read_without_an_answer(pocket, prompts):
-    with Engine(pocket) as engine:
-        answer = ask(engine, request_of(prompts[0], 0, num_prompt_logprobs=0))[0].wait()
-    assert answer.ids == []
-    assert answer.finished.reason == "length"
-    assert answer.read.logprobs is not None
 
 
 def test_answer_stops_at_a_stop_token_behind_the_least_length(pocket, prompts, texts):

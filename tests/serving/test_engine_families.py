@@ -59,12 +59,12 @@ def test_texts_are_those_of_generate_whatever_a_model_keeps_of_a_sequence(family
             with Engine(model, options) as engine:
                 answers = _ask_behind_the_first(engine, prompts)
                 assert [answer.ids for answer in answers] == texts
-                steps = engine.statistics().steps
-                again = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
-                assert [answer.ids for answer in again] == texts
+                if options == EngineOptions():
+                    assert engine.statistics().steps == _steps(str(family))
+                else:
+                    again = ask_all(engine, [request_of(prompt, NEW) for prompt in prompts])
+                    assert [answer.ids for answer in again] == texts
                 drained(engine)
-            if options == EngineOptions():
-                assert steps == _steps(str(family))
         model.moe.check()
 
 
@@ -97,8 +97,8 @@ def test_latents_are_found_again_and_computed_again(tmp_path, exact):
     prompts = [tuple(torch.randint(3, 96, (n,), generator=generator).tolist()) for n in (37, 20, 9)]
     options = EngineOptions(exact=exact, prompt_tokens=16, idle_prompt_tokens=16)
     with model.moe:
-        texts = [greedy(model, prompt, 3 * NEW) for prompt in prompts]
-        asked = [request_of(prompt, 3 * NEW, num_logprobs=0) for prompt in prompts]
+        texts = [greedy(model, prompt, 2 * NEW) for prompt in prompts]
+        asked = [request_of(prompt, 2 * NEW, num_logprobs=0) for prompt in prompts]
         with Engine(model, options, max_tokens=96) as engine:
             answers = ask_all(engine, asked)
             assert [answer.ids for answer in answers] == texts

@@ -177,41 +177,6 @@ def test_constraint_that_fails_fails_its_own_request(pocket, prompts, texts):
     assert other.ids == texts[1]
 
 
-def test_failed_read_fails_the_requests_that_need_it_and_no_other(monkeypatch):
-    lost = ExpertKey(2, 5)
-    real = ExpertSource.fetch
-
-    def fetch(self: ExpertSource, key: ExpertKey, *others: Any) -> None:
-        if key == lost:
-            raise CheckpointError("expert 5 of layer 2 cannot be read")
-        real(self, key, *others)
-
-    asked = [request_of((3 + 5 * i, 4 + i), 3) for i in range(8)]
-    model = moe_runtime.load(
-        pocket_path(), device="cpu", dtype="float32", host_memory="256MiB", max_tokens=256
-    )
-    with model.moe:
-        with monkeypatch.context() as patch:
-            patch.setattr(ExpertSource, "fetch", fetch)
-            with Engine(model, EngineOptions(most_running=1)) as engine:
-                alone = ask_all(engine, asked)
-            with Engine(model) as engine:
-                together = ask_all(engine, asked)
-                drained(engine)
-            model.moe.check()
-        with Engine(model) as engine:
-            sound = ask_all(engine, asked)
-        model.moe.check()
-    reasons = [answer.finished.reason for answer in alone]
-    assert set(reasons) == {"error", "length"}
-    assert [answer.finished for answer in together] == [answer.finished for answer in alone]
-    assert {a.finished.message for a in together} == {None, "expert 5 of layer 2 cannot be read"}
-    for one, other, whole in zip(alone, together, sound, strict=True):
-        assert one.ids == other.ids
-        assert one.ids == whole.ids[: len(one.ids)]
-        assert whole.finished.reason == "length"
-
-
 def test_model_that_reads_a_text_to_write_another_is_refused():
     from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
@@ -261,20 +226,33 @@ def test_an_answered_request_is_let_go_of(pocket, prompts, caches):
         assert not any(cache() for cache in caches)
 
 
-def test_a_failed_pass_keeps_no_cache(monkeypatch, caches):
-    real = ExpertSource.fetch
+def test_failed_read_fails_the_requests_that_need_it_and_no_other(monkeypatch, caches):
+    real, asked = ExpertSource.fetch, [request_of((3 + 5 * i, 4 + i), 3) for i in range(8)]
 
     def fetch(self: ExpertSource, key: ExpertKey, *others: Any) -> None:
         if key == ExpertKey(2, 5):
             raise CheckpointError("expert 5 of layer 2 cannot be read")
         real(self, key, *others)
 
-    monkeypatch.setattr(ExpertSource, "fetch", fetch)
     model: Any = moe_runtime.load(
         pocket_path(), device="cpu", dtype="float32", host_memory="256MiB", max_tokens=256
     )
-    with model.moe, Engine(model) as engine:
-        answers = ask_all(engine, [request_of((3 + 5 * i, 4 + i), 3) for i in range(8)])
-        assert engine.drain(10.0)
-        assert {answer.finished.reason for answer in answers} == {"error", "length"}
-        assert not any(cache() for cache in caches)
+    with model.moe:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertSource, "fetch", fetch)
+            with Engine(model, EngineOptions(most_running=1)) as engine:
+                alone = ask_all(engine, asked)
+            with Engine(model) as engine:
+                together = ask_all(engine, asked)
+                drained(engine)
+                assert not any(cache() for cache in caches), "a failed pass keeps no cache"
+            model.moe.check()
+        with Engine(model) as engine:
+            sound = ask_all(engine, asked)
+        model.moe.check()
+    assert {answer.finished.reason for answer in alone} == {"error", "length"}
+    assert [answer.finished for answer in together] == [answer.finished for answer in alone]
+    assert {a.finished.message for a in together} == {None, "expert 5 of layer 2 cannot be read"}
+    for one, other, whole in zip(alone, together, sound, strict=True):
+        assert one.ids == other.ids == whole.ids[: len(one.ids)]
+        assert whole.finished.reason == "length"

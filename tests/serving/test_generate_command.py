@@ -118,10 +118,10 @@ def test_as_many_run_at_a_time_as_memory_has_room_for(tmp_path, monkeypatch):
         return real(scheduler, sequences)
 
     monkeypatch.setattr(Scheduler, "make_room", make_room)
-    lines = [{"prompt": [5 + n], "max_tokens": 15, "ignore_eos": True} for n in range(80)]
+    lines = [{"prompt": [5 + n], "max_tokens": 7, "ignore_eos": True} for n in range(48)]
     prompts, output = write_prompts(tmp_path, lines), tmp_path / "out.jsonl"
     assert generate(prompts, output, "--max-tokens", "1280") == 0
-    assert len(records(output)) == 80
+    assert len(records(output)) == 48
     assert max(running) > EngineOptions().most_running
 
 

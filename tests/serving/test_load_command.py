@@ -14,7 +14,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from command_line import all_commands
+from command_lines import COMMANDS
 
 from moe_runtime.benchmarks.cases import load as generator
 from moe_runtime.benchmarks.cases.load import (
@@ -86,7 +86,7 @@ def test_options_arrive(files, monkeypatch):
     for words, changes in ARRIVES.values():
         assert main(["bench", "serve", *words]) == 2
         assert given[-1] == dataclasses.replace(plain, **changes) != plain
-    options = {param.name for param in all_commands()["bench serve"].params}
+    options = {param.name for param in COMMANDS["bench serve"].params}
     assert options == ARRIVES.keys() | BELOW
 
 

@@ -46,7 +46,7 @@ def test_texts_are_those_of_generate_and_steps_are_shared(pocket, prompts):
 
 def test_nobody_loses_room_to_another_where_memory_is_short(pocket):
     """Four requests of 130 tokens where 512 fit: the last one begins later, and none twice."""
-    requests = {n: request_of(tuple(range(n + 2, n + 92)), 40) for n in range(4)}
+    requests = {n: request_of(tuple(range(n + 2, n + 112)), 20) for n in range(4)}
     found, statistics = answer(pocket, requests, reuses_prefixes=False)
     assert len(found) == 4
     assert statistics.preemptions == 0

@@ -103,7 +103,7 @@ def test_pictures_of_a_file_are_in_memory_while_they_are_read_or_answered(
         return found
 
     monkeypatch.setattr(PictureReader, "read", counted)
-    assert main(["generate", model, *write_prompts(tmp_path, 12)]) == 0
+    assert main(["generate", model, *write_prompts(tmp_path, 7)]) == 0
     assert most <= 4  # those that have room, and the ones that come and go
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import moe_families
@@ -46,9 +45,7 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("family", "dtype"), _cases())
 @torch.inference_mode()
-def test_rows_of_a_step_have_the_bits_that_each_has_alone(
-    family: moe_families.Family, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_step_have_the_bits_that_each_has_alone(family, dtype, tmp_path, monkeypatch):
     """With seven experts: torch computes some values of such rows by other code than the rest."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         monkeypatch.setitem(tiny_sizes.COMMON, name, 7)
@@ -78,23 +75,23 @@ def test_rows_of_a_step_have_the_bits_that_each_has_alone(
             assert torch.equal(together, alone[:size]), size
 
 
-@pytest.mark.parametrize("trouble_from", [2, 4, MOST])
-def test_the_engines_trial_finds_up_to_how_many_rows_bits_hold(
-    pocket: Any, trouble_from: int
-) -> None:
-    limit = ModelPasses(pocket, Adapters(pocket, {}), exact=MOST).most_exact
+def test_the_engines_trial_finds_up_to_how_many_rows_bits_hold(pocket):
+    def most_exact() -> int:
+        return ModelPasses(pocket, Adapters(pocket, {}), exact=MOST).most_exact
 
-    def other_bits(module: object, args: object, out: torch.Tensor) -> torch.Tensor:
-        return out * (1 + 1e-6) if out.shape[0] >= trouble_from else out
+    limit = most_exact()
+    for trouble_from in (2, 4, MOST):
 
-    norm = pocket.get_submodule("model.norm")
-    hook = norm.register_forward_hook(other_bits)
-    try:
-        found = ModelPasses(pocket, Adapters(pocket, {}), exact=MOST).most_exact
-    finally:
-        hook.remove()
-    tried = [size for size in (1, 2, 3, 8, limit) if size <= limit]
-    assert found == max(size for size in tried if size < trouble_from)
+        def other_bits(module: object, args: object, out: torch.Tensor) -> torch.Tensor:
+            return out * (1 + 1e-6) if out.shape[0] >= trouble_from else out  # noqa: B023
+
+        hook = pocket.get_submodule("model.norm").register_forward_hook(other_bits)
+        try:
+            found = most_exact()
+        finally:
+            hook.remove()
+        tried = [size for size in (1, 2, 3, 8, limit) if size <= limit]
+        assert found == max(size for size in tried if size < trouble_from)
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -125,7 +122,7 @@ def matrix_of(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_gives_the_bits_of_each_row_alone(name: str, dtype: torch.dtype) -> None:
+def test_a_function_gives_the_bits_of_each_row_alone(name, dtype):
     function = FUNCTIONS[name]
     generator = torch.Generator().manual_seed(2)
     for width in (7, 8, 33, 60):
@@ -140,7 +137,7 @@ def test_a_function_gives_the_bits_of_each_row_alone(name: str, dtype: torch.dty
             assert torch.equal(some, alone[:num_rows])
 
 
-def test_sums_over_rows_are_left_whole() -> None:
+def test_sums_over_rows_are_left_whole():
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(4))
     with RowsAlone(6):
         assert torch.equal(x.sum(0), torch.stack([*x]).sum(dim=0))

@@ -81,7 +81,7 @@ def states_of(cache: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "name", ["GraniteMoeHybridForCausalLM", "JambaForCausalLM", "ZayaForCausalLM", ""]
 )
-def test_states_are_those_of_each_sequence_alone(name: str, model: Any, tmp_path: Path) -> None:
+def test_states_are_those_of_each_sequence_alone(name, model, tmp_path):
     loaded = load(name, tmp_path) if name else model
     passes = ModelPasses(loaded, Adapters(loaded, {}))
     generator = torch.Generator().manual_seed(1)
@@ -119,9 +119,7 @@ class Cancels(Answer):
             self._other.cancel()
 
 
-def test_answers_come_and_go_beside_others(
-    model: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_answers_come_and_go_beside_others(model, prompts, texts):
     with Engine(model) as engine:
         gone, handle = hold(engine, request_of(prompts[0], NEW))
         cancels = Cancels(handle)
@@ -137,9 +135,7 @@ def test_answers_come_and_go_beside_others(
     assert gone.ids == texts[0][: len(gone.ids)]
 
 
-def test_sequences_that_lost_their_room_get_the_same_text(
-    model: Any, prompts: list[tuple[int, ...]]
-) -> None:
+def test_sequences_that_lost_their_room_get_the_same_text(model, prompts):
     new, asked = 3 * NEW, prompts[1::2]
     texts = [greedy(model, prompt, new) for prompt in asked]
     with Engine(model, max_tokens=64) as engine:
@@ -151,9 +147,7 @@ def test_sequences_that_lost_their_room_get_the_same_text(
         assert engine.statistics().preemptions > 0
 
 
-def test_a_pass_that_fails_in_the_middle_leaves_nobody_with_half_of_it(
-    model: Any, prompts: list[tuple[int, ...]], texts: list[list[int]]
-) -> None:
+def test_a_pass_that_fails_in_the_middle_leaves_nobody_with_half_of_it(model, prompts, texts):
     failed = []
 
     def fail(layer: Any, inputs: tuple[Any, ...]) -> None:
@@ -173,9 +167,7 @@ def test_a_pass_that_fails_in_the_middle_leaves_nobody_with_half_of_it(
     assert found == texts[:3]
 
 
-def test_what_ended_keeps_no_states(
-    model: Any, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ended_keeps_no_states(model, prompts, monkeypatch):
     made: list[weakref.ref[torch.Tensor]] = []
     real = BatchStates.__init__
 
@@ -199,9 +191,7 @@ def test_what_ended_keeps_no_states(
             gc.enable()
 
 
-def test_states_have_room_beside_keys_and_values(
-    prompts: list[tuple[int, ...]], tmp_path: Path
-) -> None:
+def test_states_have_room_beside_keys_and_values(prompts, tmp_path):
     """Memory is set aside for tokens: those that a sequence has room for hold its states too."""
     model = load("JambaForCausalLM", tmp_path)
     with model.moe:
@@ -223,9 +213,7 @@ def test_states_have_room_beside_keys_and_values(
 
 
 @pytest.mark.parametrize("trouble", ["forgets", "raises", "nothing"])
-def test_trial_finds_out_who_must_go_alone(
-    model: Any, trouble: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_finds_out_who_must_go_alone(model, trouble, monkeypatch):
     def update(self: BatchStates, recurrent_states: torch.Tensor, *_: Any) -> torch.Tensor:
         if trouble == "raises":
             raise AttributeError("no such state")

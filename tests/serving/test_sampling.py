@@ -24,7 +24,7 @@ def sampler_of(prompt: tuple[int, ...] = (0,), **options: Any) -> Sampler:
     return Sampler(request_of(prompt, 10, sampling=SamplingOptions(**options), **others))
 
 
-def shares(num: int = 1000, **options: Any) -> list[float]:
+def shares(num: int = 400, **options: Any) -> list[float]:
     sampler = sampler_of(temperature=options.pop("temperature", 1.0), seed=0, **options)
     drawn = Counter(sampler.choose(LOGITS, []).token_id for _ in range(num))
     return [drawn[token] / num for token in range(len(LOGITS))]
@@ -34,7 +34,7 @@ def expected(logits: torch.Tensor) -> list[float]:
     return torch.softmax(logits, dim=0).tolist()
 
 
-def within(found: list[float], wanted: list[float], num: int = 1000) -> bool:
+def within(found: list[float], wanted: list[float], num: int = 400) -> bool:
     """Five standard deviations of each share: one of ten million draws is beyond."""
     return all(
         abs(one - other) <= 5 * math.sqrt(other * (1 - other) / num)

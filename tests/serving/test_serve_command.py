@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,6 +43,27 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return may_go_on
 
 
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the command, and a function that asks its address once it is ready."""
+    announce = command.announce
+
+    def run(ask: Callable[[str], None], model: Any, *words: str) -> int:
+        threads: list[threading.Thread] = []
+
+        def ready(found: Any, *args: Any, **options: Any) -> None:
+            announce(found, *args, **options)
+            threads.append(threading.Thread(target=ask, args=(found.address,)))
+            threads[0].start()
+
+        monkeypatch.setattr(command, "announce", ready)
+        code = main(["serve", str(model), *SMALL, *words])
+        threads[0].join()
+        return code
+
+    return run
+
+
 def is_ready(address: str) -> bool:
     try:
         return urllib.request.urlopen(f"{address}/health").status == 200
@@ -50,13 +71,12 @@ def is_ready(address: str) -> bool:
         return False
 
 
-def test_a_termination_lets_the_running_answer_finish(monkeypatch, capsys, goes_on):
-    threads: list[threading.Thread] = []
-    announce = command.announce
+def test_a_termination_lets_the_running_answer_finish(serve, capsys, goes_on):
     addresses: list[str] = []
     answers: list[bytes] = []
 
     def ask(address: str) -> None:
+        addresses.append(address)
         body = {"prompt": "The", "max_tokens": 20, "stream": True, "ignore_eos": True, "seed": 1}
         try:
             with completion(address, body) as response:
@@ -71,16 +91,7 @@ def test_a_termination_lets_the_running_answer_finish(monkeypatch, capsys, goes_
             if not answers:  # the command would wait for ever
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def ready(found: Any, *args: Any, **options: Any) -> None:
-        announce(found, *args, **options)
-        addresses.append(found.address)
-        threads.append(threading.Thread(target=ask, args=(found.address,)))
-        threads[0].start()
-
-    monkeypatch.setattr(command, "announce", ready)
-    code = main(["serve", str(pocket_path()), *SMALL, "--json"])
-    threads[0].join()
-    assert code == 143
+    assert serve(ask, pocket_path(), "--json") == 143
     assert answers[0].startswith(b"data: {")
     assert answers[1].endswith(b"data: [DONE]\n\n")
     assert b'"finish_reason":"length"' in answers[1]
@@ -95,11 +106,12 @@ def test_a_termination_lets_the_running_answer_finish(monkeypatch, capsys, goes_
 
 
 @pytest.mark.parametrize("num_signals", [2, 3])
-def test_further_signals_cut_answers_off_with_an_error(monkeypatch, capsys, goes_on, num_signals):
-    announce, listen = command.announce, command.stop_on_signals
+def test_further_signals_cut_answers_off_with_an_error(
+    serve, monkeypatch, capsys, goes_on, num_signals
+):
+    listen = command.stop_on_signals
     stops: list[StopRequest] = []
     told: list[bytes] = []
-    threads: list[threading.Thread] = []
 
     def ask(address: str) -> None:
         body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -114,11 +126,6 @@ def test_further_signals_cut_answers_off_with_an_error(monkeypatch, capsys, goes
         finally:
             goes_on.set()
 
-    def ready(found: Any, *args: Any, **options: Any) -> None:
-        announce(found, *args, **options)
-        threads.append(threading.Thread(target=ask, args=(found.address,)))
-        threads[0].start()
-
     @contextlib.contextmanager
     def listening(*args: Any, **options: Any) -> Iterator[StopRequest]:
         with listen(*args, **options) as stop:
@@ -126,9 +133,7 @@ def test_further_signals_cut_answers_off_with_an_error(monkeypatch, capsys, goes
             yield stop
 
     monkeypatch.setattr(command, "stop_on_signals", listening)
-    monkeypatch.setattr(command, "announce", ready)
-    assert main(["serve", str(pocket_path()), *SMALL]) == 130
-    threads[0].join()
+    assert serve(ask, pocket_path()) == 130
     assert told[0].startswith(b"data: {")
     assert b'"code":"shutting_down"' in told[1]
     assert told[1].endswith(b"data: [DONE]\n\n")
@@ -178,7 +183,7 @@ def test_what_cannot_work_is_said_before_the_model_is_loaded(tmp_path, monkeypat
 
 
 @pytest.mark.long
-def test_a_later_server_finds_prefixes_and_responses_on_the_disk(tmp_path, monkeypatch):
+def test_a_later_server_finds_prefixes_and_responses_on_the_disk(serve, tmp_path, monkeypatch):
     """A key finds its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "keys").write_text("one\ntwo")
@@ -189,9 +194,7 @@ def test_a_later_server_finds_prefixes_and_responses_on_the_disk(tmp_path, monke
     (model / "tokenizer_config.json").write_text(
         json.dumps({**settings, "chat_template": template})
     )
-    announce = command.announce
     body = {"prompt": list(range(2, 42)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    threads: list[threading.Thread] = []
     found: list[tuple[str, int]] = []
     said: list[dict[str, Any]] = []
 
@@ -211,16 +214,9 @@ def test_a_later_server_finds_prefixes_and_responses_on_the_disk(tmp_path, monke
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def ready(ready: Any, *args: Any, **options: Any) -> None:
-        announce(ready, *args, **options)
-        threads.append(threading.Thread(target=ask, args=(ready.address,)))
-        threads[-1].start()
-
-    monkeypatch.setattr(command, "announce", ready)
     for dtype in ("float32", "float32", "bfloat16"):
-        words = [*SMALL, "--prefix-disk", "64MiB", "--dtype", dtype]
-        assert main(["serve", str(model), *words, "--api-keys", str(tmp_path / "keys")]) == 143
-        threads[-1].join()
+        words = ["--prefix-disk", "64MiB", "--dtype", dtype]
+        assert serve(ask, model, *words, "--api-keys", str(tmp_path / "keys")) == 143
     assert found[0][0] == found[1][0]
     assert [cached for _, cached in found] == [0, 32, 0]
     assert said[1]["usage"]["input_tokens"] > said[0]["usage"]["input_tokens"]

@@ -22,6 +22,7 @@ import moe_runtime
 from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
+from moe_runtime.serving.http import starting
 from moe_runtime.serving.http.answer_text import Vocabulary
 from moe_runtime.serving.http.grammars import Grammars
 from moe_runtime.serving.http.limits import LimitedProcess
@@ -29,14 +30,7 @@ from moe_runtime.serving.http.model_loader import ServeSettings
 from moe_runtime.serving.http.model_table import ModelTable
 from moe_runtime.serving.http.served_model import ChatTemplate, Place, ServedModel
 from moe_runtime.serving.http.server import Access, Limits, Server
-from moe_runtime.serving.http.starting import (
-    Ready,
-    accept_clients,
-    address_of,
-    listen,
-    run_server,
-    serve,
-)
+from moe_runtime.serving.http.starting import Ready
 from moe_runtime.serving.requests import (
     EngineOptions,
     EngineStatistics,
@@ -72,13 +66,7 @@ HEAD = (
 
 @dataclass
 class Served:
-    """A server that answers.
-
-    Attributes:
-        address: as clients write it.
-        server: its state.
-        log: what it logged.
-    """
+    """A server that answers, its state, and what it logged."""
 
     address: str
     server: Server
@@ -108,6 +96,12 @@ class Served:
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text
 
+    def answer(self, path: str, body: Any = None, **more: Any) -> Any:
+        """The body of a response that is no refusal."""
+        status, found = self.ask(path, body, **more)
+        assert status == 200, found
+        return found
+
     def refused(self, path: str, body: Any = None, status: int = 400, **more: Any) -> Any:
         """The error that a request gets."""
         found, answer = self.ask(path, body, **more)
@@ -116,8 +110,7 @@ class Served:
 
     def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
         """The chunks of a stream, the last of which says that it is whole."""
-        status, text = self.ask(path, {**body, "stream": True})
-        assert status == 200, text
+        text = self.answer(path, {**body, "stream": True})
         *events, done, rest = text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         assert all(event.startswith("data: ") for event in events)
@@ -152,15 +145,12 @@ def served(
         log=lambda event, fields: log.append((event, fields)),
     )
     stop = threading.Event()
-    listening = listen("127.0.0.1", 0)
+    listening = starting.listen("127.0.0.1", 0)
     # Who connects before the loop has begun waits.
-    accept_clients(listening, 100)
-    found = Served(address_of(listening), server, log)
-    thread = threading.Thread(
-        target=serve,
-        args=(server, listening),
-        kwargs={"is_stopping": stop.is_set, "drain_s": drain_s},
-    )
+    starting.accept_clients(listening, 100)
+    found = Served(starting.address_of(listening), server, log)
+    options = {"is_stopping": stop.is_set, "drain_s": drain_s}
+    thread = threading.Thread(target=starting.serve, args=(server, listening), kwargs=options)
     thread.start()
     try:
         yield found
@@ -171,10 +161,7 @@ def served(
 
 @contextlib.contextmanager
 def started(
-    models: Sequence[str],
-    loading: Mapping[str, Any],
-    adapters: Sequence[str] = (),
-    **more: Any,
+    models: Sequence[str], loading: Mapping[str, Any], adapters: Sequence[str] = (), **more: Any
 ) -> Iterator[tuple[Served, Ready]]:
     """A server as the command starts it, until the block ends."""
     plain: dict[str, Any] = {"names": (), "host": "127.0.0.1", "port": 0, "drain_s": None}
@@ -183,13 +170,8 @@ def started(
     ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(
-            run_server,
-            settings,
-            log=lambda *_: None,
-            on_ready=ready.put,
-            is_stopping=is_over.is_set,
-        )
+        heard: dict[str, Any] = {"log": lambda *_: None, "on_ready": ready.put}
+        running = thread.submit(starting.run_server, settings, **heard, is_stopping=is_over.is_set)
         running.add_done_callback(lambda _: ready.put(None))
         try:
             found = ready.get()
@@ -252,15 +234,16 @@ def limited_processes() -> tuple[LimitedProcess, LimitedProcess]:
     return found
 
 
-class ScriptedEngine:
-    """Answers as it is told to, at once.
+def served_engine(
+    engine: Any, tokenizer: Any, limits: Limits | None = None, **options: Any
+) -> contextlib.AbstractContextManager[Served]:
+    """Serves one engine as `pocket` until the block ends."""
+    return served([model_of("pocket", engine, tokenizer, 4096)], limits, **options)
 
-    Attributes:
-        script: called with each request; gives the events to send.
-        is_open: whether it takes requests.
-        asked: set where a request came.
-        cancelled: set where a request is cancelled.
-    """
+
+class ScriptedEngine:
+    """Answers each request at once with the events that ``script`` gives; ``asked`` and
+    ``cancelled`` are set where that happens."""
 
     most_request_tokens = 1000
     failure = None

@@ -7,7 +7,7 @@ import pytest
 from call_texts import CALL_TEXTS
 from http_server import ScriptedEngine
 
-from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections, Kind
+from moe_runtime.serving.http.answer_text import REASONING_MARKS, AnswerSections
 from moe_runtime.serving.http.schema import Function
 from moe_runtime.serving.http.tool_formats import TOOL_FORMATS, ParsedCall, tool_format_of
 from moe_runtime.serving.requests import Finished, NewToken, PromptRead
@@ -40,41 +40,63 @@ TYPED_VALUES = [
     *(("zip", "12345"), ("either", "12345"), ("one", "1"), ("far", "7"), ("gone", "null")),
     *(("word", "null"), ("number", "5"), ("odd", "NaN"), ("few", "3")),
 ]
-CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
-    ("plain \n\n", None, "content", [("content", "plain \n\n")]),
-    ("  plain\n", "hermes", "content", [("content", "  plain\n")]),
+NO_CALLS: dict[str, list[str]] = {
+    "hermes": [
+        "  plain\n",
+        "see <tool_call>{no json}</tool_call> here",
+        "<tool_call>" + "[" * 5000,
+        '<tool_call>{"name": 7}',
+        *(
+            f'<tool_call>{{"name": "weather", "arguments": {{"x": {value}}}}}</tool_call>'
+            for value in ("NaN", "-Infinity", "1e999", '{"a": [-1e999]}')
+        ),
+    ],
+    "mistral-args": [
+        *("[TOOL_CALLS]", "[TOOL_CALLS]weather[ARGS][7]", "[TOOL_CALLS]weather[ARGS]{} and"),
+        '[TOOL_CALLS]weather[ARGS]{"days": NaN}',
+    ],
+    "llama-json": [
+        *('{"name": "Ann", "age": 3}', '{"name": "Ann", "parameters": {}}', '{"days": 1}'),
+        *('{"name": "weather", "age": 3}', '{"name": ["weather"], "parameters": {}}'),
+        *('<|python_tag|>{"name": 3}', 'Not {"name": "x"}'),
+    ],
+    "glm": [
+        "<tool_call>hello world</tool_call>",
+        "<tool_call>weather<arg_key>city</arg_key>Rome</tool_call>",
+    ],
+    "qwen-xml": ["<tool_call><function=weather><parameter=city>Rome</function></tool_call>"],
+    "minimax": ['<minimax:tool_call><invoke name="weather">Rome</invoke></minimax:tool_call>'],
+    "kimi-k2": ["<|tool_calls_section_begin|>weather<|tool_calls_section_end|>"],
+    "gemma-4": ["<|tool_call>call:weather{city:<tool_call|>"],
+    "lfm2": [
+        "<|tool_call_start|>[weather(Rome)]<|tool_call_end|>",
+        "<|tool_call_start|>[weather(city=open('x'))]<|tool_call_end|>",
+        "<|tool_call_start|>[weather(days=1e999)]<|tool_call_end|>",
+        "<|tool_call_start|>" + "(" * 5000 + "<|tool_call_end|>",
+    ],
+    "llama-pythonic": ["[rain(city='Rome')]", "[1, 2]"],
+}
+"""By format, what is content as a whole."""
+NONE = ParsedCall("weather", "{}")
+ROME = ParsedCall("weather", '{"city": "Rome"}')
+CASES: list[tuple[str | None, str, list[Any]]] = [
+    *((name, text, [("content", text)]) for name, texts in NO_CALLS.items() for text in texts),
+    (None, "plain \n\n", [("content", "plain \n\n")]),
     (
-        "<think>\nwell\n\nyes\n</think>\n\nHello <think>\n",
         None,
-        "content",
+        "<think>\nwell\n\nyes\n</think>\n\nHello <think>\n",
         [("reasoning", "well\n\nyes"), ("content", "Hello <think>\n")],
     ),
-    ("well </think> Hello", None, "reasoning", [("reasoning", "well"), ("content", "Hello")]),
-    ("never ends", None, "reasoning", [("reasoning", "never ends")]),
     (
+        "hermes",
         '<think>w</think>\nLook:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n'
         '</tool_call>\n<tool_call>{"name": "weather"}</tool_call>\n',
-        "hermes",
-        "content",
-        [
-            ("reasoning", "w"),
-            ("content", "Look:"),
-            ParsedCall("weather", '{"city": "Rome"}'),
-            ParsedCall("weather", "{}"),
-        ],
+        [("reasoning", "w"), ("content", "Look:"), ROME, NONE],
     ),
     (
-        "see <tool_call>{no json}</tool_call> here",
         "hermes",
-        "content",
-        [("content", "see <tool_call>{no json}</tool_call> here")],
-    ),
-    ("<tool_call>" + "[" * 5000, "hermes", "content", [("content", "<tool_call>" + "[" * 5000)]),
-    (
         '<tool_call>{"name": "weather", "arguments": {"city": "a</tool_call>\\\\"}}</tool_call> b'
         '<tool_call>{"name": "weather", "arguments": {"city": "\\"</tool_call>"}}',
-        "hermes",
-        "content",
         [
             ParsedCall("weather", '{"city": "a</tool_call>\\\\"}'),
             ("content", "b"),
@@ -83,30 +105,26 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
     ),
     # a string without an end
     (
+        "hermes",
         '<tool_call>{"name": "weath</tool_call>c<tool_call>{"name": "weather"}</tool_call>'
         '<tool_call>{"name</tool_call>d',
-        "hermes",
-        "content",
         [
             ("content", '<tool_call>{"name": "weath</tool_call>c'),
-            ParsedCall("weather", "{}"),
+            NONE,
             ("content", '<tool_call>{"name</tool_call>d'),
         ],
     ),
-    ('<tool_call>{"name": 7}', "hermes", "content", [("content", '<tool_call>{"name": 7}')]),
     (
+        "qwen-xml",
         "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n12\n"
         "</parameter>\n</function>\n</tool_call>",
-        "qwen-xml",
-        "content",
         [ParsedCall("weather", '{"city": "12", "days": 12}')],
     ),
     (
+        "qwen-xml",
         "<tool_call><function=typed>"
         + "".join(f"<parameter={key}>{value}</parameter>" for key, value in TYPED_VALUES)
         + "</function></tool_call>",
-        "qwen-xml",
-        "content",
         [
             ParsedCall(
                 "typed",
@@ -115,62 +133,24 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
             )
         ],
     ),
-    *(
-        (text, "hermes", "content", [("content", text)])
-        for value in ("NaN", "-Infinity", "1e999", '{"a": [-1e999]}')
-        for text in [f'<tool_call>{{"name": "weather", "arguments": {{"x": {value}}}}}</tool_call>']
-    ),
     (
-        'ok [TOOL_CALLS] [{"name": "weather", "arguments": {"days": 2}}]',
         "mistral",
-        "content",
+        'ok [TOOL_CALLS] [{"name": "weather", "arguments": {"days": 2}}]',
         [("content", "ok"), ParsedCall("weather", '{"days": 2}')],
     ),
     (
+        "mistral-args",
         'ok [TOOL_CALLS]weather[ARGS]{"city": "[TOOL_CALLS]x[ARGS]"}[TOOL_CALLS]weather[CALL_ID]'
         "123456789[ARGS]{}\n",
-        "mistral-args",
-        "content",
-        [
-            ("content", "ok"),
-            ParsedCall("weather", '{"city": "[TOOL_CALLS]x[ARGS]"}'),
-            ParsedCall("weather", "{}"),
-        ],
-    ),
-    *(
-        (text, "mistral-args", "content", [("content", text)])
-        for text in (
-            "[TOOL_CALLS]",
-            "[TOOL_CALLS]weather[ARGS][7]",
-            "[TOOL_CALLS]weather[ARGS]{} and",
-            '[TOOL_CALLS]weather[ARGS]{"days": NaN}',
-        )
+        [("content", "ok"), ParsedCall("weather", '{"city": "[TOOL_CALLS]x[ARGS]"}'), NONE],
     ),
     (
+        "llama-json",
         '{"name": "weather", "parameters": {"days": 1}}; {"name": "weather", "parameters": {}}',
-        "llama-json",
-        "content",
-        [ParsedCall("weather", '{"days": 1}'), ParsedCall("weather", "{}")],
+        [ParsedCall("weather", '{"days": 1}'), NONE],
     ),
     *(
-        (text, "llama-json", "content", [("content", text)])
-        for text in (
-            '{"name": "Ann", "age": 3}',
-            '{"name": "Ann", "parameters": {}}',
-            '{"name": "weather", "age": 3}',
-            '{"name": ["weather"], "parameters": {}}',
-        )
-    ),
-    (
-        '<|python_tag|>{"name": 3}',
-        "llama-json",
-        "content",
-        [("content", '<|python_tag|>{"name": 3}')],
-    ),
-    ('{"days": 1}', "llama-json", "content", [("content", '{"days": 1}')]),
-    ('Not {"name": "x"}', "llama-json", "content", [("content", 'Not {"name": "x"}')]),
-    *(
-        (text, "llama-json", "content", [ParsedCall("weather", "{}")])
+        ("llama-json", text, [NONE])
         for text in (
             '<|python_tag|>{"name": "weather", "parameters": {}}',
             '<|python_start|>{"name": "weather", "parameters": {}}<|python_end|>',
@@ -178,44 +158,34 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
     ),
     # the mark that opens calls is forgotten
     (
-        "Well.\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
         "qwen-xml",
-        "content",
-        [("content", "Well."), ParsedCall("weather", '{"city": "Rome"}')],
+        "Well.\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        [("content", "Well."), ROME],
     ),
+    ("minimax", '<invoke name="weather">\n</invoke>\n</minimax:tool_call>', [NONE]),
     (
-        '<invoke name="weather">\n</invoke>\n</minimax:tool_call>',
-        "minimax",
-        "content",
-        [ParsedCall("weather", "{}")],
-    ),
-    (
+        "kimi-k2",
         "<|tool_call_begin|>functions.weather:12<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|>",
-        "kimi-k2",
-        "content",
-        [ParsedCall("weather", "{}")],
+        [NONE],
     ),
     (
-        "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>ok",
         "deepseek-v3.1",
-        "content",
-        [ParsedCall("weather", "{}"), ("content", "ok")],
+        "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>ok",
+        [NONE, ("content", "ok")],
     ),
     # without line breaks, as GLM-4.7 has it; without arguments
     (
+        "glm",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>12</arg_value></tool_call>"
         "<tool_call>weather</tool_call>",
-        "glm",
-        "content",
-        [ParsedCall("weather", '{"city": "12"}'), ParsedCall("weather", "{}")],
+        [ParsedCall("weather", '{"city": "12"}'), NONE],
     ),
     (
+        "gemma-4",
         'Look: <|tool_call>call:typed{zip:<|"|>1 {"a": b}<|"|>,list:[1,{a:<|"|>x:y<|"|>,'
         '"b c":None}],'
         "number:-1.5e3,word:null}<tool_call|>",
-        "gemma-4",
-        "content",
         [
             ("content", "Look:"),
             ParsedCall(
@@ -226,59 +196,36 @@ CASES: list[tuple[str, str | None, Kind, list[Any]]] = [
         ],
     ),
     (
+        "lfm2",
         "<|tool_call_start|>[typed(zip='a\\'b', number=-2, far=[True, false, {'k': None}]), "
         "weather()]<|tool_call_end|>Done.",
-        "lfm2",
-        "content",
         [
             ParsedCall("typed", '{"zip": "a\'b", "number": -2, "far": [true, false, {"k": null}]}'),
-            ParsedCall("weather", "{}"),
-            ("content", "Done."),
+            *(NONE, ("content", "Done.")),
         ],
     ),
-    *(
-        (text, tools, "content", [("content", text)])
-        for tools, text in (
-            ("glm", "<tool_call>hello world</tool_call>"),
-            ("glm", "<tool_call>weather<arg_key>city</arg_key>Rome</tool_call>"),
-            (
-                "qwen-xml",
-                "<tool_call><function=weather><parameter=city>Rome</function></tool_call>",
-            ),
-            (
-                "minimax",
-                '<minimax:tool_call><invoke name="weather">Rome</invoke></minimax:tool_call>',
-            ),
-            ("kimi-k2", "<|tool_calls_section_begin|>weather<|tool_calls_section_end|>"),
-            ("gemma-4", "<|tool_call>call:weather{city:<tool_call|>"),
-            ("lfm2", "<|tool_call_start|>[weather(Rome)]<|tool_call_end|>"),
-            ("lfm2", "<|tool_call_start|>[weather(city=open('x'))]<|tool_call_end|>"),
-            ("lfm2", "<|tool_call_start|>[weather(days=1e999)]<|tool_call_end|>"),
-            ("lfm2", "<|tool_call_start|>" + "(" * 5000 + "<|tool_call_end|>"),
-            ("llama-pythonic", "[rain(city='Rome')]"),
-            ("llama-pythonic", "[1, 2]"),
-        )
-    ),
-    # a mark that is talked about while thinking, and calls there
+    # a mark that is talked about while thinking
     (
-        "<think>I may use <tool_call> here, or <tool_call>{} </think>Hello",
         "hermes",
-        "content",
+        "<think>I may use <tool_call> here, or <tool_call>{} </think>Hello",
         [("reasoning", "I may use <tool_call> here, or <tool_call>{}"), ("content", "Hello")],
     ),
+]
+THINKING: list[tuple[str | None, str, list[Any]]] = [
+    (None, "well </think> Hello", [("reasoning", "well"), ("content", "Hello")]),
+    (None, "never ends", [("reasoning", "never ends")]),
     (
-        'Try <tool_call>{"name": "weather"}</tool_call> so</think> Hello </think>',
         "hermes",
-        "reasoning",
-        [("reasoning", "Try"), ParsedCall("weather", "{}"), ("content", "so Hello </think>")],
+        'Try <tool_call>{"name": "weather"}</tool_call> so</think> Hello </think>',
+        [("reasoning", "Try"), NONE, ("content", "so Hello </think>")],
     ),
     (
-        "<tool_call>\n<function=weather> or so.\n</think>\nHello",
         "qwen-xml",
-        "reasoning",
+        "<tool_call>\n<function=weather> or so.\n</think>\nHello",
         [("reasoning", "<tool_call>\n<function=weather> or so."), ("content", "Hello")],
     ),
 ]
+"""Of answers that begin within reasoning."""
 
 
 def in_pieces(sections: AnswerSections, text: str, step: int) -> list[Any]:
@@ -296,9 +243,12 @@ def in_pieces(sections: AnswerSections, text: str, step: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("step", [1, 2, 7, 10_000])
-@pytest.mark.parametrize(("text", "tools", "begins", "expected"), CASES)
-def test_sections(text, tools, begins, expected, step):
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize(
+    ("begins", "tools", "text", "expected"),
+    [*(("content", *case) for case in CASES), *(("reasoning", *case) for case in THINKING)],
+)
+def test_sections(begins, tools, text, expected, step):
     sections = AnswerSections(THINK, tools and FORMATS[tools], [WEATHER, TYPED], begins)
     assert in_pieces(sections, text, step) == expected
 
@@ -375,8 +325,7 @@ def test_json_that_was_asked_for_is_no_call(staged, tokenizer, kind):
     tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
     asked = {"messages": [{"role": "user", "content": ""}], "tools": tools}
     site = staged(engine, own=tokenizer)
-    status, answer = site.ask("/v1/chat/completions", {**asked, "response_format": formats[kind]})
-    assert status == 200, answer
+    answer = site.answer("/v1/chat/completions", {**asked, "response_format": formats[kind]})
     (choice,) = answer["choices"]
     if kind == "json_schema":
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
@@ -392,30 +341,29 @@ def test_what_a_model_writes_makes_python_warn_of_nothing(recwarn):
     assert not recwarn.list
 
 
-ROME = ParsedCall("weather", '{"city": "Rome"}')
 CUT: list[tuple[str, str, list[Any]]] = [
     (
         '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "weather"}',
         "llama-json",
-        [ROME, ParsedCall("weather", "{}")],
+        [ROME, NONE],
     ),
     (
         '{"name": "weather", "parameters": {"city": "Rome"}}; '
         '{"name": "weather", "parameters": {}}',
         "llama-json",
-        [ROME, ParsedCall("weather", "{}")],
+        [ROME, NONE],
     ),
     (
         'See [TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
         '{"name": "weather", "arguments": {}}]',
         "mistral",
-        [("content", "See"), ROME, ParsedCall("weather", "{}")],
+        [("content", "See"), ROME, NONE],
     ),
     (
         'See <tool_call>[{"name": "weather", "arguments": {"city": "Rome"}}, '
         '{"name": "weather", "arguments": {}}]</tool_call>',
         "hermes",
-        [("content", "See"), ROME, ParsedCall("weather", "{}")],
+        [("content", "See"), ROME, NONE],
     ),
     *(
         (

@@ -99,12 +99,3 @@ def test_a_stop_string_ends_no_answer_before_its_least_tokens(min_tokens, expect
             break
     assert pieces[-1].finish == "stop"
     assert "".join(piece.text for piece in pieces) == expected
-
-
-def test_a_stop_string_that_comes_too_early_is_text(tokenizer):
-    ids = tokenizer("one two three")["input_ids"]
-    answer = AnswerText(IncrementalText(tokenizer.decode), ["two", "o t"], frozenset(), len(ids))
-    pieces = [*(answer.add(NewToken(token, -1.0)) for token in ids), answer.end("length")]
-    assert "".join(piece.text for piece in pieces) == "one two three"
-    assert [token.token_id for piece in pieces for token in piece.tokens] == ids
-    assert pieces[-1].finish == "length"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import ScriptedEngine, Served, served_engine
 
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.server import Access
@@ -59,7 +59,7 @@ def test_a_message_is_the_text_of_a_chat(site):
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
-@pytest.mark.parametrize("num_words", [1200, 40_000])
+@pytest.mark.parametrize("num_words", [1200, 8000])
 def test_a_text_beyond_the_context_is_counted(staged, tokenizer, num_words):
     """The longer one is counted in slices, whose cuts are between words."""
     text = "The store reads an expert. " * (num_words // 5)
@@ -163,7 +163,7 @@ def test_a_conversation_is_that_of_a_chat(asked):
     assert one == other
 
 
-def test_a_line_for_accounts_is_no_part_of_the_prompt(asked: Any) -> None:
+def test_a_line_for_accounts_is_no_part_of_the_prompt(asked):
     """It differs from task to task, and the instructions behind it are a prefix to share."""
     line = "x-anthropic-billing-header: cc_version=2.1.332.3b1; cch=eb6c6;"
     blocks = [{"type": "text", "text": text} for text in (line, "Be brief.")]
@@ -177,11 +177,7 @@ def test_a_line_for_accounts_is_no_part_of_the_prompt(asked: Any) -> None:
     ("messages", "more", "plain"),
     [
         (USER, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-        (
-            USER,
-            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-            {"enable_thinking": True},
-        ),
+        (USER, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
         (USER, {"output_config": {"effort": "high"}}, None),  # a hint; this template has none
         (USER, {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": None}, None),
     ],
@@ -297,8 +293,7 @@ def test_an_error_after_the_stream_has_begun_is_an_event(staged):
 @pytest.fixture(scope="module")
 def locked(tokenizer: Any) -> Iterator[Served]:
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("stop")])
-    models = [model_of("pocket", engine, tokenizer, 4096)]
-    with served(models, access=Access(keys=("right",))) as found:
+    with served_engine(engine, tokenizer, access=Access(keys=("right",))) as found:
         yield found
 
 

@@ -25,7 +25,7 @@ from moe_runtime.serving.requests import (
     QueueFullError,
 )
 
-MANY = 20_000
+MANY = 8_000
 TEXT_MESSAGE = b'{"role":"user","content":"x"}'
 
 
@@ -198,27 +198,22 @@ BIASES, RANGE = "ids from 0 to 4095, got ", "must lie in [1e-20, 1e+20]"
         (CHAT, {"messages": None}, "messages", "invalid_type"),
         (CHAT, OTHER_THOUGHTS, "messages.reasoning", "differs from reasoning_content"),
         (CHAT, {"n": "2"}, "n", "invalid_type"),
-        (CHAT, {"n": 0}, "n", "invalid_value"),
         (CHAT, {"top_p": 2}, "top_p", "invalid_value"),
         (CHAT, {"top_p": "a"}, "top_p", "invalid_type"),
         (CHAT, {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
         (CHAT, {"bogus": 1}, "bogus", UNKNOWN),
         (CHAT, {"audio": {}}, "audio", UNSUPPORTED),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities", UNSUPPORTED),
-        (CHAT, {"modalities": "text"}, "modalities", UNSUPPORTED),
         (CHAT, {"use_beam_search": True}, "use_beam_search", UNSUPPORTED),
-        (CHAT, {"use_beam_search": 0}, "use_beam_search", UNSUPPORTED),
         (CHAT, {"prediction": {"type": "content", "content": "a"}}, "prediction", UNSUPPORTED),
         (CHAT, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", UNSUPPORTED),
         (CHAT, {"response_format": {}}, "response_format.type", "expected one of"),
-        (TEXT, {"response_format": {}}, "response_format.type", "expected one of"),
         (TEXT, {"response_format": SCHEMA}, "response_format.json_schema.junk", "known are name, "),
         (TEXT, {"prompt": [-1]}, "prompt", "token ids (integers from 0 on)"),
         (TEXT, {"length_penalty": 0.5}, "length_penalty", UNSUPPORTED),
         (TEXT, {"max_completion_tokens": 3}, "max_completion_tokens", "mean max_tokens?"),
         (TEXT, {"max_tokns": 3}, "max_tokns", "did you mean max_tokens?"),
         (TEXT, {"stream": "maybe"}, "stream", "boolean"),
-        (TEXT, {"stream": [1]}, "stream", "boolean"),
         (TEXT, {"stream_options": {"bogus": 1}}, "stream_options.bogus", "not a field"),
         (TEXT, {"stream_options": {}}, "stream_options", "needs stream: true"),
         (TEXT, {"stop": ""}, "stop", "is empty, send at least one character"),
@@ -226,21 +221,15 @@ BIASES, RANGE = "ids from 0 to 4095, got ", "must lie in [1e-20, 1e+20]"
         (TEXT, {"stop": ["a"] * 17}, "stop", "at most 16 strings, got 17"),
         (TEXT, {"stop": ["a", {}]}, "stop.1", "string"),
         (TEXT, {"stop_token_ids": [4096]}, "stop_token_ids", "has token 4096, expected ids from 0"),
-        (TEXT, {"stop_token_ids": [-1]}, "stop_token_ids", "has token -1, expected ids from 0 to"),
         (TEXT, {"stop_token_ids": ["a"]}, "stop_token_ids.0", "integer"),
         (TEXT, {"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most the 4 of the answer"),
-        (TEXT, {"structure": 1}, "structure", "not a field"),
         (TEXT, {"str": 1}, "str", "not a field"),
         (TEXT, {"temperature": 1e-300}, "temperature", "at least 1e-20"),
-        (TEXT, {"repetition_penalty": 1e-300}, "repetition_penalty", RANGE),
-        (TEXT, {"repetition_penalty": 0}, "repetition_penalty", RANGE),
         (TEXT, {"repetition_penalty": 1e300}, "repetition_penalty", RANGE),
         (TEXT, {"logit_bias": {"4096": 1}}, "logit_bias", f"{BIASES}'4096'"),
-        (TEXT, {"logit_bias": {"-1": 1}}, "logit_bias", f"{BIASES}'-1'"),
         (TEXT, {"n": 0}, "n", "an integer from 1 to 128, got 0"),
         (TEXT, {"seed": "x"}, "seed", "integer"),
         (TEXT, {"best_of": True}, "best_of", "expected 1, got "),
-        (TEXT, {"best_of": 1.0}, "best_of", "expected 1, got "),
         (TEXT, {"store": 0}, "store", "boolean"),
         ("/tokenize", {"tools": [TOOL]}, "tools", "needs messages"),
         ("/tokenize", {"add_generation_prompt": True}, "add_generation_prompt", "needs messages"),
@@ -318,7 +307,7 @@ def test_a_text_that_is_a_little_too_long_is_counted(refusing, tokenizer):
     assert f"has {num_tokens} tokens" in error["message"]
 
 
-def test_an_error_with_another_name_stays_what_it_is() -> None:
+def test_an_error_with_another_name_stays_what_it_is():
     with pytest.raises(TooLongError) as caught, client_fields({"messages": "input"}):
         raise too_long("9 tokens", 4, "messages.0")
     assert caught.value.param == "input.0"

@@ -104,7 +104,7 @@ CLAUDE_CODE = Agent(
 
 
 @pytest.mark.parametrize("agent", [CODEX, CLAUDE_CODE], ids=["codex", "claude-code"])
-def test_a_task_of_ten_turns_is_done(agent: Agent, speaking: Any, tmp_path: Path) -> None:
+def test_a_task_of_ten_turns_is_done(agent, speaking, tmp_path):
     program = PACKAGES / agent.program
     if not program.is_file():
         pytest.skip(f"{agent.program} is not installed")

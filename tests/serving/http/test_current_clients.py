@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, model_of, response, served
+from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, response, served_engine
 
 from moe_runtime.serving.http.schema import ChatBody, Message, parse_body
 from moe_runtime.serving.http.served_model import ChatTemplate
@@ -23,8 +23,7 @@ def asked_of_engine(staged: Any, *bodies: dict[str, Any]) -> list[GenerationRequ
     engine = ScriptedEngine(lambda one: asked.append(one) or [PromptRead(0), Finished("length")])
     site = staged(engine)
     for body in bodies:
-        status, found = site.ask(CHAT, {"messages": [USER], **body})
-        assert status == 200, found
+        site.answer(CHAT, {"messages": [USER], **body})
     return asked
 
 
@@ -106,8 +105,8 @@ _MOVED = "system=A,B user=C,D assistant=E tool=F user=G user=H"
     ],
 )
 def test_later_system_messages_are_the_users_where_a_template_takes_none(
-    tokenizer: Any, before: str, after: str, expected: str
-) -> None:
+    tokenizer, before, after, expected
+):
     """Agents send them; Qwen3.5's template refuses them, that of gpt-oss leaves them out."""
     written = f"{before}{{{{ m.role }}}}={{{{ m.content }}}} {after}"
     source = f"{{% for m in messages %}}{written}{{% endfor %}}"
@@ -135,7 +134,7 @@ def test_what_a_client_sent_is_cut_in_messages(staged):
 
 def test_every_response_has_the_name_of_its_request(tokenizer):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site:
+    with served_engine(engine, tokenizer) as site:
         for given, path in (("mine-1", "/v1/models"), ("a b", "/nowhere"), ("", "/health")):
             with connected(site) as client:
                 asked = f"GET {path} HTTP/1.0\r\nhost: x\r\nx-request-id: {given}\r\n\r\n"
@@ -150,7 +149,7 @@ def test_every_response_has_the_name_of_its_request(tokenizer):
 def test_a_body_with_two_lengths_is_refused_and_ends_the_connection(tokenizer):
     """What is behind one of its two ends might be taken for a request of somebody else."""
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
-    with served([model_of("pocket", engine, tokenizer, 4096)]) as site, connected(site) as client:
+    with served_engine(engine, tokenizer) as site, connected(site) as client:
         head = (HEAD % 5).replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
         client.sendall(head + b"0\r\n\r\nGET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n")
         status, found = response(client)
@@ -163,7 +162,7 @@ def test_more_messages_than_tokens_are_refused_before_they_are_rendered(staged, 
         raise AssertionError("a template was rendered")
 
     monkeypatch.setattr(ChatTemplate, "render", render)
-    messages = [{"role": "user", "content": ""}] * 20_000
+    messages = [{"role": "user", "content": ""}] * 3_000
     site = staged()
     for path in (CHAT, "/tokenize"):
         assert site.refused(path, {"messages": messages})["code"] == "context_length_exceeded"

@@ -101,7 +101,7 @@ def test_llama_benchy_measures_prompts_and_answers(site, tmp_path):
     assert one["tg_throughput"]["mean"] > 0
 
 
-def test_llm_goes_on_with_a_conversation(speaking: Any, tmp_path: Path) -> None:
+def test_llm_goes_on_with_a_conversation(speaking, tmp_path):
     def say(prompt: str) -> str:
         return "And twice." if "Once." in prompt else "Once."
 

@@ -10,25 +10,16 @@ import pytest
 from bad_input_values import VALUES, damaged_json
 from http_server import Served, served_pictures
 
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+CALL = {"call_id": "1", "name": "f", "arguments": "{}"}
 SOUND: dict[str, Any] = {
     "/v1/completions": {
-        "model": "pocket",
-        "prompt": ["The list", "A class"],
-        "max_tokens": 2,
-        "temperature": 0.5,
-        "top_k": 5,
-        "n": 1,
-        "stop": ["zz"],
-        "logit_bias": {"7": 1.5},
-        "logprobs": 1,
-        "echo": True,
-        "seed": 3,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "response_format": {"type": "regex", "regex": "a+"},
+        **{"model": "pocket", "prompt": ["The list", "A class"], "max_tokens": 2, "n": 1},
+        **{"temperature": 0.5, "top_k": 5, "stop": ["zz"], "logit_bias": {"7": 1.5}, "seed": 3},
+        **{"logprobs": 1, "echo": True, "response_format": {"type": "regex", "regex": "a+"}},
+        **{"stream": True, "stream_options": {"include_usage": True}},
     },
     "/v1/chat/completions": {
-        "model": "pocket",
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
@@ -38,32 +29,24 @@ SOUND: dict[str, Any] = {
             },
             {"role": "tool", "content": "x", "tool_call_id": "1"},
         ],
-        "max_tokens": 2,
-        "tools": [
-            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        ],
-        "tool_choice": "required",
-        "logprobs": True,
-        "top_logprobs": 1,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        **{"model": "pocket", "max_tokens": 2, "tool_choice": "required"},
+        **{"logprobs": True, "top_logprobs": 1},
         "chat_template_kwargs": {"enable_thinking": False},
     },
     "/v1/responses": {
-        "model": "pocket",
-        "instructions": "Be brief.",
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
             {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "x"}]},
-            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", **CALL},
             {"type": "function_call_output", "call_id": "1", "output": "x"},
         ],
-        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tools": [{"type": "function", **FUNCTION}],
         "tool_choice": {"type": "function", "name": "f"},
-        "text": {"format": {"type": "text"}},
-        "max_output_tokens": 2,
-        "stream": True,
+        **{"model": "pocket", "instructions": "Be brief.", "max_output_tokens": 2},
+        **{"text": {"format": {"type": "text"}}, "stream": True},
     },
     "/v1/messages": {
-        "model": "pocket",
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {}}],
         "messages": [
             {"role": "user", "content": "Hi"},
@@ -77,40 +60,26 @@ SOUND: dict[str, Any] = {
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]},
         ],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}],
-        "tool_choice": {"type": "any"},
+        **{"model": "pocket", "max_tokens": 2, "tool_choice": {"type": "any"}},
         "thinking": {"type": "disabled"},
-        "max_tokens": 2,
     },
     "/tokenize": {"prompt": "The list", "add_special_tokens": True},
     "/detokenize": {"tokens": [5, 6]},
 }
 
 
+def asked(*content: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*content]}]
+
+
+IMAGE = {"type": "input_image", "image_url": pc.data_url(pc.picture(0))}
+SOURCE = {"type": "url", "url": pc.data_url(pc.picture(1))}
 PICTURES: dict[str, Any] = {
     "/v1/chat/completions": {
-        "messages": [{"role": "user", "content": pc.content_of([pc.picture(0), "Hi"])}],
-        "max_tokens": 2,
+        **{"messages": asked(*pc.content_of([pc.picture(0), "Hi"])), "max_tokens": 2}
     },
-    "/v1/responses": {
-        "input": [
-            {
-                "role": "user",
-                "content": [{"type": "input_image", "image_url": pc.data_url(pc.picture(0))}],
-            }
-        ],
-        "max_output_tokens": 2,
-    },
-    "/v1/messages": {
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image", "source": {"type": "url", "url": pc.data_url(pc.picture(1))}}
-                ],
-            }
-        ],
-        "max_tokens": 2,
-    },
+    "/v1/responses": {"input": asked(IMAGE), "max_output_tokens": 2},
+    "/v1/messages": {"messages": asked({"type": "image", "source": SOURCE}), "max_tokens": 2},
 }
 """For a model that takes pictures."""
 
@@ -147,9 +116,8 @@ def fuzz(site: Served, rng: Random, times: int, sound: dict[str, Any] = SOUND) -
 
 
 def test_sound_requests_are_answered(site):
-    assert [check(site, path, json.dumps(body).encode()) for path, body in SOUND.items()] == [
-        200
-    ] * len(SOUND)
+    for path, body in SOUND.items():
+        assert check(site, path, json.dumps(body).encode()) == 200, path
 
 
 def test_damaged_requests_are_refused(site):
@@ -168,8 +136,8 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.mark.long
 def test_damaged_pictures_are_refused(seeing):
-    sound = [check(seeing, path, json.dumps(body).encode()) for path, body in PICTURES.items()]
-    assert sound == [200] * len(PICTURES)
+    for path, body in PICTURES.items():
+        assert check(seeing, path, json.dumps(body).encode()) == 200, path
     found = fuzz(seeing, Random(3), 30, PICTURES)
     assert 400 in found
     assert 200 in found

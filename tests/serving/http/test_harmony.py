@@ -147,8 +147,8 @@ def harmony_tokenizer() -> Any:
     return found
 
 
-def is_let_through(tokenizer: Any, grammar: str, text: str) -> bool:
-    grammars = Grammars(Vocabulary(tokenizer, 4110, [0]))
+def is_let_through(grammars: Grammars, grammar: str, text: str) -> bool:
+    tokenizer = grammars.vocabulary.tokenizer
     constraint, ids = grammars.constraint(grammars.compile(grammar, "it")), []
     for token_id in [*tokenizer(text, add_special_tokens=False)["input_ids"], 0]:
         mask = constraint.allowed(ids)
@@ -160,6 +160,7 @@ def is_let_through(tokenizer: Any, grammar: str, text: str) -> bool:
 
 
 def test_grammars_stand_in_the_channels(harmony_tokenizer):
+    grammars = Grammars(Vocabulary(harmony_tokenizer, 4110, [0]))
     final, call = 'start: "yes" | "no"', of_harmony_call([WEATHER])
     for grammar, is_call, text, is_right in [
         (final, False, f"{FINAL}yes", True),
@@ -173,7 +174,7 @@ def test_grammars_stand_in_the_channels(harmony_tokenizer):
         (call, True, f"{FINAL}Hello", False),
     ]:
         wrapped = after_analysis(grammar, is_call=is_call)
-        assert is_let_through(harmony_tokenizer, wrapped, text) == is_right, text
+        assert is_let_through(grammars, wrapped, text) == is_right, text
     either = after_analysis(of_harmony_call([WEATHER], is_needed=False), is_call=True)
     said = f"{ANALYSIS}w<|end|>{ROLE}{FINAL.replace('final', 'commentary')}I look.<|end|>{ROLE}"
     for text, is_right in [
@@ -182,7 +183,7 @@ def test_grammars_stand_in_the_channels(harmony_tokenizer):
         (f'{said}{CALL}{{"city": "Rome"}}', True),
         (f'{CALL}{{"city": 7}}', False),
     ]:
-        assert is_let_through(harmony_tokenizer, either, text) == is_right, text
+        assert is_let_through(grammars, either, text) == is_right, text
 
 
 def test_over_http(harmony_tokenizer):
@@ -206,8 +207,7 @@ def test_over_http(harmony_tokenizer):
     tools = [{"type": "function", "function": WEATHER.model_dump(exclude_none=True)}]
     model = model_of("oss", ScriptedEngine(script), harmony_tokenizer, 4110)
     with served([model]) as site:
-        status, found = site.ask("/v1/chat/completions", {"messages": messages})
-        assert status == 200
+        found = site.answer("/v1/chat/completions", {"messages": messages})
         assert found["choices"][0]["message"] == {
             "role": "assistant",
             "content": "Hello",
@@ -223,8 +223,7 @@ def test_over_http(harmony_tokenizer):
             {"tools": strict},
         ):
             asked = {"messages": messages, "tools": tools, **more}
-            status, found = site.ask("/v1/chat/completions", asked)
-            assert status == 200, found
+            found = site.answer("/v1/chat/completions", asked)
             assert found["choices"][0]["finish_reason"] == "tool_calls"
             assert found["choices"][0]["message"]["reasoning_content"] == "Well."
             (call,) = found["choices"][0]["message"]["tool_calls"]

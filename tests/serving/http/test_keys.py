@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_server import Served, model_of, served
+from http_server import Served, served_engine
 
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import Vocabulary
@@ -19,8 +19,7 @@ FIRST, SECOND = "first key", "second key"
 
 def cached(site: Served, key: str, prompt: list[int] = PROMPT) -> int:
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    status, found = site.ask("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
-    assert status == 200, found
+    found = site.answer("/v1/completions", body, headers={"authorization": f"Bearer {key}"})
     return found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -29,8 +28,8 @@ def site_of(
 ) -> Served:
     disk = PrefixDisk(folder, 1 << 24, b"pocket")
     engine = stack.enter_context(Engine(model, prefix_disk=disk))
-    models = [model_of("pocket", engine, tokenizer, 4096)]
-    return stack.enter_context(served(models, access=Access(keys=[FIRST, SECOND], **access)))
+    found = served_engine(engine, tokenizer, access=Access(keys=[FIRST, SECOND], **access))
+    return stack.enter_context(found)
 
 
 @pytest.mark.parametrize("shares", [False, True])

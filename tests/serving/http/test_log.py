@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import ScriptedEngine, Served, served_engine
 
 from moe_runtime.serving.http.api_errors import ApiError
 from moe_runtime.serving.http.endpoints import log_fields
@@ -22,7 +22,7 @@ ENGINE = ScriptedEngine(lambda _: [PromptRead(0), Finished("length")])
 
 @pytest.fixture(scope="module")
 def own(tokenizer: Any) -> Iterator[Served]:
-    with served([model_of("pocket", ENGINE, tokenizer, 4096)]) as found:
+    with served_engine(ENGINE, tokenizer) as found:
         yield found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from http_server import TEMPLATE
@@ -114,9 +113,7 @@ def say(prompt: str) -> str:
         ),
     ],
 )
-def test_a_library_gets_texts_objects_and_calls(
-    speaking: Any, package: str, program: str, expected: dict[str, Any]
-) -> None:
+def test_a_library_gets_texts_objects_and_calls(speaking, package, program, expected):
     if not (FOLDER / "node_modules" / package).is_dir():
         pytest.skip(f"{package} of npm is not installed")
     site = speaking(say, TEMPLATE)

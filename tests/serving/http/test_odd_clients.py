@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
-from http_server import HEAD, ScriptedEngine, Served, connected, model_of, response, served
+from http_server import HEAD, ScriptedEngine, Served, connected, response, served_engine
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -35,7 +35,7 @@ def at_once() -> ScriptedEngine:
 
 
 def serve_scripted(tokenizer: Any, **options: Any) -> contextlib.AbstractContextManager[Served]:
-    return served([model_of("pocket", at_once(), tokenizer, 4096)], **options)
+    return served_engine(at_once(), tokenizer, **options)
 
 
 @pytest.mark.parametrize("more", [{"prompt": [[5]] * 900, "n": 128}, {"prompt": ["a"] * 50_000}])
@@ -117,10 +117,8 @@ def test_a_body_counts_until_the_engine_has_its_tokens(tokenizer, monkeypatch):
     monkeypatch.setattr(endpoints, "parse_body", parse)
     engine = ScriptedEngine(lambda _: [PromptRead(0)])  # which never ends
     limits = Limits(body_bytes=1000)
-    with (
-        served([model_of("pocket", engine, tokenizer, 4096)], limits, drain_s=0) as site,
-        contextlib.ExitStack() as clients,
-    ):
+    serving = served_engine(engine, tokenizer, limits, drain_s=0)
+    with serving as site, contextlib.ExitStack() as clients:
 
         def open_one(path: str, more: dict[str, Any]) -> None:
             raw = json.dumps({"metadata": {"a": "x" * 800}, **more}).encode()
@@ -129,7 +127,7 @@ def test_a_body_counts_until_the_engine_has_its_tokens(tokenizer, monkeypatch):
             client.sendall(HEAD.replace(b"/v1/completions", path.encode()) % len(raw) + raw)
             assert engine.asked.wait(600)
 
-        for number in range(12):
+        for number in range(4):
             path, prompt = (
                 ("/v1/completions", {"prompt": [5]}),
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -138,7 +136,7 @@ def test_a_body_counts_until_the_engine_has_its_tokens(tokenizer, monkeypatch):
         site.ask("/ping")  # the step that has asked the engine is over
         assert not site.server.num_body_bytes
         gc.collect()
-        assert [body() for body in bodies] == [None] * 12
+        assert [body() for body in bodies] == [None] * 4
         # what is compiled of a grammar stays as long as the answer
         open_one("/v1/completions", {"prompt": [5], "response_format": {"type": "json_object"}})
         assert site.server.num_body_bytes > 800
@@ -158,7 +156,7 @@ def test_nothing_of_a_stream_that_failed_waits_for_the_garbage_collector(
 
     monkeypatch.setattr(endpoints.EventStream, "__init__", note)
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("error", "cannot read it")])
-    with served([model_of("pocket", engine, tokenizer, 4096)], drain_s=0) as site:
+    with served_engine(engine, tokenizer, drain_s=0) as site:
         gc.collect()
         gc.disable()
         try:
@@ -355,9 +353,7 @@ def without_tokens() -> ScriptedEngine:
 
 
 def test_the_time_of_a_request_begins_with_its_arrival(tokenizer, slow):
-    with served(
-        [model_of("pocket", without_tokens(), tokenizer, 4096)], Limits(seconds=0.05)
-    ) as site:
+    with served_engine(without_tokens(), tokenizer, Limits(seconds=0.05)) as site:
         status, found = site.ask("/v1/completions", THREE_TOKENS)
         assert not slow.may_end.is_set()
         slow.may_end.set()
@@ -368,8 +364,7 @@ def test_the_time_of_a_request_begins_with_its_arrival(tokenizer, slow):
 def test_what_is_prepared_when_the_server_ends_is_told_so(tokenizer, slow, stream):
     scripted = without_tokens()
     with contextlib.ExitStack() as serving, ThreadPoolExecutor(2) as threads:
-        models = [model_of("pocket", scripted, tokenizer, 4096)]
-        site = serving.enter_context(served(models, drain_s=0))
+        site = serving.enter_context(served_engine(scripted, tokenizer, drain_s=0))
         asked = threads.submit(site.ask, "/v1/completions", {**THREE_TOKENS, "stream": stream})
         assert slow.begun.wait(600)
         ending = threads.submit(serving.close)

@@ -127,10 +127,7 @@ def test_lm_eval_reads_the_likelihood_that_the_model_gives(site, pocket, tokeniz
     texts = ["The for statement is used to iterate", "def f(x): return x"]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     body = {"model": "pocket", "prompt": prompts, "temperature": 0, "max_tokens": 1}
-    status, answer = site.ask(
-        "/v1/completions", {**body, "logprobs": 1, "seed": 1234, "echo": True}
-    )
-    assert status == 200, answer
+    answer = site.answer("/v1/completions", {**body, "logprobs": 1, "seed": 1234, "echo": True})
     for text, ids, choice in zip(texts, prompts, answer["choices"], strict=True):
         with torch.inference_mode():
             logits = pocket(torch.tensor([ids])).logits[0].double()
@@ -182,16 +179,6 @@ def test_a_required_tool_is_called(client):
     client.chat.completions.create(model="pocket", messages=history, tools=[TOOL], max_tokens=1)
 
 
-def test_reasoning_is_apart_from_the_answer(client):
-    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
-    answer = client.chat.completions.create(
-        model="pocket", messages=USER, max_tokens=5, temperature=0, extra_body=thinks
-    )
-    message = answer.choices[0].message.model_dump()
-    assert message["content"] == ""
-    assert message["reasoning_content"]
-
-
 def test_errors_are_those_of_openai(client):
     import openai
 
@@ -200,8 +187,6 @@ def test_errors_are_those_of_openai(client):
     with pytest.raises(openai.BadRequestError, match="suffix: is not supported") as caught:
         client.completions.create(model="pocket", prompt="a", suffix="b")
     assert (caught.value.param, caught.value.code) == ("suffix", "unsupported_parameter")
-    with pytest.raises(openai.BadRequestError, match="best_of: expected 1, got 2"):
-        client.completions.create(model="pocket", prompt="a", best_of=2)
     asks_for_nothing = {"suffix": None, "best_of": None, "service_tier": None}
     client.completions.create(model="pocket", prompt="a", max_tokens=1, extra_body=asks_for_nothing)
     client.completions.create(model="pocket", prompt="a", max_tokens=1, best_of=1)

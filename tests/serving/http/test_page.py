@@ -185,7 +185,7 @@ def browse(
     return told
 
 
-def test_a_browser_chats_watches_and_keeps(site: Served, browse: Callable[[str, str], Any]) -> None:
+def test_a_browser_chats_watches_and_keeps(site, browse):
     found = browse(CHATTING, "1280,900")
     hidden, examples, facts = found["begun"]
     assert (hidden, examples) == (False, 3)
@@ -211,16 +211,14 @@ def test_a_browser_chats_watches_and_keeps(site: Served, browse: Callable[[str, 
     assert re.fullmatch("[0-9.]+", found["gauge"])
 
 
-def test_a_narrow_window_has_all_and_what_is_left_is_forgotten(
-    browse: Callable[[str, str], Any],
-) -> None:
+def test_a_narrow_window_has_all_and_what_is_left_is_forgotten(browse):
     found = browse(NARROW, "320,640")
     assert max(found["wide"]) <= 0  # nothing is beyond the right edge
     # the second conversation has one question and its answer
     assert found["roles"] == ["user", "assistant"]
 
 
-def test_whatever_fails_is_said(browse: Callable[[str, str], Any]) -> None:
+def test_whatever_fails_is_said(browse):
     key = "This server wants a key: give it in the settings."
     again = [  # a question without an answer stands there to be asked again
         (["error", "The server does not answer."], "q", 0, False, []),
@@ -234,9 +232,7 @@ def test_whatever_fails_is_said(browse: Callable[[str, str], Any]) -> None:
     assert browse(FAILING, "1280,900") == [list(one) for one in again]
 
 
-def test_answers_are_text_and_are_asked_again_changed_and_given_away(
-    browse: Callable[[str, str], Any],
-) -> None:
+def test_answers_are_text_and_are_asked_again_changed_and_given_away(browse):
     found = browse(ANSWERS, "1280,900")
     assert "<h1>Big</h1>" in found["outerHTML"]
     assert "&lt;script&gt;" in found["outerHTML"]
@@ -248,7 +244,7 @@ def test_answers_are_text_and_are_asked_again_changed_and_given_away(
     assert found["edited"] == ["uno", "third"]
     assert found["kept"] == [found["restored"]]
     assert found["asked"][0] == [
-        *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}),
+        *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"})
     ]
     assert [message["role"] for message in found["asked"][-1]] == [
         *("system", "user", "assistant", "user", "assistant", "tool")

@@ -1,18 +1,16 @@
 """Pictures in chats: the text of transformers, prefixes that tell them apart, and limits."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import picture_checkpoints as pc
 import pytest
@@ -24,16 +22,18 @@ from moe_runtime.checkpoints.opening import load_tokenizer, read_config
 from moe_runtime.checkpoints.transformers_private import picture_processor
 from moe_runtime.serving.http import chat
 
-if TYPE_CHECKING:
-    import openai
+CHAT = "/v1/chat/completions"
+GREEDY = {"temperature": 0, "max_tokens": 8}
+KEEPS_NONE = "Qwen4ExpForConditionalGeneration"
+"""A family that keeps no prefixes. `inference/test_picture_prompts.py` has all families."""
+FAMILIES = [
+    pytest.param(name, marks=[pytest.mark.long] * bool(number))
+    for number, name in enumerate(pc.TABLE)
+    if not number or name == KEEPS_NONE
+]
 
-NUM_NEW = 8
-of_one_family = pytest.mark.parametrize("folder", list(pc.TABLE)[:1], indirect=True)
-"""What the server does with any model."""
-Parts = Sequence[str | Image.Image]
 
-
-@pytest.fixture(scope="module", params=pc.TABLE)
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pc.save_seeing_checkpoint(request.param, tmp_path_factory.mktemp("served"))
 
@@ -49,24 +49,18 @@ def site(folder: Path) -> Iterator[Served]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(site: Served) -> Iterator[openai.OpenAI]:
-    import openai
-
-    with openai.OpenAI(base_url=f"{site.address}/v1", api_key="none", max_retries=0) as found:
-        yield found
-
-
-def ask(client: openai.OpenAI, *turns: Any) -> Any:
+def ask(site: Served, *turns: Any) -> Any:
     """The answer to turns of the user and the assistant."""
-    roles = ["user", "assistant"] * len(turns)
-    messages: Any = [
+    messages = [
         {"role": role, "content": turn if isinstance(turn, str) else pc.content_of(turn)}
-        for role, turn in zip(roles, turns, strict=False)
+        for role, turn in zip(itertools.cycle(["user", "assistant"]), turns, strict=False)
     ]
-    return client.chat.completions.create(
-        model="seeing", messages=messages, temperature=0, max_tokens=NUM_NEW, logprobs=True
-    )
+    answer = site.answer(CHAT, {"messages": messages, "logprobs": True, **GREEDY})
+    return answer
+
+
+def text_of(answer: Any) -> str:
+    return answer["choices"][0]["message"]["content"]
 
 
 def expected(reference: Any, folder: Path, *turns: Any) -> list[float]:
@@ -74,7 +68,7 @@ def expected(reference: Any, folder: Path, *turns: Any) -> list[float]:
     tokenizer = load_tokenizer(folder)
     processor = picture_processor(folder, read_config(folder), tokenizer)
     conversation, images = [], []
-    for role, turn in zip(["user", "assistant"] * len(turns), turns, strict=False):
+    for role, turn in zip(itertools.cycle(["user", "assistant"]), turns, strict=False):
         parts: Any = turn
         if not isinstance(turn, str):
             images += [part for part in turn if not isinstance(part, str)]
@@ -87,76 +81,45 @@ def expected(reference: Any, folder: Path, *turns: Any) -> list[float]:
     given = processor(
         text=[prompt], images=images or None, return_tensors="pt", add_special_tokens=False
     )
-    inputs = pc.known_inputs(reference, given)
     out = reference.generate(
-        **inputs,
-        max_new_tokens=NUM_NEW,
+        **pc.known_inputs(reference, given),
+        max_new_tokens=GREEDY["max_tokens"],
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
         output_logits=True,
         return_dict_in_generate=True,
     )
-    rows = torch.cat(out.logits).log_softmax(-1)
-    return rows.max(-1).values.tolist()
+    return torch.cat(out.logits).log_softmax(-1).max(-1).values.tolist()
 
 
 def logprobs(answer: Any) -> list[float]:
-    return [token.logprob for token in answer.choices[0].logprobs.content]
-
-
-TALKS: dict[str, list[Any]] = {
-    "one": [[pc.picture(0), "What is it?"]],
-    "two of odd sizes, between texts": [
-        ["First", pc.picture(1, 17, 31), "and then", pc.picture(2, 40, 9), "which is larger?"]
-    ],
-    "none": ["Hello there"],
-    "another of the same size": [[pc.picture(3), "What is it?"]],
-    "a second turn": [[pc.picture(0), "What is it?"], "a cat", "Are you sure?"],
-    "a picture in the second turn": ["Look", "yes", ["at", pc.picture(4)]],
-}
-
-
-FIRST, *OTHERS = pc.TABLE
-KEEPS_NONE = "Qwen4ExpForConditionalGeneration"
-"""A family that keeps no prefixes."""
-IN_OTHERS = {"one", "another of the same size"}
-"""The second turn has the first picture too, and another is in the test of prefixes."""
-OF_ALL = "two of odd sizes, between texts"
-"""What families do differently, which is how pictures lie in a prompt; the rest is the server's."""
+    return [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]]
 
 
 @pytest.mark.parametrize(
-    ("folder", "talk"),
+    "talk",
     [
-        pytest.param(
-            *(name, talk),
-            id=f"{name}, {kind}",
-            marks=[pytest.mark.long] * (kind in IN_OTHERS or (name != FIRST and kind != OF_ALL)),
-        )
-        for name in pc.TABLE
-        for kind, talk in TALKS.items()
+        [["First", pc.picture(1, 17, 31), "and then", pc.picture(2, 40, 9), "which is larger?"]],
+        ["Hello there"],
+        [[pc.picture(0), "What is it?"], "a cat", "Are you sure?"],
+        ["Look", "yes", ["at", pc.picture(4)]],
     ],
-    indirect=["folder"],
+    ids=["odd sizes between texts", "no picture", "a second turn", "a picture in a second turn"],
 )
-def test_an_answer_is_that_of_transformers(client, reference, folder, talk):
-    found = logprobs(ask(client, *talk))
+def test_an_answer_is_that_of_transformers(site, reference, folder, talk):
+    found = logprobs(ask(site, *talk))
     wanted = expected(reference, folder, *talk)[: len(found)]
     assert found == pytest.approx(wanted, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "folder", [name for name in pc.TABLE if name in (FIRST, KEEPS_NONE)], indirect=True
-)
-def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(
-    site, client, reference, folder
-):
+def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(site, reference, folder):
     def cached_tokens(answer: Any) -> int:
-        return answer.usage.prompt_tokens_details.cached_tokens
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     first = [pc.picture(7), "Describe what you see in this picture, please."]
-    one, again = ask(client, first), ask(client, first, "a cat", "Are you sure?")
+    one, again = ask(site, first), ask(site, first, "a cat", "Are you sure?")
     seen = [pc.picture(8), *first[1:]]
-    other = ask(client, seen)
+    other = ask(site, seen)
     keeps = site.server.models["seeing"].engine._passes.keeps_prefixes
     assert (cached_tokens(again) > cached_tokens(other)) == keeps
     assert logprobs(one) != pytest.approx(logprobs(other), abs=1e-3)
@@ -167,20 +130,30 @@ def test_a_second_turn_uses_the_prefix_and_another_picture_does_not(
 TURN: Any = [pc.picture(5), "What is it?"]
 
 
-@of_one_family
-def test_the_responses_api_gives_the_same_text(client):
-    wanted = ask(client, TURN)
-    image = {"type": "input_image", "image_url": pc.data_url(TURN[0]), "detail": "auto"}
-    content: Any = [image, {"type": "input_text", "text": TURN[1]}]
-    asked: Any = {"model": "seeing", "temperature": 0, "max_output_tokens": NUM_NEW}
-    found = client.responses.create(input=[{"role": "user", "content": content}], **asked)
-    assert found.output_text == wanted.choices[0].message.content
-    again = client.responses.create(input="Sure?", previous_response_id=found.id, **asked)
-    kept = ask(client, TURN, found.output_text, "Sure?")
-    assert again.output_text == kept.choices[0].message.content
+def test_other_apis_give_the_same_text(site):
+    wanted, url = ask(site, TURN), pc.data_url(TURN[0])
+    content: Any = [
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        {"type": "input_text", "text": TURN[1]},
+    ]
+    asked: Any = {"temperature": 0, "max_output_tokens": 8}
+    user = [{"role": "user", "content": content}]
+    _, found = site.ask("/v1/responses", {"input": user, **asked})
+    text = found["output"][0]["content"][0]["text"]
+    assert text == text_of(wanted)
+    more = {"input": "Sure?", "previous_response_id": found["id"], **asked}
+    again = site.ask("/v1/responses", more)[1]["output"][0]["content"][0]["text"]
+    assert again == text_of(ask(site, TURN, text, "Sure?"))
+    head, _, data = url.partition(",")
+    source = {"type": "base64", "media_type": head[5:].partition(";")[0], "data": data}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": TURN[1]}]
+    body: Any = {"messages": [{"role": "user", "content": content}]}
+    _, counted = site.ask("/v1/messages/count_tokens", body)
+    assert counted["input_tokens"] == wanted["usage"]["prompt_tokens"]
+    (block,) = site.ask("/v1/messages", {**body, **GREEDY})[1]["content"]
+    assert block["text"] == text_of(wanted)
 
 
-@of_one_family
 def test_pictures_that_tools_give_are_in_a_message_of_the_user(site):
     url = pc.data_url(TURN[0])
     function = {"name": "look", "arguments": "{}"}
@@ -200,43 +173,20 @@ def test_pictures_that_tools_give_are_in_a_message_of_the_user(site):
     items = [plain[0], {"type": "function_call", "call_id": "1", **function}]
     items.append({"type": "function_call_output", "call_id": "1", "output": output})
     items.append({"role": "user", "content": TURN[1]})
-    greedy = {"temperature": 0}
-    _, wanted = site.ask(
-        "/v1/chat/completions", {"messages": plain, "max_tokens": NUM_NEW, **greedy}
-    )
-    text = wanted["choices"][0]["message"]["content"]
-    body = {"messages": of_anthropic, "max_tokens": NUM_NEW, **greedy}
+    _, wanted = site.ask(CHAT, {"messages": plain, **GREEDY})
+    text = text_of(wanted)
+    body = {"messages": of_anthropic, **GREEDY}
     assert site.ask("/v1/messages", body)[1]["content"][0]["text"] == text
-    body = {"input": items, "max_output_tokens": NUM_NEW, **greedy}
+    body = {"input": items, "max_output_tokens": 8, "temperature": 0}
     assert site.ask("/v1/responses", body)[1]["output"][0]["content"][0]["text"] == text
     counted = site.ask("/v1/responses/input_tokens", {"input": items})[1]
     num_tokens = wanted["usage"]["prompt_tokens"]
     assert counted == {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
-@of_one_family
-def test_the_messages_api_gives_the_same_text(site, client):
-    import anthropic
-
-    wanted = ask(client, TURN)
-    head, _, data = pc.data_url(TURN[0]).partition(",")
-    source = {"type": "base64", "media_type": head[5:].partition(";")[0], "data": data}
-    content: Any = [{"type": "image", "source": source}, {"type": "text", "text": TURN[1]}]
-    messages: Any = [{"role": "user", "content": content}]
-    with anthropic.Anthropic(base_url=site.address, api_key="none", max_retries=0) as speaker:
-        counted = speaker.messages.count_tokens(model="seeing", messages=messages)
-        found = speaker.messages.create(
-            model="seeing", messages=messages, max_tokens=NUM_NEW, extra_body={"temperature": 0}
-        )
-    text = "".join(block.text for block in found.content if block.type == "text")
-    assert text == wanted.choices[0].message.content
-    assert wanted.usage is not None
-    assert counted.input_tokens == wanted.usage.prompt_tokens
-
-
 def refusal(site: Served, content: list[Any], role: str = "user") -> Any:
     body = {"messages": [{"role": role, "content": content}], "max_tokens": 2}
-    status, answer = site.ask("/v1/chat/completions", body)
+    status, answer = site.ask(CHAT, body)
     assert status == 400, answer
     return answer["error"]
 
@@ -244,7 +194,6 @@ def refusal(site: Served, content: list[Any], role: str = "user") -> Any:
 URL = {"type": "image_url", "image_url": {"url": "https://127.0.0.1:1/picture.png"}}
 
 
-@of_one_family
 @pytest.mark.parametrize(
     ("part", "complaint"),
     [
@@ -263,7 +212,6 @@ def test_what_is_no_picture_is_refused(site, part, complaint):
     assert error["param"] == "messages.0.content.1.image_url"
 
 
-@of_one_family
 def test_pictures_have_a_place_and_an_end(site):
     (image,) = pc.content_of([pc.picture(0)])
     assert "may be in a message of the user" in refusal(site, [image], "system")["message"]
@@ -288,8 +236,7 @@ class Files(SimpleHTTPRequestHandler):
                 time.sleep(0.01)
 
 
-@of_one_family
-def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monkeypatch):
+def test_addresses_are_fetched_where_the_server_may(site, tmp_path, monkeypatch):
     model = replace(site.server.models["seeing"], fetches_pictures=True)
     monkeypatch.setitem(site.server.models.place("seeing").served, "seeing", model)
     (tmp_path / "picture.png").write_bytes(pc.png(TURN[0]))
@@ -302,12 +249,8 @@ def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monk
             image = {"type": "image_url", "image_url": {"url": f"{url}/picture.png"}}
             absent = {"type": "image_url", "image_url": {"url": f"{url}/none.png"}}
             content: Any = [image, {"type": "text", "text": TURN[1]}]
-            found = client.chat.completions.create(
-                model="seeing",
-                messages=[{"role": "user", "content": content}],
-                temperature=0,
-                max_tokens=NUM_NEW,
-            )
+            user = {"role": "user", "content": content}
+            _, found = site.ask(CHAT, {"messages": [user], **GREEDY})
             assert "cannot fetch" in refusal(site, [absent])["message"]
             clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second a part
             monkeypatch.setattr(chat, "time", clock)
@@ -316,5 +259,4 @@ def test_addresses_are_fetched_where_the_server_may(site, client, tmp_path, monk
         finally:
             files.shutdown()
             thread.join()
-    wanted = ask(client, TURN).choices[0].message.content
-    assert found.choices[0].message.content == wanted
+    assert text_of(found) == text_of(ask(site, TURN))

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pydantic
 import pytest
-from http_server import ScriptedEngine, Served, model_of, served
+from http_server import ScriptedEngine, Served, served_engine
 
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.serving.digest_files import DigestFiles
@@ -82,10 +82,9 @@ def test_items_are_those_of_the_schema(speaking):
     text = f"<think>The user\nasks</think>Let me see.{CALL}{CALL}"
     site = speaking(text, THINKS)
     body = {"input": "Hi", "tools": [TOOL], "store": False}
-    status, whole = site.ask(PATH, body)
-    assert status == 200
+    whole = site.answer(PATH, body)
     Response.model_validate(whole)
-    status, stream = site.ask(PATH, {**body, "stream": True})
+    stream = site.answer(PATH, {**body, "stream": True})
     adapter = pydantic.TypeAdapter(ResponseStreamEvent)
     events = []
     for event in filter(None, stream.split("\n\n")):
@@ -194,8 +193,7 @@ def test_a_conversation_is_continued_by_its_id(staged, tokenizer):
 
 def test_responses_of_one_key_are_not_those_of_another(tokenizer):
     engine = ScriptedEngine(lambda _: [PromptRead(0), Finished("stop")])
-    models = [model_of("pocket", engine, tokenizer, 4096)]
-    with served(models, access=Access(keys=("a", "b"))) as site:
+    with served_engine(engine, tokenizer, access=Access(keys=("a", "b"))) as site:
         mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
         name = site.ask(PATH, {"input": "Hi"}, headers=mine)[1]["id"]
         assert site.ask(f"{PATH}/{name}", headers=mine)[0] == 200
@@ -294,7 +292,7 @@ def test_a_tool_is_called(speaking, choice):
     assert json.loads(call.arguments) == {"city": "Rome"}
 
 
-def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: Any) -> None:
+def test_functions_of_namespaces_are_called_by_both_names(asked, speaking):
     """Two namespaces have one of the same name; a chat has functions with one name each."""
     about = {"description": "Tells it.", "parameters": PARAMETERS}
     one = {"type": "function", "name": "weather", **about}
@@ -340,7 +338,7 @@ def test_functions_of_namespaces_are_called_by_both_names(asked: Any, speaking: 
 GRAMMAR = 'start: WORD LF "\\"b"\n%import common.LF\n%import common.WORD'
 
 
-def test_a_tool_that_takes_a_text_is_called_with_one(asked: Any, speaking: Any) -> None:
+def test_a_tool_that_takes_a_text_is_called_with_one(asked, speaking):
     import openai
 
     form: Any = {"type": "grammar", "syntax": "lark", "definition": GRAMMAR}

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
-def texts_alone(folder: Path) -> list[int]:
-    model: Any = moe_runtime.load(folder, **LOADING)
-    with model.moe, Engine(model) as engine:
-        return ask(engine, request_of(tuple(PROMPT), 6))[0].wait().ids
+@pytest.fixture(scope="module")
+def alone(checkpoints: list[Path]) -> list[list[int]]:
+    """The texts of the models, each loaded by itself."""
+    found = []
+    for folder in checkpoints:
+        model: Any = moe_runtime.load(folder, **LOADING)
+        with model.moe, Engine(model) as engine:
+            found.append(ask(engine, request_of(tuple(PROMPT), 6))[0].wait().ids)
+    assert found[0] != found[1]
+    return found
 
 
-def test_requests_pick_their_model_by_name(checkpoints: list[Path]) -> None:
-    alone = [texts_alone(folder) for folder in checkpoints]
-    assert alone[0] != alone[1]
+def test_requests_pick_their_model_by_name(checkpoints, alone):
     folders = [str(folder) for folder in checkpoints]
     with started(folders, {**LOADING, **OTHERS}) as (site, ready):
         _, listed = site.ask("/v1/models")
@@ -78,8 +83,7 @@ def test_requests_pick_their_model_by_name(checkpoints: list[Path]) -> None:
 
 
 def token_ids(site: Served, name: str) -> list[int]:
-    status, answer = site.ask("/v1/completions", {**ASKED, "model": name})
-    assert status == 200, answer
+    answer = site.answer("/v1/completions", {**ASKED, "model": name})
     return answer["choices"][0]["token_ids"]
 
 
@@ -103,10 +107,9 @@ def frozen() -> Iterator[None]:
 @pytest.mark.parametrize("fit", [1, 2])
 @pytest.mark.usefixtures("frozen")
 def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
-    checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, fit: int
-) -> None:
+    checkpoints, alone, monkeypatch, fit
+):
     """Where both fit they share the budget; else the one goes for the other."""
-    alone = [texts_alone(folder) for folder in checkpoints]
     found = inspect_checkpoint(checkpoints[0], max_tokens=64)
     more_bytes = -1 if fit == 1 else 5 * found.slot_bytes
     budget = 2 * found.smallest_budget_bytes + more_bytes + server_bytes(64, 2)
@@ -130,10 +133,9 @@ def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
         assert statuses(site) == {"one": "unloaded", "two": "loaded"}
         assert token_ids(site, "one") == alone[0]
         assert statuses(site) == {"one": "loaded", "two": "unloaded" if fit == 1 else "loaded"}
-        bodies = [{**ASKED, "model": name} for name in ("one", "two") * 2]
         with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda body: site.ask("/v1/completions", body), bodies))
-        assert [answer["choices"][0]["token_ids"] for _, answer in answers] == alone * 2
+            answers = list(pool.map(partial(token_ids, site), ("one", "two") * fit))
+        assert answers == alone * fit
         for name in ("one", "two"):
             assert site.ask("/models/unload", {"model": name}) == (200, {"success": True})
             settled(site, name, "unloaded")
@@ -146,19 +148,16 @@ def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
         assert site.refused("/models/load", {"model": "three"}, 404)["code"] == "model_not_found"
 
 
-def test_an_idle_model_is_unloaded_and_its_next_request_loads_it(checkpoints: list[Path]) -> None:
+def test_an_idle_model_is_unloaded_after_the_request_that_loads_it(checkpoints, alone):
     loading = {**LOADING, **OTHERS}
-    with started([str(checkpoints[0])], loading, idle_s=0.01) as (site, _):
+    with started([str(checkpoints[0])], loading, idle_s=0.01, on_demand=True) as (site, _):
+        assert token_ids(site, "one") == alone[0]
         settled(site, "one", "unloaded")
         assert site.ask("/v1/models/one")[1]["max_model_len"] is None
-        assert token_ids(site, "one") == texts_alone(checkpoints[0])
-        settled(site, "one", "unloaded")
         assert site.ask("/health") == (200, {"alive": True, "ready": True})
 
 
-def test_a_model_whose_files_are_gone_is_refused_and_others_answer(
-    checkpoints: list[Path], tmp_path: Path
-) -> None:
+def test_a_model_whose_files_are_gone_is_refused_and_others_answer(checkpoints, alone, tmp_path):
     gone = tmp_path / "gone"
     save_text_checkpoint(gone)
     folders = [str(gone), str(checkpoints[0])]
@@ -169,14 +168,13 @@ def test_a_model_whose_files_are_gone_is_refused_and_others_answer(
         assert str(tmp_path) not in refusal["message"]
         status = site.ask("/models")[1]["data"][0]["status"]
         assert status == {"value": "unloaded", "failed": True}
-        assert token_ids(site, "one") == texts_alone(checkpoints[0])
+        assert token_ids(site, "one") == alone[0]
 
 
-@pytest.mark.parametrize("budget", ["auto", "1.0"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("budget", "count"), [("auto", 2), ("1.0", 1)])
 def test_memory_that_is_taken_meanwhile_makes_budgets_smaller(
-    checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, budget: str, count: int
-) -> None:
+    checkpoints, monkeypatch, budget, count
+):
     """When models are loaded, little more is free than one needs."""
     least = inspect_checkpoint(checkpoints[0], max_tokens=64).smallest_budget_bytes
     share = AUTO_SHARE if budget == "auto" else 1.0
@@ -189,9 +187,7 @@ def test_memory_that_is_taken_meanwhile_makes_budgets_smaller(
     assert found == [int(share * left)] * count
 
 
-def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
-    checkpoints: list[Path],
-) -> None:
+def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(checkpoints):
     turns = Turns()
     model: Any = moe_runtime.load(checkpoints[0], **LOADING)
     with model.moe, Engine(model, turns=turns) as engine:
@@ -222,7 +218,7 @@ def test_engines_compute_one_at_a_time_in_the_order_in_which_they_ask(
     assert order == ["a", "b", "c", "holder"]
 
 
-def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take() -> None:
+def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take():
     needs = {"small": Need(100, 300), "large": Need(200, 900)}
     assert divide(300, needs) == [100, 200]
     assert divide(700, needs) == [200, 500]
@@ -233,9 +229,7 @@ def test_a_budget_is_divided_by_what_models_need_and_what_their_experts_take() -
         divide(299, needs)
 
 
-def test_models_that_cannot_be_served_together_are_refused_in_one_line(
-    checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_cannot_be_served_together_are_refused_in_one_line(checkpoints, capsys):
     def refused(*words: str) -> str:
         assert main(["serve", *words, "--device", "cpu", "--port", "0", "--max-tokens", "64"]) == 2
         said = capsys.readouterr().err

@@ -168,7 +168,7 @@ def test_what_no_working_model_has_use_for_stays_with_the_others(checkpoint, sta
     assert min(found) >= MIN_SLOTS
 
 
-def test_others_get_the_room_of_a_model_whose_end_fails() -> None:
+def test_others_get_the_room_of_a_model_whose_end_fails():
     loader = ModelLoader.__new__(ModelLoader)
     sharing = Mock()
     vars(loader).update(_sharing=sharing, _open={"a": (None, stack := contextlib.ExitStack())})
