@@ -7,7 +7,7 @@ smallest budget that works must give the logits and gradients of `transformers`.
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,29 +44,28 @@ MAX_RELATIVE_ERROR = 1e-5
 MAX_GRADIENT_ERROR = 1e-3
 
 ALL = [*moe_families.FAMILIES, *moe_families.ADAPTED]
-EIGHTHS = [
-    family if place % 8 == 0 else pytest.param(family, marks=pytest.mark.long)
-    for place, family in enumerate(ALL)
-]
-"""An eighth of the families is tested where all would take too long; it meets every kind below."""
-FIFTHS = [
-    family
-    if place % 5 == 1 or family in moe_families.ADAPTED
-    else pytest.param(family, marks=pytest.mark.long)
-    for place, family in enumerate(ALL)
-]
-"""A fifth, and all whose blocks are adapted here. Gradients of every family's experts by themselves
-are in `test_backend.py`; between them lie the layers of transformers."""
+
+
+def one_in(number: int, first: int = 0, also: Sequence[Family] = ()) -> list[Any]:
+    """Families of the suite; the others are tested by make test-long."""
+    return [
+        family
+        if place % number == first or family in also
+        else pytest.param(family, marks=pytest.mark.long)
+        for place, family in enumerate(ALL)
+    ]
+
+
+EIGHTHS = one_in(8)
+"""They meet every kind below."""
+FIFTHS = one_in(5, 1, moe_families.ADAPTED)
+"""Gradients of every family's experts by themselves are in `test_backend.py`; between them lie the
+layers of transformers."""
 CHECKPOINTING = (None, True, False)
 """No activation checkpointing; reentrant; not."""
 SHARING = {"diffusion_gemma", "mistral_large4"}
 """Families without the second of them; the latter as of transformers 5.24."""
 
-
-SIXTEENTHS = [
-    family if place % 16 == 0 else pytest.param(family, marks=pytest.mark.long)
-    for place, family in enumerate(ALL)
-]
 
 LAYOUTS = {
     "one file": {"sharded": False},
@@ -320,7 +319,7 @@ def test_gradients_equal_transformers(sample):
     assert_gradients_in_fp32(sample, [sample.turn(1)])
 
 
-@pytest.mark.parametrize("sample", SIXTEENTHS, ids=str, indirect=True)
+@pytest.mark.parametrize("sample", one_in(16), ids=str, indirect=True)
 def test_gradients_in_bf16_are_as_near_the_truth_as_those_of_transformers(sample):
     """With another kind."""
     if not sample.family.computes_in_bf16:

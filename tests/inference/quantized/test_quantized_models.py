@@ -5,7 +5,6 @@ it must have the values of that packer's dequantiser to the bit, and the logits 
 `transformers` computes from these values.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -280,16 +279,3 @@ def test_dense_bytes_equal_those_in_memory(written):
     model.moe.close()
     plain = inspect_checkpoint(written.plain, dtype="bfloat16")
     assert summary.dense_bytes == plain.dense_bytes - saved_bytes
-
-
-def test_a_format_in_a_file_of_its_own(folders, tmp_path):
-    """ModelOpt writes its settings to `hf_quant_config.json` instead of `config.json`."""
-    sample = SAMPLES["qwen3_moe-nvfp4-modelopt"]
-    written = quantized_checkpoints.write(sample, tmp_path)
-    config = json.loads((written.folder / "config.json").read_text())
-    del config["quantization_config"]
-    (written.folder / "config.json").write_text(json.dumps(config))
-    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-    file = written.folder / "hf_quant_config.json"
-    file.write_text(json.dumps({"quantization": quantization}))
-    assert inspect_checkpoint(written.folder).expert_dtype == "fp4 with e4m3 scales for 1 x 16"
