@@ -234,8 +234,7 @@ def layer_of_model(model: str | Path, dtype: str | torch.dtype) -> ExpertLayer:
 def sizes_of_model(model: str | Path, dtype: str | torch.dtype) -> tuple[LayerSizes, torch.dtype]:
     """Like `layer_of_model`: the layer's sizes, and the compute dtype."""
     built, found_dtype = _built(model, dtype)
-    module, num_experts, top_k = _experts_of(built)
-    return LayerSizes(num_experts, top_k, *_dims(module)), found_dtype
+    return _experts_of(built)[1], found_dtype
 
 
 def _built(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtype]:
@@ -246,21 +245,17 @@ def _built(model: str | Path, dtype: str | torch.dtype) -> tuple[Any, torch.dtyp
         return build_on_meta(checkpoint), checkpoint.dtype
 
 
-def _experts_of(built: Any) -> tuple[Any, int, int]:
-    """The first module of experts, the number of experts, and the top-k."""
+def _experts_of(built: Any) -> tuple[Any, LayerSizes]:
+    """The first module of experts, and its sizes."""
     from moe_runtime.checkpoints.expert_map import chosen_per_token, find_experts
 
     found = find_experts(built)[0]
-    return found.module, found.num_experts, chosen_per_token(built, [found])
+    dims = found.module.down_proj.shape[1:]
+    dims = reversed(dims) if getattr(found.module, "is_transposed", False) else dims
+    return found.module, LayerSizes(found.num_experts, chosen_per_token(built, [found]), *dims)
 
 
-def _dims(module: Any) -> tuple[int, int]:
-    """D and F."""
-    down = tuple(module.down_proj.shape[1:])
-    return (down[1], down[0]) if getattr(module, "is_transposed", False) else down
-
-
-def _drawn(dtype: torch.dtype, module: Any, num_experts: int, top_k: int) -> ExpertLayer:
+def _drawn(dtype: torch.dtype, module: Any, sizes: LayerSizes) -> ExpertLayer:
     module = module.to(dtype).to_empty(device="cpu").eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
@@ -268,7 +263,6 @@ def _drawn(dtype: torch.dtype, module: Any, num_experts: int, top_k: int) -> Exp
         pattern = torch.randn(parameter.shape[1:], generator=generator).to(dtype) * 0.02
         for expert in range(len(parameter)):
             parameter.data[expert] = pattern.roll(expert, dims=0)
-    sizes = LayerSizes(num_experts, top_k, *_dims(module))
     return ExpertLayer(module=module, **sizes._asdict())
 
 

@@ -348,7 +348,9 @@ def _refuse_choice(
     ]
     asked = clipped(name.file or name.quantisation)
     what = "has several models" if len(chosen) > 1 else f"has no {asked}"
-    advice = f"name one: {name.repository}:QUANTISATION, or {name.repository}/FILE.gguf"
+    advice = f"name {name.repository} alone for its safetensors"
+    if models:
+        advice = f"name one: {name.repository}:QUANTISATION, or {name.repository}/FILE.gguf"
     there = ", ".join(shown) or "no GGUF files"
     raise CheckpointError(f"{name.repository} {what}; it has {there}; {advice}")
 

@@ -319,6 +319,8 @@ def test_repositories_in_which_no_file_is_the_usual_one_leave_the_choice():
         gguf_files(HubName("a/b"), {"M-Q6_K.gguf": 1, "M-IQ2_M.gguf": 1})
     with pytest.raises(CheckpointError, match=r"several models; it has L-Q8_0\.gguf"):
         gguf_files(HubName("a/b"), {"M-Q8_0.gguf": 1, "L-Q8_0.gguf": 1, "M-F16.gguf": 1})
+    with pytest.raises(CheckpointError, match="it has no GGUF files; name a/b alone"):
+        gguf_files(HubName("a/b", quantisation="Q8_0"), {"config.json": 1, "m.safetensors": 1})
 
 
 def test_a_file_and_a_quantisation_are_one_too_many():

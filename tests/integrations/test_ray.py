@@ -73,7 +73,15 @@ def test_a_batch_ends_complete_though_a_node_is_killed(cluster, tmp_path, monkey
     prompts, output = write_prompts(tmp_path, 60), tmp_path / "out.jsonl"
     assert generate(prompts, tmp_path / "alone.jsonl") == 0
     expected = texts(tmp_path / "alone.jsonl")
-    real, written = AnswerFile.add, []
+    real, written, real_give, begun = AnswerFile.add, [], on_ray._Pool._give, []
+
+    def give(pool: Any, _: Any) -> None:
+        """Waits for both engines, so that the killed node has work however slow its start was."""
+        if pool in begun or all(worker.is_ready for worker in pool._workers):
+            begun.append(pool)
+            for worker in pool._workers:
+                if worker.is_ready:
+                    real_give(pool, worker)
 
     def add(self: AnswerFile, record: Any) -> None:
         real(self, record)
@@ -85,6 +93,7 @@ def test_a_batch_ends_complete_though_a_node_is_killed(cluster, tmp_path, monkey
             cluster.remove_node(node, allow_graceful=False)
 
     monkeypatch.setattr(AnswerFile, "add", add)
+    monkeypatch.setattr(on_ray._Pool, "_give", give)
     assert generate(prompts, output, "--ray", cluster.address) == 143
     assert "the same command goes on from there" in capsys.readouterr().err
     with output.open("a") as file:

@@ -54,21 +54,13 @@ def test_equal_widths_are_the_ordinary_layer():
     for one in (layer, ordinary):
         one(x).square().sum().backward()
     torch.testing.assert_close(layer.gate.weight.grad, ordinary.gate.weight.grad)
+    wanted = ordinary.experts.down_proj.grad.transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(layer.experts.down_proj.grad, wanted)
 
 
-def test_trains_copies_and_runs_under_autocast():
+def test_copies_and_runs_under_autocast():
     layer = MoELayer(16, [8, 16, 32, 64], num_experts=4, top_k=2, activation="relu2")
     x = torch.randn(30, 16)
-    target = torch.randn(30, 16)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02)
-    losses = []
-    for _ in range(30):
-        loss = (layer(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16

@@ -15,20 +15,9 @@ def document(name: str, text: str) -> Document:
     return Document(kind="topic", name=name, text=text)
 
 
-def held_out_name() -> str:
-    return next(
-        name
-        for name in map(str, range(1000))
-        if Document(kind="topic", name=name, text="").held_out
-    )
-
-
-def training_name() -> str:
-    return next(
-        name
-        for name in map(str, range(1000))
-        if not Document(kind="topic", name=name, text="").held_out
-    )
+def name_of(*, is_held_out: bool) -> str:
+    names = map(str, range(1000))
+    return next(name for name in names if document(name, "").held_out == is_held_out)
 
 
 @pytest.fixture
@@ -72,8 +61,8 @@ def test_gather_without_python_files_says_so(tmp_path):
 
 def test_held_out_paragraphs_leave_the_training_text():
     shared = "a paragraph that is long enough to count as a repeated one " * 3
-    training = document(training_name(), f"first\n\n{shared}\n\nlast")
-    held_out = document(held_out_name(), shared)
+    training = document(name_of(is_held_out=False), f"first\n\n{shared}\n\nlast")
+    held_out = document(name_of(is_held_out=True), shared)
     kept = {found.name: found.text for found in without_repeats([training, held_out])}
     assert kept[held_out.name].strip() == shared.strip()
     assert kept[training.name] == "first\n\nlast\n"

@@ -15,14 +15,14 @@ from finetuning_runs import (
     config_of,
     finetuned,
     resident,
+    run_losses,
     smallest,
-    train,
 )
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moe_runtime.research.zeroth_order import ZerothOrderFinetuneConfig, direction
-from moe_runtime.training.finetune.finetune_run import FinetunePreparation, prepare, start
+from moe_runtime.training.finetune.finetune_run import FinetunePreparation, prepare
 from moe_runtime.training.loop import learning_rate
 
 
@@ -79,10 +79,6 @@ def test_zeroth_order_as_in_memory(tmp_path):
     assert frozen
 
     other = config_of(folder, tmp_path, run={"output": str(tmp_path / "other")}, **options)
-    trainer = start(prepare(smallest(other)), resume=False)
-    again = train(trainer, stop_after=2)
-    trainer.close()
-    trainer = start(prepare(other), resume=True)
-    again += train(trainer)
-    trainer.close()
+    again = run_losses(smallest(other), stop_after=2)
+    again += run_losses(other, resume=True)
     assert again == losses

@@ -88,6 +88,16 @@ def train(trainer: Trainer, *, stop_after: int = STEPS) -> list[float]:
     return losses
 
 
+def run_losses(
+    config: FinetuneConfig, *, resume: bool = False, stop_after: int = STEPS
+) -> list[float]:
+    """Of a run that ends with a step, and is closed."""
+    trainer = start(prepare(config), resume=resume)
+    losses = train(trainer, stop_after=stop_after)
+    trainer.close()
+    return losses
+
+
 def finetuned(config: FinetuneConfig) -> tuple[list[float], dict[str, Any]]:
     preparation = prepare(config)
     trainer = start(preparation, resume=False)

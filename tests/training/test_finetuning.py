@@ -23,6 +23,7 @@ from finetuning_runs import (
     config_of,
     finetuned,
     resident,
+    run_losses,
     smallest,
     train,
     write_text,
@@ -127,13 +128,9 @@ def test_goes_on_under_another_budget(tmp_path, mixtral):
     folder = mixtral
     whole, _ = finetuned(config_of(folder, tmp_path, run={"output": str(tmp_path / "whole")}))
     config = config_of(folder, tmp_path)
-    trainer = start(prepare(smallest(config)), resume=False)
-    losses = train(trainer, stop_after=2)
-    trainer.close()
+    losses = run_losses(smallest(config), stop_after=2)
     assert len(losses) == 2
-    trainer = start(prepare(config), resume=True)
-    losses += train(trainer)
-    trainer.close()
+    losses += run_losses(config, resume=True)
     assert losses == whole
 
 
@@ -141,9 +138,7 @@ def test_a_base_that_has_changed_is_refused(tmp_path):
     """The run would go on from other frozen weights than it began with."""
     folder = checkpoint_of(MIXTRAL, tmp_path / "first")
     config = config_of(folder, tmp_path, lora={"rank": 2, "places": ["experts"]})
-    trainer = start(prepare(config), resume=False)
-    train(trainer, stop_after=1)
-    trainer.close()
+    run_losses(config, stop_after=1)
     start(prepare(config), resume=True).close()
     checkpoint = checkpoints_in(tmp_path / "run/checkpoints")[-1]
     content = torch.load(checkpoint, weights_only=True)

@@ -22,6 +22,7 @@ from finetuning_runs import (
     config_of,
     finetuned,
     resident,
+    run_losses,
     smallest,
     train,
     write_text,
@@ -146,9 +147,7 @@ def test_a_run_does_not_depend_on_the_budget_and_its_adapters_load_in_peft(tmp_p
         run = {"output": str(tmp_path / name)}
         results.append(finetuned(change(config_of(folder, tmp_path, lora={"rank": 2}, run=run))))
     config = config_of(folder, tmp_path, lora={"rank": 2})
-    trainer = start(prepare(config), resume=False)
-    losses = train(trainer, stop_after=2)
-    trainer.close()
+    losses = run_losses(config, stop_after=2)
     preparation = prepare(config)
     trainer = start(preparation, resume=True)
     losses += train(trainer)
@@ -267,9 +266,7 @@ def test_a_beginning_is_read_as_peft_reads_it_and_not_needed_again(tmp_path: Pat
         with pytest.raises((ValueError, MoERuntimeError), match=expected):
             take_adapters(first, preparation.model, preparation.sites, settings)
     file.write_text(written)
-    trainer = start(prepare(config), resume=False)
-    train(trainer, stop_after=1)
-    trainer.close()
+    run_losses(config, stop_after=1)
     weights = first / "adapter_model.safetensors"
     content = weights.read_bytes()
     shutil.rmtree(first)

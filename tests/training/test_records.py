@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from chat_formats import CONVERSATION, FORMATS, HERMES, HERMES_WRITTEN, TOOLS, WITH_TOOLS, Format
-from finetuning_runs import MIXTRAL, checkpoint_of, config_of, resident, train
+from finetuning_runs import MIXTRAL, checkpoint_of, config_of, resident, run_losses, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_families import FAMILIES, Family
@@ -304,13 +304,9 @@ def test_every_target_of_a_step_counts_the_same(tmp_path):
 
 def test_records_go_on_to_the_bit(tmp_path):
     config = chat_config(MIXTRAL, tmp_path, run={"output": str(tmp_path / "whole"), "steps": 5})
-    trainer = start(prepare(config), resume=False)
-    whole = train(trainer, stop_after=5)
-    trainer.close()
+    whole = run_losses(config, stop_after=5)
     config = chat_config(MIXTRAL, tmp_path, run={"steps": 5})
-    trainer = start(prepare(config), resume=False)
-    losses = train(trainer, stop_after=2)
-    trainer.close()
+    losses = run_losses(config, stop_after=2)
     with mock.patch.object(Renderer, "document", side_effect=AssertionError):  # rendered before
         trainer = start(prepare(config), resume=True)
     losses += train(trainer, stop_after=5)
@@ -340,9 +336,7 @@ def test_records_replay_the_experts_that_a_server_chose(tmp_path):
         **{"context": 32, "tokens_per_step": 64, "micro_batches": 2, "held_out_share": 0.0},
     }
     config = config_of(tmp_path / "first", tmp_path, data=data)
-    trainer = start(prepare(config), resume=False)
-    found = train(trainer, stop_after=1)
-    trainer.close()
+    found = run_losses(config, stop_after=1)
     model = resident(tmp_path / "first", torch.float64)
     total = 0.0
     for n, own in enumerate(ids):
