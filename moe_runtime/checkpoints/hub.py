@@ -754,10 +754,10 @@ def removal_of(names: list[str]) -> tuple[int, Any]:
 
 def _scan() -> HFCacheInfo | None:
     """The content of the cache; None before the first download."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(constants.HF_HUB_CACHE)  # its own default is that of its import
     except CacheNotFound:
         return None
 

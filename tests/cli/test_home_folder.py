@@ -11,6 +11,7 @@ from synthetic_routes import make_routes
 from traces import trace_of
 from training_runs import CONFIG, write_run
 
+from moe_runtime.benchmarks.suite import Rules
 from moe_runtime.benchmarks.suite.peers import split_peer
 from moe_runtime.checkpoints.opening import find_checkpoint
 from moe_runtime.cli.commands.finetune import _patterns
@@ -57,12 +58,13 @@ def test_only_a_beginning_is_the_home_folder(home):
         at_home("~no-one/x")
 
 
-def test_words_of_the_command_line(home, capsys):
+def test_words_of_the_command_line(home, monkeypatch, capsys):
     """Arguments, options, lists of either, and files of options: nothing is written here."""
     assert main(["replay", "~/trace.npz", *REPLAY]) == 0
     assert main(["report", "~/trace.npz", "--output=~/page.html", "--predictor", "none"]) == 0
     assumed = "experts of 16 MiB (assumed: the trace does not say) over"
     assert assumed in (home / "page.html").read_text()
+    monkeypatch.setitem(Rules.__init__.__kwdefaults__, "most", 1)  # rounds of a measurement
     bench = ["bench", "policies", "~/trace.npz", "--policy", "lru", "--time", "1"]
     assert main([*bench, "--precision", "1", "--output=~/results.json"]) == 0
     assert main(["bench", "report", "~/results.json", "-o", "~/bench.html"]) == 0

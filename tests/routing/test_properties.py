@@ -10,13 +10,21 @@ from gate_formulas import VOCAB
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moe_runtime.layer import MoELayer
 from moe_runtime.routing import LOSSES, Capacity, RoutingContext, expert_counts, make_gate
 from moe_runtime.routing.assigned import best_assignment, log_transport_plan
 
 D = 16
+RANDOM = {"switch", "gshard", "noisy_topk", "dense_to_sparse", "rl_r"}
 CASES = {case.label: case for case in FORMULAS}
 # Gates that document that they wait for the device: a solver on the host, ids of unknown width.
 WAITING = {"base", "dense_to_sparse", "expert_choice"}
+# Groups, capacity and turns depend on the order of tokens by design.
+ORDERLESS = [
+    label
+    for label, case in CASES.items()
+    if not case.layer and case.gate not in {*RANDOM, "round_robin"}
+]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -48,6 +56,35 @@ def test_every_gate_keeps_the_contract(label, num_tokens):
         assert len(real) == len(set(real))
 
 
+@pytest.mark.parametrize("label", ORDERLESS)
+def test_permuted_tokens_and_experts_permute_the_output(label):
+    """Expert numbers name places only, and so does the order of tokens."""
+    case = CASES[label]
+    torch.manual_seed(2)
+    layer = MoELayer(
+        D,
+        8,
+        case.num_experts,
+        case.top_k,
+        gate=case.gate,
+        gate_options=case.options,
+        dtype=torch.float64,
+    ).train(case.training)
+    x, ids = rows(24).double(), torch.arange(24) * 7 % VOCAB
+    order = torch.randperm(24, generator=seeded(5))
+    out = layer(x, token_ids=ids)
+    torch.testing.assert_close(layer(x[order], token_ids=ids[order]), out[order])
+    if case.gate in ("hash", "prototype", "sam", "group_limited_topk", "moepp"):
+        return  # these give numbers a meaning
+    experts = torch.randperm(case.num_experts, generator=seeded(6))
+    state = layer.state_dict()
+    for name in state:
+        if state[name].shape[:1] == (case.num_experts,):
+            state[name] = state[name][experts]
+    layer.load_state_dict(state)
+    torch.testing.assert_close(layer(x, token_ids=ids), out)
+
+
 @pytest.mark.parametrize("label", [label for label in CASES if CASES[label].gate not in WAITING])
 def test_nothing_is_read_back_from_the_device(label):
     """On the meta device, where reading a value is an error: choices, places, losses, backward."""
@@ -73,6 +110,29 @@ def test_nothing_is_read_back_from_the_device(label):
     gate.after_step()
 
 
+def test_gradient_reaches_every_gate_but_hash():
+    for label, case in CASES.items():
+        if case.gate == "rl_r":  # rewards reach it, the output does not: see test_reinforce.py
+            continue
+        layer = MoELayer(
+            D,
+            8,
+            case.num_experts,
+            case.top_k,
+            gate=case.gate,
+            gate_options=case.options,
+            **case.layer,
+        ).train(case.training)
+        out = layer(rows(24)[None], token_ids=torch.arange(24)[None])
+        out.square().sum().backward()
+        parameters = {n: p for n, p in layer.gate.named_parameters() if n != "residual"}
+        assert bool(parameters) == (case.gate != "hash")
+        for name, parameter in parameters.items():
+            if case.training or name != "noise_weight":
+                assert parameter.grad is not None, (label, name)
+                assert parameter.grad.any(), (label, name)
+
+
 def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight():
     gate = make_gate("gshard", 2, 2, 2)
     gap = 1.2
@@ -85,6 +145,23 @@ def test_gshard_uses_the_second_expert_as_often_as_twice_its_weight():
     assert abs(rate - 2 * second) < 3 * sigma
     assert routing.is_dispatched_TK[:, 0].all()
     assert gate.eval()(torch.ones(9, 2)).is_dispatched_TK.all(), "evaluation is not random"
+
+
+def test_one_prototype_is_switch_bit_for_bit():
+    one, switch = make_gate("prototype", D, 6, 1), make_gate("switch", D, 6, 1, jitter=0.0)
+    switch.load_state_dict(one.state_dict())
+    a, b = one(rows(20)), switch(rows(20))
+    assert torch.equal(a.ids_TK, b.ids_TK)
+    assert torch.equal(a.weights_TK, b.weights_TK)
+
+
+def test_each_prototype_serves_every_token_once_and_order_does_not_matter():
+    gate = make_gate("prototype", D, 6, 3)
+    routing = gate(rows(25))
+    assert routing.counts_E.view(3, 2).sum(dim=1).tolist() == [25, 25, 25]
+    swapped = make_gate("prototype", D, 6, 3)
+    swapped.weight.data = gate.weight.data.view(3, 2, D)[[2, 0, 1]].reshape(6, D)
+    torch.testing.assert_close(swapped(rows(25)).weights_TK, routing.weights_TK[:, [2, 0, 1]])
 
 
 def test_prototype_capacity_of_top_1():
@@ -212,7 +289,7 @@ def test_group_limit_and_biased_selection_with_unbiased_weights():
     torch.testing.assert_close(chosen.weights_TK, raw / raw.sum(-1, keepdim=True))
 
 
-def test_bias_moves_against_the_load():
+def test_bias_moves_against_the_load_and_balances():
     torch.manual_seed(0)
     gate = make_gate("sigmoid_topk", D, 8, 2, bias_update_rate=1e-2, loss_weights={})
     x = rows(400) + 1.0  # a common direction: some experts are everybody's favourites
@@ -222,6 +299,13 @@ def test_bias_moves_against_the_load():
     step = 1e-2 * torch.sign(counts.mean() - counts)
     torch.testing.assert_close(gate.expert_bias, step - step.mean())
     assert gate.load_E.sum() == 0
+    first = counts.max() / counts.mean()
+    for _ in range(300):
+        gate(x)
+        gate.after_step()
+    last = gate(x).counts_E
+    assert first > 2
+    assert last.max() / last.double().mean() < 1.15
 
 
 def weights_of(gate: torch.nn.Module, x: Tensor) -> Tensor:

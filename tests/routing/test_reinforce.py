@@ -77,6 +77,21 @@ def test_the_baseline_follows_the_rewards_and_leaves_the_tokens_alone():
     torch.testing.assert_close(of_x, expected)
 
 
+def test_a_rewarded_expert_becomes_the_choice():
+    torch.manual_seed(0)
+    gate = Reinforce(D, E, loss_weights={})
+    x = torch.randn(1, D).expand(64, D)
+    optimizer = torch.optim.Adam(gate.parameters(), lr=0.05)
+    for _ in range(120):
+        routing = gate(x)
+        rewards = (routing.ids_TK[:, 0] == 3).float()
+        optimizer.zero_grad()
+        gate.policy_loss(routing.policy, rewards).backward()
+        optimizer.step()
+    assert (gate.eval()(x).ids_TK == 3).all()
+    assert gate.train()(x).policy.values_T.mean() > 0.8
+
+
 def test_the_language_model_rewards_with_its_own_loss():
     torch.manual_seed(0)
     moe = ExpertsConfig(

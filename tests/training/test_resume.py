@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -189,3 +190,40 @@ def test_a_new_schedule_holds_for_the_steps_to_come(tmp_path, capsys):
     assert [record["rate"] for record in taken[3:]] == pytest.approx(expected)
     # Once changed, the new settings are the run's.
     assert train(path, "--resume", *steps) == 0
+
+
+def test_an_interrupt_finishes_the_step_and_saves(tmp_path):
+    path = write_run(tmp_path)
+    process = start_process(path, "--set", ENDLESS[0], "--set", "run.checkpoint_every=0")
+    wait_for_step(tmp_path / "out", 2, process)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate()
+    assert process.returncode == 130, shown
+    assert "stopping after this step" in shown
+    assert "--resume" in shown
+    last = training_records(tmp_path / "out")[-1]["step"]
+    assert [file.name for file in (tmp_path / "out" / "checkpoints").iterdir()] == [
+        f"step-{last:08}.pt"
+    ]
+    assert not (tmp_path / "out" / "model").exists()
+
+
+# One rate and one length throughout, so that a longer run begins as a shorter one.
+STEADY = CONFIG.replace("warmup_steps = 2", "final_share = 1.0").replace(
+    "short_share = 0.5", "short_share = 0.0"
+)
+
+
+def test_a_run_that_is_extended_is_the_longer_run(tmp_path):
+    whole = write_run(tmp_path / "whole", config=STEADY)
+    assert train(whole) == 0
+    parts = write_run(tmp_path / "parts", config=STEADY)
+    assert train(parts, "--set", "run.steps=5") == 0
+    assert train(parts, "--resume", "--reschedule") == 0
+    one, other = (
+        [record for record in training_records(path.parent / "out") if "loss" in record]
+        for path in (whole, parts)
+    )
+    assert one == other
+    last = Path("out") / "checkpoints" / "step-00000008.pt"
+    assert states_equal(tmp_path / "whole" / last, tmp_path / "parts" / last)

@@ -266,3 +266,34 @@ def test_a_run_that_ends_in_no_numbers_is_no_success_and_keeps_what_was_whole(tm
     assert [record["step"] for record in records if "loss" in record][:4] == [1, 2, 3, 4]
     line = error_of(capsys, path, *more, "--set", "run.steps=9")
     assert "no weight was changed before it" in line
+
+
+def test_accumulation_takes_the_same_steps(tmp_path):
+    """Without gates' losses, which are means of micro-batches, only the order of sums differs."""
+    plain = CONFIG.replace("load_balance = 0.01, z = 1e-3", "load_balance = 0.0")
+    curves = []
+    for number in (1, 8):
+        path = write_run(tmp_path / str(number), config=plain)
+        words = ("--set", f"data.micro_batches={number}", "--set", "run.steps=4")
+        assert train(path, *words) == 0
+        records = training_records(tmp_path / str(number) / "out")
+        curves.append([record["loss"] for record in records if "loss" in record])
+    assert curves[0] == pytest.approx(curves[1], abs=1e-4)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
+    path = write_run(tmp_path)
+    save = torch.save
+
+    def save_until_full(content: Any, file: Any) -> None:
+        if content["step"] < 6:
+            return save(content, file)
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", save_until_full)
+    assert "No space left" in error_of(capsys, path)
+    folder = tmp_path / "out" / "checkpoints"
+    assert [file.name for file in folder.iterdir()] == ["step-00000003.pt"]
+    monkeypatch.undo()
+    assert train(path, "--resume") == 0

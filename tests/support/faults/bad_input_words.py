@@ -1,6 +1,7 @@
 """Cases about the words of the command line, and about the streams of a process."""
 
 import signal
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,27 +84,27 @@ _RARE = {
 }
 
 
-def options_of(command: str) -> list[tuple[str, bool]]:
-    """The long options of a command and whether they take a value."""
-    node: Any = get_command(build_app())
-    for name in command.split():
-        node = node.commands[name]
-    return [
-        (name, not getattr(param, "is_flag", False))
-        for param in node.params
-        for name in param.opts
-        if name.startswith("--") and name != "--help"
-    ]
-
-
+@cache
 def commands() -> dict[str, list[tuple[str, bool]]]:
-    """Every command of the program with its options; a new command needs a row in `_SOUND`."""
+    """Every command with its long options, and whether they take a value.
+
+    A new command needs a row in `_SOUND`.
+    """
+    nodes: dict[str, Any] = {}
     root: Any = get_command(build_app())
-    found = []
     for name, node in root.commands.items():
-        found += [f"{name} {inner}" for inner in getattr(node, "commands", {})] or [name]
-    assert set(found) == set(_SOUND), "bad_input_words._SOUND lacks a command"
-    return {name: options_of(name) for name in found}
+        inner = getattr(node, "commands", {})
+        nodes |= {f"{name} {one}": command for one, command in inner.items()} or {name: node}
+    assert nodes.keys() == _SOUND.keys(), "bad_input_words._SOUND lacks a command"
+    return {
+        name: [
+            (option, not getattr(param, "is_flag", False))
+            for param in node.params
+            for option in param.opts
+            if option.startswith("--") and option != "--help"
+        ]
+        for name, node in nodes.items()
+    }
 
 
 def option(rng: Random, place: Path, good: Path) -> Case:

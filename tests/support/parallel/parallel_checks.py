@@ -27,6 +27,7 @@ from moe_runtime.parallel import (
 )
 from moe_runtime.parallel.communication.wire import WireName
 from moe_runtime.parallel.dispatching import Group
+from moe_runtime.routing import Capacity, Gate, make_gate
 
 
 def make_group(grid: tuple[int, int] | None) -> Group:
@@ -201,3 +202,54 @@ def wrapped_spread_layer(wrapper: str, group: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def gshard_gate(weight: torch.Tensor, num_groups: int) -> Gate:
+    """GShard's gate with little room for each expert, and nothing left to chance."""
+    gate = make_gate(
+        "gshard",
+        weight.shape[1],
+        len(weight),
+        2,
+        capacity=Capacity(0.8),
+        num_groups=num_groups,
+        random_second=False,
+        dtype=weight.dtype,
+    )
+    gate.load_state_dict({"weight": weight})
+    return gate
+
+
+def route_own_group(
+    weight: torch.Tensor, groups: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts, weights and loss of this rank's group, and the gate's gradient over all ranks."""
+    gate = gshard_gate(weight, num_groups=1)
+    routing = gate(groups[dist.get_rank()])
+    loss = routing.losses["first_choice_balance"]
+    loss.backward()
+    assert gate.weight is not None
+    assert gate.weight.grad is not None
+    dist.all_reduce(gate.weight.grad)
+    return routing.ids_TK, routing.weights_TK.detach(), loss.detach(), gate.weight.grad
+
+
+def global_balance_gradients(
+    weight: torch.Tensor, parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of this rank's part of a batch, and its gradient of the gate's weight."""
+    gate = make_gate(
+        "softmax_topk",
+        weight.shape[1],
+        len(weight),
+        2,
+        loss_weights={"global_balance": 1.0},
+        dtype=weight.dtype,
+    )
+    gate.load_state_dict({"weight": weight})
+    gate.batch_group = dist.group.WORLD
+    loss = gate(parts[dist.get_rank()]).losses["global_balance"]
+    loss.backward()
+    assert gate.weight is not None
+    assert gate.weight.grad is not None
+    return loss.detach(), gate.weight.grad
