@@ -196,7 +196,8 @@ class PrefetchListener(Listener):
     def begin(self, step: Step) -> None:
         for request in step.ended:
             self._prefetcher.finish(request)
-        self._prefetcher.step(step.requests, lambda: step.token_ids)
+        has_drafts = getattr(step.cache, "is_one_text", False)
+        self._prefetcher.step(step.requests, lambda: step.token_ids, has_drafts=has_drafts)
         self.wants_demands = self.follows_requests = self._prefetcher.wants_layers
         self.reads_ahead = self._prefetcher.predicts
 

@@ -249,17 +249,31 @@ class Prefetcher:
             return f"auto, {self.controller.verdict}; in use for {share}"
         return self.mode.value
 
-    def step(self, sequences: np.ndarray, token_ids: Callable[[], np.ndarray]) -> None:
-        """A forward pass begins: judges the last one and guesses the first layers. ``token_ids`` is
-        a function, since it may wait for a device."""
+    def step(
+        self,
+        sequences: np.ndarray,
+        token_ids: Callable[[], np.ndarray],
+        *,
+        has_drafts: bool = False,
+    ) -> None:
+        """A forward pass begins: judges the last one and guesses the first layers.
+
+        Args:
+            sequences: of each token.
+            token_ids: a function, since it may wait for a device.
+            has_drafts: further tokens of a sequence are drafts, and this is no prompt.
+        """
         start_s = time.perf_counter()
-        is_prompt = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
+        has_several = len(sequences) > 1 and len(set(sequences.tolist())) < len(sequences)
+        is_prompt = has_several and not has_drafts
         if is_prompt:
             # the time before a prompt may be idle, so it does not count for the last step
             self._step_start = None
         else:
             link = self._guesses.link() if self.mode is PrefetchMode.AUTO else None
             self._end_step(start_s, link)
+            # the controller compares steps without drafts
+            link = None if has_several else link
             self._step_start = _StepStart(start_s, self._predict_s, link)
             self._decode_steps += 1
         self._reads = not is_prompt and self.is_active

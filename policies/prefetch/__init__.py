@@ -192,7 +192,7 @@ class Controller:
     LEAST_STALL_S = 2e-3
     """Least seconds of waiting in a step: predicting costs as much as shorter waits."""
     STEPS = 128
-    """Steps until the next trial, doubled after each further trial with the same result."""
+    """Steps until the next trial; doubled after a clear one, or one with the result before."""
     MOST_STEPS = MappingProxyType({True: 256, False: 1024})
 
     def __init__(self) -> None:
@@ -312,8 +312,8 @@ class Controller:
             1e3 * median(cost.stall_s for cost in self._costs[on]) for on in (False, True)
         )
         pays = on_s < off_s
-        same = pays is self._has_won
-        self._pause = min(2 * self._pause, self.MOST_STEPS[pays]) if same else self.STEPS
+        is_sure = pays is self._has_won or self._is_clear()
+        self._pause = min(2 * self._pause, self.MOST_STEPS[pays]) if is_sure else self.STEPS
         self._has_won, self._wait = pays, self._pause
         self._plan.clear()
         self._costs = {}

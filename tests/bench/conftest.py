@@ -12,6 +12,19 @@ from moe_runtime.benchmarks.synthetic.model_shapes import ModelShape, make_shape
 from moe_runtime.cli.main import main
 
 
+@pytest.fixture
+def plots() -> None:
+    """For tests of plots."""
+
+
+@pytest.fixture(autouse=True)
+def _without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of `bench report` have none, as where matplotlib is not installed: they take longer
+    than the rest of a page."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr("moe_runtime.benchmarks.commands.report.find_spec", lambda _: None)
+
+
 @pytest.fixture(scope="session")
 def shape() -> ModelShape:
     """Small enough for a second, large enough for several shards and a split expert."""

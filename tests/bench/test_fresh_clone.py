@@ -107,6 +107,7 @@ def test_results_are_saved_and_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("moe_runtime.benchmarks.harness.scripting.RESULTS", tmp_path)
     words = [str(fresh_clone.__file__), "--save", "--folder", str(tmp_path)]
     monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr(fresh_clone, "_pip", lambda *words: None)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert fresh_clone.main() == 0
@@ -117,7 +118,7 @@ def test_results_are_saved_and_printed(tmp_path, monkeypatch, capsys):
     results = read_results(file)
     (row,) = results["measurements"]
     assert f"to_text_s {row['summary']['to_text_s']['median']:.4g}" in printed
-    assert results["settings"]["pip_cache"] in ("cold", "warm", "unknown")
+    assert results["settings"]["pip_cache"] == "unknown"
     assert [*tmp_path.glob("moe-clone-*")] == []
 
 

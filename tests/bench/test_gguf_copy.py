@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,21 +70,22 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path):
 
 def test_fp8_in_blocks_becomes_q8_0(tmp_path):
     """Within half a step of Q8_0, whose step is the largest magnitude of 32 values over 127."""
-    shape = model_shapes.SHAPES["qwen3-tiny-fp8"]
+    sizes = {"num_layers": 1, "num_experts": 4, "vocab_size": 512}
+    shape = replace(model_shapes.SHAPES["qwen3-tiny-fp8"], **sizes)
     model_shapes.write_checkpoint(shape, tmp_path / "model", seed=5)
     write_gguf(shape, tmp_path / "model", tmp_path / "model.gguf")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     assert reader.get_field("general.architecture").contents() == "qwen3moe"
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    weights = tensor_of(tmp_path / "model", "model.layers.2.mlp.experts.9.down_proj.weight")
-    scales = tensor_of(
-        tmp_path / "model", "model.layers.2.mlp.experts.9.down_proj.weight_scale_inv"
+    weights, scales = (
+        tensor_of(tmp_path / "model", f"model.layers.0.mlp.experts.3.down_proj.{name}")
+        for name in ("weight", "weight_scale_inv")
     )
     blocks = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
     expected = (weights.float() * blocks).numpy()
-    tensor = tensors["blk.2.ffn_down_exps.weight"]
+    tensor = tensors["blk.0.ffn_down_exps.weight"]
     assert tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0
-    found = gguf.quants.dequantize(tensor.data[9], tensor.tensor_type)
+    found = gguf.quants.dequantize(tensor.data[3], tensor.tensor_type)
     steps = np.abs(expected).reshape(len(expected), -1, 32).max(-1).repeat(32, -1) / 127
     # up to 127 steps, each rounded to fp16 (2^-25 where that is subnormal), and half a step
     assert (np.abs(found - expected) <= 127 * np.maximum(steps / 2**11, 2**-25) + steps / 2).all()

@@ -177,6 +177,7 @@ def test_a_page_of_failures_says_so(tmp_path, capsys):
     assert "out of it" in text
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_report_has_every_number(tmp_path, capsys):
     old = put(tmp_path / "old.json", [0.010, 0.011, 0.012])
     new = put(tmp_path / "<new>|.json", [0.015, 0.016, 0.017])
@@ -199,6 +200,7 @@ def test_the_report_has_every_number(tmp_path, capsys):
     assert {line.replace(r"\|", "").count("|") for line in table} == {12}
 
 
+@pytest.mark.usefixtures("plots")
 def test_without_what_draws_the_report_has_numbers(tmp_path, capsys, monkeypatch):
     file, page = put(tmp_path / "r.json", [0.010, 0.011, 0.012]), tmp_path / "p.html"
     # As where it is not installed: an import of it fails.

@@ -102,6 +102,7 @@ def test_each_setting_that_changes_the_work_counts(case, name, before, after, co
         comparing.require_same_work(one, other)
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_report_keeps_other_work_apart_and_says_what_was_interrupted(tmp_path, capsys):
     files = [
         put(tmp_path / "a.json"),

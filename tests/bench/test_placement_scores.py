@@ -53,6 +53,7 @@ def walked(placement: Placement, ids: np.ndarray) -> dict[str, float]:
     }
 
 
+@pytest.mark.usefixtures("plots")
 def test_scores_are_those_of_a_walk_over_the_tokens(trace, tmp_path, capsys, worse):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "r.json"

@@ -138,6 +138,7 @@ def test_sequences_as_a_trace_are_the_same_sequences():
     np.testing.assert_array_equal(again.token_ids, routes.token_ids)
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_command_writes_what_the_other_commands_read(trace, tmp_path, capsys, worse):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "r.json"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_runtime.benchmarks.commands import report
 from moe_runtime.benchmarks.suite import (
     MeasuredSystem,
     Metric,
@@ -121,12 +120,15 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FILES = sorted(FOLDER.iterdir())
 
 
-def test_every_committed_file_is_read_and_one_page_is_made_of_all(
-    tmp_path, monkeypatch, capsys, recwarn
-):
-    """Without plots, which take a quarter of a minute."""
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    found = {path.name: read_results(path) for path in FILES}
+@pytest.fixture(scope="module")
+def committed() -> dict[Path, dict[str, Any]]:
+    """Read once: the schema takes seconds for all of them."""
+    return {path: read_results(path) for path in FILES}
+
+
+def test_one_page_is_made_of_all_committed_files(committed, tmp_path, monkeypatch, capsys, recwarn):
+    monkeypatch.setattr("moe_runtime.benchmarks.suite.read_results", committed.__getitem__)
+    found = {path.name: results for path, results in committed.items()}
     assert len(found) > 50
     page, table = tmp_path / "page.html", tmp_path / "table.csv"
     words = ["bench", "report", *map(str, FILES), "-o", str(page), "--csv", str(table)]
@@ -151,26 +153,27 @@ def test_every_committed_file_is_read_and_one_page_is_made_of_all(
     assert len(rows) == sum(num_metrics)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_committed_summaries_are_those_of_their_repetitions(path):
-    found = read_results(path)
-    assert datetime.fromisoformat(found["date"]).tzinfo is not None
-    assert found["commit"]
-    assert found["machine"]["cpu"]
-    systems = [one["system"] for one in found["measurements"]]
-    assert len(systems) == len(set(systems)) > 0
-    for one in found["measurements"]:
-        assert (one["failure"] is None) == bool(one["repetitions"])
-        for metric, summary in one["summary"].items():
-            values = [np.median(row[metric]) for row in one["repetitions"] if metric in row]
-            assert summary["median"] == pytest.approx(np.median(values))
-            if found["case"] != "quality":  # whose mean is that of all tokens, not of equal parts
-                assert summary["mean"] == pytest.approx(np.mean(values))
+def test_committed_summaries_are_those_of_their_repetitions(committed):
+    for path, found in committed.items():
+        assert datetime.fromisoformat(found["date"]).tzinfo is not None, path
+        assert found["commit"], path
+        assert found["machine"]["cpu"], path
+        systems = [one["system"] for one in found["measurements"]]
+        assert len(systems) == len(set(systems)) > 0, path
+        for one in found["measurements"]:
+            assert (one["failure"] is None) == bool(one["repetitions"]), path
+            for metric, summary in one["summary"].items():
+                values = [np.median(row[metric]) for row in one["repetitions"] if metric in row]
+                assert summary["median"] == pytest.approx(np.median(values)), path
+                if (
+                    found["case"] != "quality"
+                ):  # whose mean is that of all tokens, not of equal parts
+                    assert summary["mean"] == pytest.approx(np.mean(values)), path
 
 
-def test_answers_of_committed_cases_are_equal():
-    names = ("latency-*", "throughput-*", "io-*", "bench-*")
-    found = [read_results(path) for name in names for path in sorted(FOLDER.glob(f"{name}.json"))]
+def test_answers_of_committed_cases_are_equal(committed):
+    names = ("latency-", "throughput-", "io-", "bench-")
+    found = [results for path, results in committed.items() if path.name.startswith(names)]
     cases = {one["case"] for one in found}
     texts = {"latency", "throughput", "io", "experts", "layer", "ops"}
     traces = {"policies", "predictors", "placements"}

@@ -211,10 +211,9 @@ def test_the_command_routes_by_a_trace_and_teaches(
     path = tmp_path / "r.json"
     words = ["--routing", str(trace), "--prompt-tokens", str(PROMPT), "-n", str(NEW), "--quick"]
     words += ["--time", "1", "--threads", "1", "--policy", "lru", "--prefetch", "off"]
-    words += ["--device", "cpu", "--peer", "moe_runtime:reuse+off+next-gate"]
-    words += ["-o", str(path), "--json"]
+    words += ["--device", "cpu", "-o", str(path), "--json"]
     if case == "throughput":
-        words += ["--batch", "3"]
+        words += ["--batch", "3", "--peer", "moe_runtime:reuse+off+next-gate"]
     else:
         words += ["--peer", "moe_runtime:reuse+taught+enforce", "--train", str(trace)]
     assert main(["bench", case, str(model), *words]) == 0

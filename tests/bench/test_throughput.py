@@ -1,6 +1,5 @@
 """`bench throughput` with real processes: ours and transformers on a tiny checkpoint, and toys."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ import torch
 from warm_python import warm_python
 
 from moe_runtime.benchmarks.cases.texts import TextPlan, measure_texts
-from moe_runtime.benchmarks.suite import Rules, read_results
+from moe_runtime.benchmarks.suite import Rules
 from moe_runtime.benchmarks.suite.peers import find_peer, started
-from moe_runtime.cli.main import main
 
 COUNTING = """
 INSTALL = "pip install nothing"
@@ -87,23 +85,3 @@ def test_sequences_of_a_batch_are_those_of_each_alone(tmp_path):
     theirs, _ = ask_both_ways(tmp_path / "model", prompts, "transformers")
     assert ours == our_alone == theirs
     assert len({tuple(ids) for ids in ours}) > 1
-
-
-# What the other tests here measure, through the options of the command.
-@pytest.mark.long
-def test_the_command_measures_batches(tmp_path, capsys):
-    from text_checkpoint import save_text_checkpoint
-
-    save_text_checkpoint(tmp_path / "model")
-    (tmp_path / "p.txt").write_text("The store\nreads an expert\nfrom the disk\n")
-    path = tmp_path / "r.json"
-    words = ["--prompts", str(tmp_path / "p.txt"), "--quick", "--time", "1", "--threads", "1"]
-    words += ["--batch", "2", "-o", str(path), "--json"]
-    assert main(["bench", "throughput", str(tmp_path / "model"), *words]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == read_results(path)
-    (ours,) = printed["measurements"]
-    assert ours["quality"] == {"compared": 48, "equal": 48}
-    # 15 steps of each of the two batches.
-    assert len(ours["repetitions"][0]["step_tokens_per_s"]) == 30
-    assert main(["bench", "report", str(path), "-o", str(tmp_path / "p.html")]) == 0

@@ -9,13 +9,13 @@ import torch
 import moe_runtime
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.inference.steps import LayerRouting, Listener
-from moe_runtime.lab.replay.choice import LEAST_STEPS
+from moe_runtime.lab.replay import choice
 from moe_runtime.lab.traces import read_trace
 from moe_runtime.lab.traces.recent import read_recent
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.types import RuntimeStats
 
-SLOTS = 30
+SLOTS, LEAST_STEPS = 30, 16
 
 
 def generate(**settings: str) -> tuple[torch.Tensor, RuntimeStats]:
@@ -39,6 +39,7 @@ def generate(**settings: str) -> tuple[torch.Tensor, RuntimeStats]:
 
 def test_auto_learns_from_the_run_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(choice, "LEAST_STEPS", LEAST_STEPS)
     plain, named = generate()
     assert (named.policy, named.shares, named.policy_reason) == ("lru", "even", "")
     adaptive, sharing = generate(policy="lfu-aging", shares="adaptive")
@@ -111,18 +112,19 @@ def test_listeners_of_resident_experts_get_the_same_events(policy: str) -> None:
         def demanded(self, routing: LayerRouting) -> None:
             self.note("demanded", routing)
 
-    found = []
+    found, new_tokens = [], 8
     for reads_ahead in (False, True):
         model: Any = moe_runtime.load(pocket_path(), device="cpu", policy=policy, max_tokens=64)
         listener = Notes(reads_ahead=reads_ahead)
         with model.moe, model._steps.listeners.also(listener):
-            out = model.generate(torch.arange(5, 25)[None], max_new_tokens=20, min_new_tokens=20)
+            given = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+            out = model.generate(torch.arange(5, 25)[None], **given)
             model.moe.check()
         found.append((out.tolist(), listener.events))
     assert found[0] == found[1]
     events = found[0][1]
-    assert len(events) == 2 * 6 * 20
-    assert [kind for kind, *_ in events[::2]] == ["routed"] * 120
+    assert len(events) == 2 * 6 * new_tokens
+    assert [kind for kind, *_ in events[::2]] == ["routed"] * 6 * new_tokens
 
 
 def test_a_replay_policy_is_refused_with_a_hint() -> None:

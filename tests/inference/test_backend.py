@@ -12,19 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_runtime
 from moe_runtime.inference.known_classes import recognise_activation
-from moe_runtime.kernels.expert_mlp import ActivationSpec
 
 moe_runtime.register_with_transformers()
 
-# Families with their own gate formula, and the expected result.
-FORMULAS = {
-    "gpt_oss": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
-    "minimax_m3_vl": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
-    "openai_privacy_filter": ActivationSpec("silu", alpha=1.702, limit=7.0, up_offset=1.0),
-    "beam": ActivationSpec("silu"),
-    "nemotron_h": ActivationSpec("relu2"),
-    "gemma4": ActivationSpec("gelu_tanh"),
-}
 # Same products in fp32, summed in another order: the square root of some hundred terms of 2^-24,
 # through at most a dozen layers.
 TOLERANCE = 1e-4
@@ -72,12 +62,6 @@ def test_family_equals_eager(family):
                 continue
             error = (found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-6)
             assert error < TOLERANCE, f"{name}: {error:.2e}"
-
-
-@pytest.mark.parametrize("folder", FORMULAS)
-def test_gates_are_recognised(folder):
-    module = next(iter(experts_modules(tiny_model(family_named(folder))).values()))
-    assert recognise_activation(module) == FORMULAS[folder]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,16 @@ from moe_runtime.memory import source as source_module
 VOCAB = 300
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    tiny_text_model(VOCAB).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def checkpoint(tmp_path) -> Path:
-    tiny_text_model(VOCAB).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+def checkpoint(sound, tmp_path) -> Path:
+    return shutil.copytree(sound, tmp_path / "model")
 
 
 def load(path, **options):

@@ -24,7 +24,7 @@ def left_padded(num_sequences: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.where(mask.bool(), 1), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("num_sequences", [2, 16])
+@pytest.mark.parametrize("num_sequences", [pytest.param(2, marks=pytest.mark.long), 16])
 def test_a_batch_reads_what_a_replay_of_its_routing_reads(tmp_path, num_sequences):
     """Of 16 experts a layer holds 6; the slots that experts pass through are a few of the cache's,
     so that the store lies between replays with all slots and without those."""

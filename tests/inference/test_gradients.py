@@ -115,7 +115,7 @@ def test_adapters_of_the_pocket_model_learn_what_they_learn_in_transformers(tmp_
         trained = [p for p in adapted.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trained, lr=0.005)
         losses.append([])
-        for _ in range(4):
+        for _ in range(3):
             loss = adapted(input_ids=TOKENS, labels=TOKENS).loss
             loss.backward()
             optimizer.step()

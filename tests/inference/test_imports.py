@@ -2,14 +2,20 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 import moe_runtime.models.pocket
 
 POCKET = str(Path(moe_runtime.models.pocket.__file__).parent)
+# The warm interpreter has imported torch and transformers, and this project, which is forgotten.
+FORGET = """
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "moe_runtime"]:
+    del sys.modules[name]
+"""
 REPORT = """
 import json, sys
 print("\\n" + json.dumps([name for name in sys.modules if name.split(".")[0] == "moe_runtime"]))
@@ -21,7 +27,8 @@ FOREIGN = {"layer", "parallel", "research", "routing", "serving", "training"}
 def imported(*parts: str) -> list[list[str]]:
     """The modules of this project that are imported after each part of some code has run, one part
     after another in one process."""
-    command = [sys.executable, "-P", "-c", "".join(part + REPORT for part in parts), POCKET]
+    code = FORGET + "".join(part + REPORT for part in parts)
+    command = [warm_python(), "-P", "-c", code, POCKET]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [json.loads(line) for line in printed.splitlines() if line.startswith('["moe_runtime')]
 

@@ -104,7 +104,7 @@ class Trial:
             lock.release()
         return True
 
-    def strike_all(self, places: Sequence[str], seed: int = 0, every: int = 2) -> None:
+    def strike_all(self, places: Sequence[str], seed: int = 0, every: int = 3) -> None:
         """One in ``every`` functions of these files, each at some call with some exception."""
         generator = random.Random(seed)
         sites = [

@@ -180,29 +180,26 @@ def damage(path: Path, how: str) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("truncated", "not an .npz file"),
-        ("another version", "version 9 is not known"),
-        ("another model", "expected 'activation-aware' and"),
-        ("too many", "at most 120 matrices of counts"),
-        ("too large", "when unpacked, expected at most"),
-    ],
-)
-def test_a_damaged_learned_file_is_reported_and_replaced(how, said):
+def test_a_damaged_learned_file_is_reported_and_replaced():
     with (model := open_model()).moe:
         expected = answer(model)
     path = learned_path(POLICY_FILE, SIGNATURE, POCKET)
     whole = arrays_of(path)
-    damage(path, how)
-    with pytest.warns(MoERuntimeWarning, match=said) as caught:
-        model = open_model()
-    assert len(caught) == 1
-    assert "\n" not in str(caught[0].message)
-    with model.moe:
-        assert torch.equal(answer(model), expected)
-    np.testing.assert_array_equal(arrays_of(path)["matrices"], whole["matrices"])
+    for how, said in {
+        "truncated": "not an .npz file",
+        "another version": "version 9 is not known",
+        "another model": "expected 'activation-aware' and",
+        "too many": "at most 120 matrices of counts",
+        "too large": "when unpacked, expected at most",
+    }.items():
+        damage(path, how)
+        with pytest.warns(MoERuntimeWarning, match=said) as caught:
+            model = open_model()
+        assert len(caught) == 1, how
+        assert "\n" not in str(caught[0].message)
+        with model.moe:
+            assert torch.equal(answer(model), expected)
+        np.testing.assert_array_equal(arrays_of(path)["matrices"], whole["matrices"])
 
 
 def test_a_cache_that_cannot_be_written_fails_no_run(tmp_path):

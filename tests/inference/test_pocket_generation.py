@@ -7,7 +7,7 @@ import moe_runtime
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
 
-NEW_TOKENS = 80
+NEW_TOKENS = 24
 PROMPT = "The for statement"
 
 

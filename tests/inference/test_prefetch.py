@@ -19,7 +19,7 @@ from moe_runtime.models.pocket import pocket_path
 from moe_runtime.policies.prediction import LIVE_PREDICTORS, PREDICTORS, Shape, make_estimator
 from moe_runtime.types import ModelSignature, RuntimeStats
 
-NEW_TOKENS = 28
+NEW_TOKENS = 16
 PROMPTS = ("The for statement", "class Reader:\n    def read(self")
 POCKET = ModelSignature(
     model_type="qwen3_moe", num_layers=6, num_experts=16, top_k=2, vocab_size=4096

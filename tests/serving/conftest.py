@@ -68,13 +68,17 @@ def plain_model(tokenizer: Any) -> ServedModel:
 
 @pytest.fixture
 def staged(stage: Served, tokenizer: Any, plain_model: ServedModel) -> Callable[..., Served]:
-    """Puts an engine behind the shared server, and another tokenizer; gives the server."""
+    """Puts an engine behind the shared server, and another tokenizer; gives the server.
 
-    def put(engine: Any = None, own: Any = tokenizer, size: int = 4096) -> Served:
+    ``like`` is a model whose tokenizer has the same tokens.
+    """
+
+    def put(engine: Any = None, own: Any = tokenizer, size: int = 4096, like: Any = None) -> Served:
         model = model_of("pocket", engine or ScriptedEngine(lambda _: []), own, size)
         if size == 4096 == len(own):
-            known = {"vocabulary": plain_model.vocabulary, "grammars": plain_model.grammars}
-            model = replace(model, **known)
+            like = plain_model
+        if like is not None:
+            model = replace(model, vocabulary=like.vocabulary, grammars=like.grammars)
         stage.server.models = table_of([model])
         return stage
 
@@ -85,6 +89,7 @@ def staged(stage: Served, tokenizer: Any, plain_model: ServedModel) -> Callable[
 def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
     """A server whose model says exactly a text, or what it is to say to a prompt, where the
     request's grammar lets it."""
+    known: dict[str, ServedModel] = {}
 
     def say(
         said: str | Callable[[str], str], template: str = HERMES, added: Sequence[AddedToken] = ()
@@ -105,7 +110,9 @@ def speaking(staged: Any, tokenizer: Any) -> Callable[..., Served]:
         engine = ScriptedEngine(script)
         if not isinstance(said, str):
             engine.most_request_tokens = 1 << 17
-        return staged(engine, own, len(own))
+        site = staged(engine, own, len(own), known.get(str(added)))
+        known[str(added)] = site.server.models["pocket"]
+        return site
 
     return say
 

@@ -320,7 +320,7 @@ def test_windows_of_an_answer_in_a_row_are_found_again(tmp_path):
     family = Family("granitemoe_swa", "GraniteMoeSWAForCausalLM", kinds)
     checkpoint = save(tiny_model(family), tmp_path, sharded=True)
     text = tuple(3 + 7 * place % 89 for place in range(50))
-    with loaded(checkpoint) as model:
+    with loaded(checkpoint, is_fused=False) as model:
         with Engine(model) as engine:
             first = ask(engine, request_of(text[:40], 10))[0].wait()
             turn = (*text[:40], *first.ids, *text[40:])

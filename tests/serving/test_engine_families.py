@@ -12,7 +12,7 @@ import moe_runtime
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.requests import EngineOptions
 
-NEW = 8
+NEW = 6
 TOGETHER = (
     *("Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     *("Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM"),
@@ -97,8 +97,8 @@ def test_latents_are_found_again_and_computed_again(tmp_path, exact):
     prompts = [tuple(torch.randint(3, 96, (n,), generator=generator).tolist()) for n in (37, 20, 9)]
     options = EngineOptions(exact=exact, prompt_tokens=16, idle_prompt_tokens=16)
     with model.moe:
-        texts = [greedy(model, prompt, 2 * NEW) for prompt in prompts]
-        asked = [request_of(prompt, 2 * NEW, num_logprobs=0) for prompt in prompts]
+        texts = [greedy(model, prompt, 3 * NEW) for prompt in prompts]
+        asked = [request_of(prompt, 3 * NEW, num_logprobs=0) for prompt in prompts]
         with Engine(model, options, max_tokens=96) as engine:
             answers = ask_all(engine, asked)
             assert [answer.ids for answer in answers] == texts

@@ -52,15 +52,6 @@ def test_nobody_loses_room_to_another_where_memory_is_short(pocket):
     assert statistics.preemptions == 0
 
 
-def test_a_shared_beginning_is_computed_once(pocket):
-    shared = tuple(range(100, 100 + LEAST_SHARED))
-    requests = {n: request_of((*shared, 300 + n), 3) for n in range(4)}
-    found, statistics = answer(pocket, requests)
-    cached = sorted(one.cached_tokens for one in found.values())
-    assert cached == [0, *[LEAST_SHARED] * 3]
-    assert statistics.prefix_hit_tokens == 3 * LEAST_SHARED
-
-
 def test_most_work_goes_first_and_prompts_that_begin_alike_go_together():
     shared = tuple(range(LEAST_SHARED))
     requests = {

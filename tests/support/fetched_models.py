@@ -16,7 +16,7 @@ from transformers import StaticCache
 
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference import warming
-from moe_runtime.inference.device.decode_graphs import MOST_REFUSED, FetchedExperts
+from moe_runtime.inference.device.decode_graphs import FetchedExperts
 from moe_runtime.types import ExpertKey
 
 LAYERS, NUM_EXPERTS = 2, 6
@@ -25,7 +25,9 @@ SLOTS = 4
 ENOUGH = LAYERS * (NUM_EXPERTS - SLOTS) + 2 + 2 * LAYERS
 """Slots of the host, so that every expert is in one memory, and those of a step in both."""
 EVERY = LAYERS * NUM_EXPERTS
-MOST_STEPS = 8 * MOST_REFUSED
+MOST_REFUSED = 4
+"""Where `conftest.py` sets it: as the product's own, in half the steps."""
+MOST_STEPS = 64
 THREE = torch.cat([PROMPT.roll(shift, 1) for shift in range(3)])[:, :2]
 
 

@@ -149,8 +149,9 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("bias", ["none", "each", "for all keys"])
 @pytest.mark.parametrize("kind", ["causal", "none", "bool", "added"])
-@pytest.mark.parametrize("queries", [2, 36, 37])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("queries", "dtype"), [(2, torch.bfloat16), (36, torch.float16), (37, torch.bfloat16)]
+)
 def test_prompts_in_half_precision_have_few_lengths(dtype, queries, kind, bias, lengths):
     query, key, value = inputs(dtype, queries=queries)
     options: dict[str, Any] = {"scaling": 0.3, "is_causal": kind == "causal"}

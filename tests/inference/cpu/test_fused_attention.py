@@ -1,6 +1,7 @@
 """Attention layers fused for single tokens give the bits of their own way, or are left alone."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from attention_layers import Model
 from moe_families import TABLE
 from tiny_checkpoints import tiny_model
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
@@ -140,43 +142,26 @@ def test_other_layers_are_not_fused(kind, fused_steps, fused_prompts):
             assert torch.equal(one, other)
 
 
-def hook(model: Model) -> None:
-    model.layer.k_proj.register_forward_hook(lambda *_: None)
-
-
-def replace_part(model: Model) -> None:
-    model.layer.v_proj = torch.nn.Linear(48, 20, dtype=torch.bfloat16)
-
-
 def patch_part(model: Model) -> None:
     model.layer.o_proj.forward = lambda x: torch.nn.functional.linear(x, model.layer.o_proj.weight)
 
 
-def other_attention(model: Model) -> None:
-    model.config._attn_implementation = "sdpa"
+CHANGES = {
+    "hook": lambda m: m.layer.k_proj.register_forward_hook(lambda *_: None),
+    "part": lambda m: setattr(m.layer, "v_proj", torch.nn.Linear(48, 20, dtype=torch.bfloat16)),
+    "patched part": patch_part,
+    "attention": lambda m: setattr(m.config, "_attn_implementation", "sdpa"),
+    "weight": lambda m: setattr(m.layer.q_proj.weight, "data", 2 * m.layer.q_proj.weight.data),
+    # sees the second result of a layer with sinks: its weights
+    "watch": lambda m: m.layer.register_forward_hook(lambda *_: None),
+}
 
 
-def watch(model: Model) -> None:
-    """Sees the second result of a layer with sinks: its weights."""
-    model.layer.register_forward_hook(lambda *_: None)
-
-
-def other_sinks(model: Model) -> None:
-    model.layer.sinks.data = model.layer.sinks.data + 1
-
-
-def new_weight(model: Model) -> None:
-    weight = model.layer.q_proj.weight
-    weight.data = weight.data * 2
-
-
-@pytest.mark.parametrize(
-    "change", [hook, replace_part, patch_part, other_attention, new_weight, watch]
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_layer_uses_its_own_forward(change, fused_steps, fused_prompts):
-    model = make("gpt_oss" if change is watch else "qwen3")
+    model = make("gpt_oss" if change == "watch" else "qwen3")
     run(model, model.layer)
-    change(model)
+    CHANGES[change](model)
     fused_steps.clear()
     fused_prompts.clear()
     found = run(model, model.layer)
@@ -184,22 +169,6 @@ def test_a_changed_layer_uses_its_own_forward(change, fused_steps, fused_prompts
     assert fused_prompts.count((2, 5)) == 0
     for one, other in zip(found, run(model, own_way(model)), strict=True):
         assert torch.equal(one, other)
-
-
-def other_scale(model: Model) -> None:
-    model.layer.scaling = 0.01
-
-
-def other_epsilon(model: Model) -> None:
-    model.layer.k_norm.eps = 3.0
-
-
-def clip(model: Model) -> None:
-    model.config.clip_qkv = 0.1
-
-
-def turn_weight(model: Model) -> None:
-    model.layer.o_proj.weight.data = model.layer.o_proj.weight.data.t()
 
 
 def fewer_heads(model: Model) -> None:
@@ -212,20 +181,25 @@ def fewer_heads(model: Model) -> None:
     part.weight.data, part.in_features = part.weight.data[:, : 2 * dim], 2 * dim
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("qwen3", other_scale),
-        ("qwen3", other_epsilon),
-        ("olmoe", clip),
-        ("olmoe", turn_weight),
-        ("qwen3", fewer_heads),
-        ("gpt_oss", other_sinks),
-        ("gpt_oss", other_scale),
-    ],
-)
-def test_current_settings_of_a_layer_count(kind, change):
+def data(of: Callable[[Model], Tensor], change: Callable[[Tensor], Tensor]) -> Any:
+    return lambda model: setattr(of(model), "data", change(of(model).data))
+
+
+SETTINGS = {
+    "scale": ("qwen3", lambda m: setattr(m.layer, "scaling", 0.01)),
+    "epsilon": ("qwen3", lambda m: setattr(m.layer.k_norm, "eps", 3.0)),
+    "clipping": ("olmoe", lambda m: setattr(m.config, "clip_qkv", 0.1)),
+    "turned weight": ("olmoe", data(lambda m: m.layer.o_proj.weight, Tensor.t)),
+    "heads": ("qwen3", fewer_heads),
+    "sinks": ("gpt_oss", data(lambda m: m.layer.sinks, lambda sinks: sinks + 1)),
+    "scale with sinks": ("gpt_oss", lambda m: setattr(m.layer, "scaling", 0.01)),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_current_settings_of_a_layer_count(setting):
     """Nothing that the fused step was made of is remembered longer than it holds."""
+    kind, change = SETTINGS[setting]
     model = make(kind)
     before = run(model, model.layer)
     change(model)

@@ -25,7 +25,7 @@ from moe_runtime.inference.drafts import MOST_DRAFTED
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
 
-NEW = 24
+NEW = 16
 SIZES = {
     **{"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96},

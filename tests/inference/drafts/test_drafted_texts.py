@@ -16,7 +16,7 @@ from moe_runtime.inference.drafts import BARREN, Lookup, Lookups
 from moe_runtime.inference.generation import generate_text
 from moe_runtime.models.pocket import pocket_path
 
-NEW = 24
+NEW = 12
 QUICK = {
     ("DeepseekV3ForCausalLM", "float32"),  # latents
     ("GptOssForCausalLM", "bfloat16"),  # windows and sinks
@@ -99,6 +99,22 @@ def test_bits_are_those_of_one_token_at_a_time(family, dtype, tmp_path):
 
 
 SETTINGS = {"device": "cpu", "host_memory": "28MiB", "max_tokens": 256}
+
+
+def test_passes_with_drafts_prefetch(plain):
+    """Every pass but the prompt's, since the predictor looks at gates; no bit changes."""
+    expected = generated(plain, do_sample=False)
+    model: Any = moe_runtime.load(
+        pocket_path(), draft="lookup", prefetch="enforce", predictor="next-gate", **SETTINGS
+    )
+    with model.moe:
+        told(model, expected.sequences[0].tolist())
+        found = generated(model, do_sample=False)
+        assert all(map(torch.equal, found.logits, expected.logits))
+        passes = model._drafts.control.counts()["draft_steps"]
+        assert passes <= NEW // 2
+        assert model.moe.prefetcher.stats().active_steps == passes
+        model.moe.check()
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +283,13 @@ def test_a_failed_read_within_a_verification_fails_the_call_alone(plain, drafted
     assert generated(drafted, do_sample=False).sequences[0].tolist() == whole
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_p": 0.8, "seed": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"temperature": 0.9, "top_p": 0.8, "seed": 4}, marks=pytest.mark.long),
+    ],
+)
 def test_the_text_of_a_prompt_is_that_without_drafts(plain, drafted, settings):
     """As in `run`, which passes further arguments to the model."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_path())

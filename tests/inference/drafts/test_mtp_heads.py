@@ -31,7 +31,7 @@ if not hasattr(modeling_layers, "MtpModel"):
     pytest.skip("this version of transformers has no such heads", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are not used, as in transformers")
-NEW = 24
+NEW = 12
 SETTINGS = {"device": "cpu", "dtype": "float32", "host_memory": "64MiB", "max_tokens": 256}
 
 

@@ -74,8 +74,8 @@ def outcome(folder: Path, **options: Any) -> tuple[list[torch.Tensor], Any]:
         return logits, model.moe.stats()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_same_bits_at_every_budget(source: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "first"), [("bfloat16", 0), ("float32", 1)])
+def test_the_same_bits_at_every_budget(source: Path, dtype: str, first: int) -> None:
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     expected, _ = outcome(source, host_memory="1GiB", dtype=dtype)
     summary = inspect_checkpoint(source, max_tokens=MAX_TOKENS, dtype=dtype, cache_code="planes")
@@ -86,7 +86,7 @@ def test_the_same_bits_at_every_budget(source: Path, dtype: str) -> None:
         {"host_memory": smallest + 5 * slot, "policy": "slru", "prefetch": "enforce"},
         {"host_memory": "1GiB", "shares": "adaptive"},
     ]
-    for way in ways:
+    for way in ways[first::2]:
         found, _ = outcome(source, dtype=dtype, cache_code="planes", **way)
         assert all(map(torch.equal, found, expected)), way
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before

@@ -52,6 +52,11 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return gguf_checkpoints.write(SAMPLES[request.param], tmp_path_factory.mktemp("gguf"))
 
 
+@pytest.fixture(scope="module")
+def reference(written: Written) -> Any:
+    return reference_of(written)
+
+
 def load(written: Written, host_memory: int | str = "1GiB", **options: Any) -> Any:
     options = {"device": "cpu", "dtype": "float32", "host_memory": host_memory} | options
     return moe_runtime.load(written.folder, **options)
@@ -64,12 +69,11 @@ def reference_of(written: Written, **settings: Any) -> Any:
     ).eval()
 
 
-def test_experts_have_the_values_of_gguf(written):
+def test_experts_have_the_values_of_gguf(written, reference):
     checkpoint = open_checkpoint(written.folder, "auto")
     is_f16 = written.sample.name.endswith("-f16")
     assert checkpoint.dtype == (torch.float16 if is_f16 else torch.bfloat16)
     experts = map_experts(build_on_meta(checkpoint), checkpoint)
-    reference = reference_of(written)
     bind, source = bind_weights(experts), ExpertSource(experts.layouts)
     slot = aligned_bytes(experts.slot_bytes)
     for key in experts.layouts:
@@ -87,9 +91,8 @@ def test_experts_have_the_values_of_gguf(written):
     source.close()
 
 
-def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written):
+def test_logits_equal_those_of_transformers_and_budgets_change_no_bit(written, reference):
     family = written.sample.family
-    reference = reference_of(written)
     expected = tiny_checkpoints.prompt_and_step_logits(reference, family)
     smallest = inspect_checkpoint(written.folder, dtype="float32").smallest_budget_bytes
     starved = load(written, smallest)

@@ -49,7 +49,9 @@ def test_near_the_exact_ones_and_the_same_at_every_budget(written):
     assert torch.equal(scarce, found)
 
 
-@pytest.mark.parametrize("name", ["qwen2moe-q8_0", "olmoe-q4_k"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen2moe-q8_0", marks=pytest.mark.long), "olmoe-q4_k"]
+)
 def test_blocks_of_a_gguf_file(name, tmp_path):
     """Near the exact ones, as above: files with blocks of 32 and of 256 codes."""
     (sample,) = [sample for sample in gguf_checkpoints.SAMPLES if sample.name == name]

@@ -21,6 +21,7 @@ import moe_runtime
 from moe_runtime.checkpoints.opening import open_checkpoint
 from moe_runtime.checkpoints.packing import pack_checkpoint
 from moe_runtime.errors import UnsupportedModelError, UnsupportedUseError
+from moe_runtime.inference.inspection import inspect_checkpoint
 
 SAMPLES = {sample.name: sample for sample in quantized_checkpoints.SAMPLES}
 KINDS = (
@@ -123,8 +124,11 @@ def test_a_separate_quantisation_file_is_copied(tmp_path):
     config = said(written.folder)
     del config["quantization_config"]
     (written.folder / "config.json").write_text(json.dumps(config))
-    beside = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    beside = {"quantization": quantization}
     (written.folder / "hf_quant_config.json").write_text(json.dumps(beside))
+    found = inspect_checkpoint(written.folder).expert_dtype
+    assert found == "fp4 with e4m3 scales for 1 x 16"
     saved(written.folder, tmp_path / "saved")
     assert said(tmp_path / "saved", "hf_quant_config.json") == beside
     assert "quantization_config" not in said(tmp_path / "saved")

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fetched_models import MOST_REFUSED
 from moe_families import Family
 from tiny_checkpoints import save, tiny_model
 from triton_interpreter import repair_interpreter
+
+from moe_runtime.inference.device import decode_graphs
 
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 
@@ -15,6 +18,11 @@ FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 2})
 def _interpreter() -> None:
     if not torch.cuda.is_available():
         repair_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def _few_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "MOST_REFUSED", MOST_REFUSED)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from fetched_models import (
     ENOUGH,
     EVERY,
     LAYERS,
+    MOST_REFUSED,
     NUM_EXPERTS,
     SLOTS,
     THREE,
@@ -33,7 +34,6 @@ from tiny_checkpoints import save, tiny_model
 import moe_runtime
 from moe_runtime.config import PrefetchMode
 from moe_runtime.errors import CapacityError, MoERuntimeError
-from moe_runtime.inference.device.decode_graphs import MOST_REFUSED
 from moe_runtime.inference.steps import Listener
 from moe_runtime.memory.device import host_tables
 
@@ -51,7 +51,8 @@ FAMILIES = [
 
 @emulated
 @pytest.mark.parametrize(
-    ("num_sequences", "host_slots", "margin"), [(1, ENOUGH, 2.0), (3, EVERY, -1.0)]
+    ("num_sequences", "host_slots", "margin"),
+    [pytest.param(1, ENOUGH, 2.0, marks=pytest.mark.long), (3, EVERY, -1.0)],
 )
 def test_one_graph_gives_the_bits_of_resident_experts(
     checkpoint, num_sequences, host_slots, margin, monkeypatch
@@ -61,7 +62,7 @@ def test_one_graph_gives_the_bits_of_resident_experts(
     with warmed(checkpoint, host_slots=host_slots) as model:
         request = Request(model, THREE[:num_sequences]).until_fetched()
         model.moe.reset_stats()
-        for _ in range(6):
+        for _ in range(4):
             request.steps(1)
             model.moe.stats()  # counts the choices
         assert is_fetched(model)
@@ -71,7 +72,7 @@ def test_one_graph_gives_the_bits_of_resident_experts(
         assert len(above) <= LAYERS * SLOTS - 2
         model.moe.check()
         stats = model.moe.stats()
-        assert stats.hits + stats.misses >= 6 * LAYERS * 2
+        assert stats.hits + stats.misses >= 4 * LAYERS * 2
         assert stats.misses > 0
     assert_expected(checkpoint, request)
 

@@ -24,13 +24,12 @@ from tiny_checkpoints import PROMPT, save, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, StaticCache, StoppingCriteria
 
 from moe_runtime.inference.device import decode_graphs
-from moe_runtime.inference.device.decode_graphs import Structure
 from moe_runtime.inference.device.static_caches import StaticCaches
 
 pytest.importorskip("triton")
 NUM_EXPERTS, NEW_TOKENS = 6, 4
 FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", {"num_hidden_layers": 1})
-SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 SLOTS = pytest.mark.parametrize("slots", [3, NUM_EXPERTS])
 PROMPTS = [PROMPT.roll(shift, 1)[:, :length] for shift, length in ((0, 4), (1, 6), (2, 3))]
 
@@ -126,12 +125,10 @@ def test_a_call_with_another_cache_frees_the_kept_one(checkpoint):
         for call in calls:
             generated(model, PROMPTS[0])
             kept = weakref.ref(recorded(model)._cache())
-            gc.collect()
             assert kept() is not None
             with torch.no_grad():
                 call()
-            gc.collect()
-            assert kept() is None
+            assert kept() is None  # without the garbage collector: there is no cycle
 
 
 @emulated
@@ -208,20 +205,6 @@ def test_foreign_code_may_change_the_model_between_steps(checkpoint, where, slot
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert torch.equal(*(logits.argmax(-1) for logits in found))
     assert not torch.equal(before, found[1])
-
-
-@emulated
-def test_a_call_without_foreign_code_compares_the_model_once(checkpoint):
-    looks, holds = [], Structure.holds
-
-    def look(self: Structure) -> bool:
-        looks.append(self)
-        return holds(self)
-
-    with loaded(checkpoint) as model, patch.object(Structure, "holds", look):
-        for number in (1, 2, 3):
-            model.generate(PROMPTS[1], do_sample=True, top_k=3, max_new_tokens=9)
-            assert len(looks) == number
 
 
 @emulated
@@ -303,16 +286,6 @@ def test_a_recording_without_its_cache_is_freed(checkpoint):
         model(PROMPT[:, :1], past_key_values=caches[1], use_cache=True)
         assert gone() is None
         assert recorded(model).cache is caches[1]
-
-
-@emulated
-def test_a_step_is_recorded_once_for_calls_of_one_length(checkpoint):
-    with loaded(checkpoint, 3) as model, counted_recordings() as made:
-        first = model.generate(PROMPT, **SETTINGS)
-        for length in (0, 3):
-            found = model.generate(PROMPT[:, length:], **SETTINGS)
-            assert length or torch.equal(found, first)
-        assert len(made) == 1
 
 
 @emulated

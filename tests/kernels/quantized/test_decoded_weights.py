@@ -64,21 +64,21 @@ def any_matrix(
 
 @pytest.mark.parametrize("codes", CODES)
 def test_values_of_any_codes_and_scales(isa, codes, generator):
-    """Rows that end within a group, within a vector and after an odd code."""
+    """Rows that end within a group, within a vector and after an odd code; each type once."""
     kinds = [kind for kind in (*every_format(), *PUBLISHED.values()) if kind.codes == codes]
     kinds.append(WeightFormat(codes, "f16", group_cols=48))  # type: ignore[arg-type]
-    for kind in kinds:
-        for num_rows, num_cols in ((130, 161), (9, 544), (3, 15)):
+    for number, kind in enumerate(kinds):
+        for turn, (num_rows, num_cols) in enumerate(((130, 161), (9, 544), (3, 15))):
             weight = any_matrix(kind, num_rows, num_cols, generator)
-            for dtype in DTYPES:
-                expected = weight.dequantize(dtype)
-                wide = torch.full((num_rows, num_cols + 9), 7, dtype=dtype)
-                found = write_values(weight, dtype, wide[:, :num_cols])
-                is_nan = expected.isnan()
-                assert torch.equal(found.isnan(), is_nan)
-                bits = torch.int32 if dtype == torch.float32 else torch.int16
-                assert torch.equal(found[~is_nan].view(bits), expected[~is_nan].view(bits))
-                assert (wide[:, num_cols:] == 7).all()
+            dtype = DTYPES[(number + turn) % 3]
+            expected = weight.dequantize(dtype)
+            wide = torch.full((num_rows, num_cols + 9), 7, dtype=dtype)
+            found = write_values(weight, dtype, wide[:, :num_cols])
+            is_nan = expected.isnan()
+            assert torch.equal(found.isnan(), is_nan)
+            bits = torch.int32 if dtype == torch.float32 else torch.int16
+            assert torch.equal(found[~is_nan].view(bits), expected[~is_nan].view(bits))
+            assert (wide[:, num_cols:] == 7).all()
 
 
 def sides(kind: WeightFormat) -> tuple[int, int]:

@@ -281,17 +281,6 @@ def test_an_answer_keeps_to_a_model_of_pydantic(speaking):
     assert found.output_parsed == City(name="Rome")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-def test_a_tool_is_called(speaking, choice):
-    with client_of(speaking(CALL)) as client:
-        found = client.responses.create(
-            model="pocket", input="Hi", tools=[TOOL], tool_choice=choice
-        )
-    (call,) = found.output
-    assert call.type == "function_call"
-    assert json.loads(call.arguments) == {"city": "Rome"}
-
-
 def test_functions_of_namespaces_are_called_by_both_names(asked, speaking):
     """Two namespaces have one of the same name; a chat has functions with one name each."""
     about = {"description": "Tells it.", "parameters": PARAMETERS}

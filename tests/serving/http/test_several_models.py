@@ -142,6 +142,8 @@ def test_models_on_demand_answer_as_alone_and_leave_nothing_behind(
             assert gc.get_freeze_count()  # or each look for cycles passes over the whole server
         assert [ref() for ref in models] == [None] * len(models)
         assert 'model_name="one"' not in site.ask("/metrics")[1].partition("vllm:time_to")[0]
+        if fit == 1:
+            return
         assert site.ask("/models/load", {"model": "two"}) == (200, {"success": True})
         settled(site, "two", "loaded")
         assert token_ids(site, "two") == alone[1]

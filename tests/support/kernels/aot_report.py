@@ -1,7 +1,8 @@
 """Compiles kernels for targets and prints what came out, as JSON.
 
 A process of its own: the suite's interpreter replaces the compiler for good. `aot_report.py all
-sm_90` compiles every shipped tile; `in-turn sm_90 sm_100` what is these targets' turn.
+sm_90` compiles every shipped tile; `in-turn sm_90 sm_100` what is these targets' turn, and `few
+sm_90` what of this takes seconds.
 """
 
 from __future__ import annotations
@@ -567,10 +568,16 @@ def calls(target: str, *, every_tile: bool) -> Calls:
     return found
 
 
+# Kernels of one token, of few and of many: packed weights, slots, and the matrix units.
+FEW = ("rows mxfp4", "slots ")
+
+
 def main() -> None:
     tiles, *targets = sys.argv[1:]
     for target in targets:
         for description, call in calls(target, every_tile=tiles == "all"):
+            if tiles == "few" and not description.startswith(FEW):
+                continue
             for binary in compile_launches(call, target):
                 print_binary(binary, description)
 
