@@ -105,8 +105,7 @@ def test_a_format_that_computes_something_else_has_no_numbers(monkeypatch):
         assert rows[f"read, {name}"]["failure"] is None
 
 
-def test_the_command_writes_results_and_a_row_for_each(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "500")  # names of systems are not folded
+def test_the_command_writes_results_and_a_row_for_each(model, tmp_path, capsys):
     path = tmp_path / "r.json"
     words = ["--formats", "fp8,bf16,fp8", "--quick", "--time", "1"]
     words += ["--threads", "1", "--precision", "1", "--tokens", "2", "-o", str(path)]
@@ -116,7 +115,7 @@ def test_the_command_writes_results_and_a_row_for_each(model, tmp_path, capsys, 
     assert found["settings"]["memory"] == 2 << 30
     printed = capsys.readouterr().out
     for one in found["measurements"]:
-        assert one["system"] in printed
+        assert {*one["system"].split()} <= {*printed.split()}  # a header may be folded
         assert one["failure"] is None
     assert {"of", "read"} <= {*printed.split()}
     assert main(["bench", "compare", str(path), str(path), "--json"]) == 0
