@@ -140,10 +140,9 @@ def test_memory_is_that_of_a_peers_processes_together(tmp_path):
 
 
 def test_a_peer_that_does_not_answer_is_ended(tmp_path):
-    with (
-        started(program(tmp_path), 0.001) as process,
-        pytest.raises(PeerFailedError, match="after"),
-    ):
+    peer = program(tmp_path)
+    (tmp_path / "counting.py").write_text("import time; time.sleep(600)")
+    with started(peer, 0.001) as process, pytest.raises(PeerFailedError, match="after"):
         process.ask("start", settings={"variant": None})
 
 

@@ -137,7 +137,9 @@ class AnswerFile(contextlib.AbstractContextManager["AnswerFile"]):
                     "answers its request again"
                 )
             else:
-                problem = "is not an answer of this command, so no file changes; name another"
+                problem = (
+                    "is not an answer of this command, so no file changes; give another --output"
+                )
             raise CheckpointError(f"{self._path}, line {number}: {problem}")
 
 
