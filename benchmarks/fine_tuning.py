@@ -78,11 +78,15 @@ DEVICE_METRICS = METRICS | {
     steps=option(4, "timed steps of each"),
     context=option(256, "of a row"),
     rows=option(4, "of a step"),
-    **gpu.REHEARSED,
+    tiny=gpu.REHEARSED["tiny"],
+    device=option(None, "of `device`, a GPU if omitted", choices=("cuda", "cpu")),
 )
 def main(options: Namespace) -> int:
     if options.what == "device":
+        options.device = options.device or "cuda"
         return gpu.on_gpu(on_device)(options)
+    if options.device is not None:
+        raise MoERuntimeError(f"{options.what} runs on a CPU: --device is for `device`")
     options.device = "cpu"
     needed = ("peft", *(("trl", "datasets") if options.what == "chats" else ()))
     if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:

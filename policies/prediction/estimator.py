@@ -160,7 +160,7 @@ class Estimator(ABC):
             chance_BE = self.estimate(contexts, now, layer)
             shape, expected = np.shape(chance_BE), (len(contexts), self.shape.num_experts)
             if shape != expected or not np.isfinite(chance_BE).all():
-                found = f"shape {shape}" if shape != expected else "others"
+                found = f"shape {shape}" if shape != expected else "NaN or infinity"
                 raise ValueError(
                     f"{type(self).__name__}.estimate must give finite probabilities of shape "
                     f"{expected}, got {found}"

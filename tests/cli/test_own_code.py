@@ -96,7 +96,7 @@ def test_predictors_need_a_name_and_files_must_be_there(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("estimate", "said"),
-    [("float('nan')", "of shape (1, 16), got others"), ("[0.5]", "got shape (1,)")],
+    [("float('nan')", "of shape (1, 16), got NaN"), ("[0.5]", "got shape (1,)")],
 )
 def test_estimates_that_are_not_probabilities_are_refused(estimate, said, own_files, capsys):
     file = own_files / "last_experts.py"

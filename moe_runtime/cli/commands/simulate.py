@@ -97,10 +97,6 @@ class System(Spread):
         return Failures(mean_s, self.restart_seconds)
 
 
-_ROOM = ("expert_bytes", "dense_bytes", "kv_tokens", "resident_share")
-"""What a rank's memory has, and the tokens whose keys and values fit on all ranks."""
-
-
 def simulate_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(
@@ -286,9 +282,6 @@ def serve(
     with loading_bar() as progress:
         for num_ranks in numbers:
             times: Any = functools.cache(simulated.SimulatedSteps)
-            some = dataclasses.replace(cluster, num_ranks=num_ranks)
-            whole = times(some, sizes, system.imbalance(), place=place_experts)
-            room = {name: getattr(whole, name) for name in _ROOM}
             for factor in factors:
                 progress(f"simulating {num_ranks} ranks", len(found), len(numbers) * len(factors))
                 asked = (
@@ -297,7 +290,7 @@ def serve(
                     else recorded.faster(factor)
                 )
                 served = simulated.simulate_serving(
-                    some,
+                    dataclasses.replace(cluster, num_ranks=num_ranks),
                     sizes,
                     asked,
                     step_tokens=step_tokens,
@@ -320,7 +313,6 @@ def serve(
                         "between_tokens_s": between,
                         "good_share": served.met(first_token, between_tokens),
                         "failures": served.num_failures,
-                        **_without_infinity(room),
                     }
                 )
     names = ("ranks", "requests/s", "tokens/s", "first p50", "p95", "between p50", "p95", "good")

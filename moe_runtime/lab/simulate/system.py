@@ -8,6 +8,7 @@ Legend: P ranks, E experts, N requests.
 """
 
 import csv
+import functools
 import heapq
 import math
 import os
@@ -470,7 +471,6 @@ class TrainPrediction:
     """Seconds of a step by its parts, and the throughput that failures leave."""
 
     layout: TrainLayout
-
     layers_s: float
     reduce_s: float
     optimizer_s: float
@@ -493,6 +493,7 @@ def simulate_training(
     imbalance: Imbalance = EVEN,
     failures: Failures = NEVER,
     place: Callable[..., Placement] = place_experts,
+    times: Callable[..., SimulatedSteps] = SimulatedSteps,
 ) -> TrainPrediction:
     """Predicts a training step, and the share of time that failures leave.
 
@@ -511,15 +512,15 @@ def simulate_training(
     ranks = num_ranks // stages  # of a stage
     copies = ranks // layout.expert_ranks
     group = replace(cluster, num_ranks=layout.expert_ranks)
-    times = SimulatedSteps(group, of_stage, imbalance, place=place)
+    steps = times(group, of_stage, imbalance, place=place)
     slowest = cluster.inter if cluster.num_nodes > 1 else cluster.intra
-    micro_batch_s = times.step_s(layout.tokens, is_training=True)
+    micro_batch_s = steps.step_s(layout.tokens, is_training=True)
     inputs = layout.tokens * model.model_dim * model.bytes_per_activation  # of a layer, bytes
     if stages > 1:
         micro_batch_s += 2 * float(slowest.seconds(1, inputs))
     layers_s = (layout.micro_batches + stages - 1) * micro_batch_s
     # Each rank updates a part of what it shares with others (ZeRO's first stage).
-    dense, experts = of_stage.dense_parameters, times.expert_bytes / model.bytes_per_weight
+    dense, experts = of_stage.dense_parameters, steps.expert_bytes / model.bytes_per_weight
     held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
     # the first micro-batch is in the working share
@@ -576,8 +577,8 @@ def search_layouts(
     Raises:
         CapacityError: no layout fits.
     """
-    num_ranks, found = cluster.num_ranks, []
-    fault = None
+    num_ranks, found, fault = cluster.num_ranks, list[TrainPrediction](), None
+    options["times"] = functools.cache(SimulatedSteps)  # experts are placed once for all sizes
     for stages in _divisors(math.gcd(num_ranks, model.num_layers)):
         ranks = num_ranks // stages
         for expert_ranks in _divisors(ranks):
