@@ -1,32 +1,32 @@
-"""A generation service whose ranks come and go: `python benchmarks/elastic.py [--save]`.
+"""A server whose processes come and go: `python benchmarks/elastic.py [--save]`.
 
-Six requests run while the service changes its ranks and rebalances. Measured of each change:
-experts that travelled, seconds of preparation, and the longest wait of any request for a token. All
-answers must be those of one process. Ranks share this machine's cores: this measures no speed.
+Six requests run while processes join `serve --elastic`, and one is killed. Measured of each change:
+experts that moved, and the longest wait of any request for a token. All answers must be those of
+the server's one process. Processes share this machine's cores: this measures no speed.
 """
 
+import contextlib
 import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+import urllib.request
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
-import torch
-from transformers import AutoTokenizer
-
-import moe_runtime
 from moe_runtime.benchmarks.harness.scripting import ScriptResults, option, script
 from moe_runtime.benchmarks.suite import Metric, facts
+from moe_runtime.errors import MoERuntimeError
 from moe_runtime.models.pocket import pocket_path
-from moe_runtime.research.elastic import (
-    ChangeReport,
-    ElasticRequest,
-    ElasticService,
-    start_local_workers,
-)
 
 PROMPTS = (
     "The for statement is used to iterate",
@@ -37,23 +37,20 @@ PROMPTS = (
     "An exception is raised when",
 )
 METRICS = {
-    **facts("count", "experts_moved", "requests_moved"),
-    "prepared_s": Metric("s"),
+    **facts("count", "experts_moved"),
     "longest_wait_s": Metric("s"),
     **facts("s", "longest_wait_before_s"),
 }
-QUIET_S = 1.0
-"""Between two changes."""
-
-Prompt = tuple[int, ...]
-Change = Callable[[], "Future[ChangeReport]"]
+QUIET_S, PATIENCE_S = 2.0, 300.0
+"""Seconds between two changes; the longest time until one has taken place."""
+_MOVED = re.compile(r"(\d+) processes divide the model; (\d+) experts moved")
 
 
 class TokenTimes:
     def __init__(self, num_requests: int) -> None:
         self._times: list[list[float]] = [[] for _ in range(num_requests)]
 
-    def add(self, request: int, token: int) -> None:
+    def add(self, request: int) -> None:
         self._times[request].append(time.perf_counter())
 
     def longest_wait_s(self, begin_s: float, end_s: float) -> float:
@@ -67,66 +64,109 @@ class TokenTimes:
         return max(waits, default=0.0)
 
 
-def answers_of_one_process(prompts: list[Prompt], num_tokens: int) -> list[Prompt]:
-    model: Any = moe_runtime.load(pocket_path(), device="cpu", max_tokens=1024)
-    with model.moe:
-        found = [
-            model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
-            for prompt in prompts
-        ]
-    pairs = zip(found, prompts, strict=True)
-    return [tuple(tokens[0, len(prompt) :].tolist()) for tokens, prompt in pairs]
+class Server(contextlib.ExitStack):
+    """`serve --elastic`, and the processes that join it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with socket.create_server(("localhost", 0)) as free:
+            self._port = free.getsockname()[1]
+        self._log = Path(self.enter_context(tempfile.TemporaryDirectory()), "log")
+        first = self.start("--elastic", f"1:3@{self._port}", stdout=subprocess.PIPE)
+        assert first.stdout is not None
+        self.address = json.loads(first.stdout.readline())["address"]
+
+    def start(self, *words: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-P", "-m", "moe_runtime.cli.program", "serve"]
+        given = [*program, str(pocket_path()), "--exact", "--json", "--port", "0", *words]
+        with open(self._log if "--elastic" in words else os.devnull, "ab") as log:
+            process = subprocess.Popen(given, stdout=stdout, stderr=log)
+        self.callback(process.wait)
+        self.callback(process.kill)
+        return process
+
+    def join(self) -> subprocess.Popen[bytes]:
+        return self.start("--join", f"localhost:{self._port}")
+
+    def changes(self) -> list[tuple[int, int]]:
+        """Processes and moved experts of all groups so far."""
+        return [(int(size), int(moved)) for size, moved in _MOVED.findall(self._log.read_text())]
+
+    def answer(self, prompt: str, num_tokens: int, on_token: Callable[[], None]) -> str:
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True}
+        headers = {"content-type": "application/json"}
+        asked = urllib.request.Request(
+            f"{self.address}/v1/completions", json.dumps(body).encode(), headers
+        )
+        text = ""
+        with urllib.request.urlopen(asked) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    on_token()
+        return text
 
 
-def measure(change: Change, times: TokenTimes) -> dict[str, float]:
+def measure(server: Server, times: TokenTimes, change: Callable[[], object]) -> dict[str, float]:
     quiet_s = time.perf_counter()
     time.sleep(QUIET_S)
-    begin_s = time.perf_counter()
-    report = change().result()
-    end_s = time.perf_counter()
+    begin_s, before = time.perf_counter(), len(server.changes())
+    change()
+    while len(found := server.changes()) == before:
+        if time.perf_counter() > begin_s + PATIENCE_S:
+            raise MoERuntimeError(f"the change did not take place in {PATIENCE_S:g} s")
+        time.sleep(0.05)
+    time.sleep(QUIET_S)
     return {
-        "experts_moved": report.num_transfers,
-        "requests_moved": report.num_moved_requests,
-        "prepared_s": report.prepare_s,
-        "longest_wait_s": times.longest_wait_s(begin_s, end_s),
+        "experts_moved": found[-1][1],
+        "longest_wait_s": times.longest_wait_s(begin_s, time.perf_counter()),
         "longest_wait_before_s": times.longest_wait_s(quiet_s, begin_s),
     }
 
 
 def run(rounds: int, num_tokens: int, results: ScriptResults) -> None:
-    """Add the numbers of each change, in every round."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(pocket_path())
-    prompts: list[Prompt] = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
-    service = ElasticService(pocket_path(), timeout_s=100)
-    start_local_workers(3, pocket_path(), service.address, timeout_s=100)
-    changes: Mapping[str, Change] = {
-        "2 to 4 ranks": lambda: service.resize(4),
-        "4 to 3 ranks": lambda: service.resize(3),
-        "rebalance, 2 replicas or more": lambda: service.rebalance(num_replicas=2),
-        "3 to 2 ranks": lambda: service.resize(2),
-    }
-    with service.start(2):
-        times = TokenTimes(len(prompts))
-        requests = [ElasticRequest(prompt=one, max_new_tokens=num_tokens) for one in prompts]
-        answers = [
-            service.submit(request, partial(times.add, number))
-            for number, request in enumerate(requests)
-        ]
+    """Adds the numbers of each change, in every round."""
+    with Server() as server:
+        expected = [server.answer(prompt, num_tokens, lambda: None) for prompt in PROMPTS]
+        times = TokenTimes(len(PROMPTS))
+        got: list[list[str]] = [[] for _ in PROMPTS]
+        ends = threading.Event()
 
-        def measured(change: Change) -> dict[str, float]:
-            if all(answer.done() for answer in answers):
-                raise SystemExit("the answers ended before the changes: give more --new-tokens")
-            return measure(change, times)
+        def ask(number: int) -> None:
+            while not ends.is_set():
+                on_token = partial(times.add, number)
+                got[number].append(server.answer(PROMPTS[number], num_tokens, on_token))
 
-        systems = {name: partial(measured, change) for name, change in changes.items()}
-        results.add_rounds(systems, rounds)
-        got = [answer.result() for answer in answers]
-    if got != answers_of_one_process(prompts, num_tokens):
-        raise SystemExit("an answer differs from that of one process")
-    print(f"all {len(got)} answers are those of one process, token by token")
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        joined: list[subprocess.Popen[bytes]] = []
+
+        def join() -> None:
+            joined.append(server.join())
+
+        def kill() -> None:
+            joined.pop(0).send_signal(signal.SIGKILL)
+
+        changes = {
+            "1 to 2 processes": join,
+            "2 to 3 processes": join,
+            "3 to 2 processes, one is killed": kill,
+            "2 to 1 process, one is killed": kill,
+        }
+        systems = {name: partial(measure, server, times, one) for name, one in changes.items()}
+        try:
+            results.add_rounds(systems, rounds)
+        finally:
+            ends.set()
+            for thread in threads:
+                thread.join()
+    if any(text != one for texts, one in zip(got, expected, strict=True) for text in texts):
+        raise MoERuntimeError("an answer differs from that of one process")
+    print(f"all {sum(map(len, got))} answers are those of one process")
 
 
-@script(rounds=option(3, "times all changes are made"), new_tokens=option(480, "of each request"))
+@script(rounds=option(3, "times all changes are made"), new_tokens=option(240, "of each answer"))
 def main(options: Namespace) -> int:
     settings = {"model": "pocket", "requests": len(PROMPTS), "new_tokens": options.new_tokens}
     results = ScriptResults("elastic", options, settings, METRICS)

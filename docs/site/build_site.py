@@ -80,7 +80,6 @@ WRITTEN = {
     "Systems": [
         ("What is united here", "docs/systems.md", "systems/index.md"),
         ("Reproductions", "moe_runtime/research/README.md", "systems/reproductions.md"),
-        ("ElasticMoE", "moe_runtime/research/elastic/README.md", "systems/elastic.md"),
         ("A service that grows", "docs/elasticity.md", "systems/elasticity.md"),
         ("Hecate", "moe_runtime/research/hecate/README.md", "systems/hecate.md"),
         (

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -23,6 +24,7 @@ import typer
 from moe_runtime.cli import options
 from moe_runtime.cli.console import Session, launched_rank, num_launched
 from moe_runtime.cli.stopping import handlers_in_force, handling, stop_on_signals
+from moe_runtime.cli.strict import refuse_given
 from moe_runtime.errors import RankFailureError
 
 if TYPE_CHECKING:
@@ -133,12 +135,45 @@ def _forwarded_signals() -> Iterator[None]:
         yield
 
 
-def follow_first(model: Any, engine: "EngineOptions | None" = None) -> None:
+def elastic_place(
+    ctx: typer.Context, elastic: str | None, join: str | None
+) -> tuple[str, int, tuple[int, int] | None] | None:
+    """Host and port of the rendezvous of `--elastic` and `--join`, and the sizes of its groups."""
+    from moe_runtime.parallel.communication.elastic import PORT
+    from moe_runtime.serving.http.dividing import is_on_cpu
+
+    if elastic is None and join is None:
+        return None
+    if elastic is not None and join is not None:
+        raise ValueError("--join joins the server that has --elastic: leave one of them out")
+    name = "--join" if elastic is None else "--elastic"
+    refuse_given(ctx, {"processes", "gpus", "placement"}, f"divides it too: leave {name} out")
+    if launched_rank() is not None:
+        raise ValueError(f"{name} starts without torchrun")
+    if not is_on_cpu({"device": ctx.params["device"]}):
+        raise ValueError(f"{name} divides a model among CPUs: give --device cpu too")
+    if join is not None:
+        found = re.fullmatch(r"\[?(.+?)\]?:(\d+)", join)
+        if found is None:
+            raise ValueError(f"--join {join}: expected HOST:PORT")
+        return found[1], int(found[2]), None
+    found = re.fullmatch(r"(\d+):(\d+)(?:@(\d+))?", elastic or "")
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"--elastic {elastic}: expected MIN:MAX, such as 1:4")
+    return "localhost", int(found[3] or PORT), (int(found[1]), int(found[2]))
+
+
+def follow_first(
+    model: Any, engine: "EngineOptions | None" = None, *, may_leave: bool = False
+) -> None:
     """Takes part in the steps of the first process's engine until it ends. Signals are held: the
-    first process obeys them."""
+    first process obeys them. One that may leave does so at once."""
     from moe_runtime.serving.following import follow
 
-    with contextlib.closing(model.moe), stop_on_signals(is_held=lambda: True):
+    with contextlib.ExitStack() as stack:
+        if not may_leave:
+            stack.enter_context(contextlib.closing(model.moe))
+            stack.enter_context(stop_on_signals(is_held=lambda: True))
         follow(model, options=engine)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.expert_map import ExpertMap
 from moe_runtime.errors import MoERuntimeWarning
+from moe_runtime.parallel.communication.elastic import ElasticGroup
 from moe_runtime.parallel.communication.transport import (
     Transport,
     arithmetic_facts,
@@ -27,7 +28,7 @@ from moe_runtime.parallel.communication.transport import (
     require_same,
     software_facts,
 )
-from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
+from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map, resize_layer
 from moe_runtime.policies.prediction import Event, Guess, Predictor
 from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats
 
@@ -43,7 +44,12 @@ COUNTED = (*_SUMMED, *_SLOWEST)
 
 
 class ExpertPartition:
-    """The experts of this process, and the exchange of rows with others."""
+    """The experts of this process, and the exchange of rows with others.
+
+    Attributes:
+        group: of processes that come and go; None if they stay the same.
+        is_first: whether this is the process that requests come to.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,9 @@ class ExpertPartition:
         ValueError: a process would have no experts."""
         size = transport.size
         self.transport = transport
+        self.group = transport if isinstance(transport, ElasticGroup) else None
+        self.is_first = transport.rank == 0 if self.group is None else self.group.is_first
+        self._held: dict[str, list[list[int]]] = {}  # experts by lasting name and layer
         self._holders: list[list[list[int]]]  # ranks by layer and expert
         if placement is not None:
             self._holders = []
@@ -76,6 +85,37 @@ class ExpertPartition:
         if len(busy) < size:
             idle = min(set(range(size)) - busy)
             raise ValueError(f"the placement map leaves process {idle} of {size} without experts")
+
+    def form(self) -> None:
+        """Forms the next group, and divides the experts anew so that the fewest move.
+
+        Raises:
+            RankFailureError: a process was lost meanwhile.
+            ElasticError: there is no next group.
+        """
+        assert self.group is not None
+        self._holders = self.group.form(self._divide)
+        if self.is_first:
+            moved = f"{self._num_moved} experts moved"
+            self.group.say(f"{self.transport.size} processes divide the model; {moved}")
+
+    def _divide(self, names: Sequence[str]) -> list[list[list[int]]]:
+        """Ranks by layer and expert; a process that stays keeps what it holds, as far as shares
+        allow."""
+        sizes = [*map(len, self._holders)]
+        before = self._held or {names[0]: [[*range(size)] for size in sizes]}
+        known = [*names, *(name for name in before if name not in names)]
+        self._num_moved, holders = 0, []
+        self._held = {name: [] for name in names}
+        for layer, size in enumerate(sizes):
+            held = [before[name][layer] if name in before else [] for name in known]
+            ranks = resize_layer(held, len(names), [1.0] * size)
+            for name, had, has in zip(names, held, ranks, strict=False):
+                self._held[name].append(has)
+                self._num_moved += len({*has} - {*had})
+            owner = {expert: rank for rank, has in enumerate(ranks) for expert in has}
+            holders.append([[owner[expert]] for expert in range(size)])
+        return holders
 
     def owns(self, key: ExpertKey) -> bool:
         return self.transport.rank in self._holders[key.layer][key.expert]
@@ -116,24 +156,25 @@ class ExpertPartition:
         import transformers
 
         config = checkpoint.config.to_dict()
-        require_same(
-            self.transport,
-            {
-                **software_facts(),
-                **arithmetic_facts(),
-                "the placement of the experts": str(self._holders),
-                "the version of transformers": transformers.__version__,
-                "the kind of device": place.type,
-                "the dtype": str(checkpoint.dtype),
-                "the model's configuration": str(
-                    sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
-                ),
-                "the types of the model's experts": " and ".join(experts.type_names),
-                "the model's dense tensors": str(
-                    sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
-                ),
-            },
-        )
+        facts = {
+            **software_facts(),
+            **arithmetic_facts(),
+            "the placement of the experts": str(self._holders),
+            "the version of transformers": transformers.__version__,
+            "the kind of device": place.type,
+            "the dtype": str(checkpoint.dtype),
+            "the model's configuration": str(
+                sorted((k, str(v)) for k, v in config.items() if k != "_name_or_path")
+            ),
+            "the types of the model's experts": " and ".join(experts.type_names),
+            "the model's dense tensors": str(
+                sorted((name, e.dtype, e.shape) for name, e in experts.dense_entries.items())
+            ),
+        }
+        if self.group is None:
+            require_same(self.transport, facts)
+        else:
+            self.group.agree("model", facts)
 
     def exchange(self, layer: int, rows: Mapping[int, list[int]], out_RD: Tensor) -> None:
         """Adds the rows of other processes to ``out_RD``; a collective call.
@@ -173,7 +214,7 @@ def divide_experts(
     if placement is not None:
         placed = load_placement_map(placement)
         placed.require(signature, num_ranks=transport.size)
-    if transport.size == 1:
+    if transport.size == 1 and not isinstance(transport, ElasticGroup):
         if placed is not None:
             warnings.warn(
                 "the placement map has no effect: one process has all experts; start several with "
@@ -185,7 +226,8 @@ def divide_experts(
     partition = ExpertPartition(
         transport, [module.num_experts for module in experts.modules], placed
     )
-    experts.layouts = {key: lay for key, lay in experts.layouts.items() if partition.owns(key)}
+    if partition.group is None:
+        experts.layouts = {key: lay for key, lay in experts.layouts.items() if partition.owns(key)}
     return partition
 
 

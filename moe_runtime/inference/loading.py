@@ -258,7 +258,7 @@ def load(
         from moe_runtime.inference.expert_partition import divide_experts
 
         partition = divide_experts(transport, experts, signature, placement)
-    is_first = partition is None or partition.transport.rank == 0
+    is_first = partition is None or partition.is_first
     drafting = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:

@@ -8,6 +8,7 @@ Shape suffixes: L layers, E experts, G devices (ranks).
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -136,10 +137,10 @@ def resize(placement: Placement, num_gpus: int, loads_LE: np.ndarray | None = No
     if loads.shape != shape:
         raise ValueError(f"loads_LE must have shape {shape}, got {loads.shape}")
     layers = [
-        _resize_layer(
+        resize_layer(
             [[expert for expert in held if expert != EMPTY] for held in row],
             num_gpus,
-            loads[layer] / placement.copies[layer],
+            (loads[layer] / placement.copies[layer]).tolist(),
         )
         for layer, row in enumerate(_rows(placement).tolist())
     ]
@@ -154,7 +155,10 @@ def resize(placement: Placement, num_gpus: int, loads_LE: np.ndarray | None = No
     return keep_in_place(placement, resized, Devices(num_nodes=1, gpus_per_node=num_gpus))
 
 
-def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) -> list[list[int]]:
+def resize_layer(
+    ranks: Sequence[Sequence[int]], num_gpus: int, loads_E: Sequence[float]
+) -> list[list[int]]:
+    """`resize` for the experts of one layer on each rank."""
     kept = [list(held) for held in ranks[:num_gpus]]
     kept += [[] for _ in range(num_gpus - len(kept))]
     present = {expert for held in kept for expert in held}
@@ -163,10 +167,10 @@ def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) ->
     each, rest = divmod(sum(map(len, kept)) + len(pool), num_gpus)
     fullest = sorted(range(num_gpus), key=lambda rank: (-len(kept[rank]), rank))[:rest]
     quotas = [each + (rank in fullest) for rank in range(num_gpus)]
-    target = (sum(loads_E[e] for held in kept for e in held) + loads_E[pool].sum()) / num_gpus
+    target = sum(loads_E[e] for held in (*kept, pool) for e in held) / num_gpus
     for held, quota in zip(kept, quotas, strict=True):
         while len(held) > quota:
-            surplus = (sum(loads_E[held]) - target) / (len(held) - quota)
+            surplus = (sum(loads_E[e] for e in held) - target) / (len(held) - quota)
             given = min(held, key=lambda e: (abs(loads_E[e] - surplus), e))
             held.remove(given)
             pool.append(given)
@@ -174,7 +178,7 @@ def _resize_layer(ranks: list[list[int]], num_gpus: int, loads_E: np.ndarray) ->
         open_ranks = [r for r in range(num_gpus) if len(kept[r]) < quotas[r]]
         # Two copies on one rank are useless, unless there is no other room.
         fresh = [r for r in open_ranks if expert not in kept[r]] or open_ranks
-        lightest = min(fresh, key=lambda r: (sum(loads_E[kept[r]]), r))
+        lightest = min(fresh, key=lambda r: (sum(loads_E[e] for e in kept[r]), r))
         kept[lightest].append(expert)
     return kept
 

@@ -8,23 +8,25 @@ import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from moe_runtime.checkpoints.adapter_files import AdapterFolder
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, RankFailureError
 from moe_runtime.inference.adapters import Adapters
 from moe_runtime.inference.budget import activation_bytes_per_token, known_positions
 from moe_runtime.inference.drafts import Offer
 from moe_runtime.inference.pictures import Positions
 from moe_runtime.inference.routing_replay import RoutingOfPass
 from moe_runtime.inference.sequence_cache import bring_back, own_states, set_room, take_out
+from moe_runtime.parallel.communication.elastic import ElasticError, ElasticGroup
 from moe_runtime.serving.decode_rows import InRow, RowDecoding
 from moe_runtime.serving.kv_account import PIECE
 from moe_runtime.serving.passes import ModelPasses, add_logprobs
-from moe_runtime.serving.plans import BEAT_S, Plans, checksum
+from moe_runtime.serving.plans import BEAT_S, Plans, checksum, partition_of
 from moe_runtime.serving.prefixes import Filled, PrefixDisk, Prefixes, account_for
 from moe_runtime.serving.requests import (
     EngineClosedError,
@@ -125,12 +127,34 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 raise ValueError("a prefix disk and further models are for one process")
             if self._is_leading != (self._plans.rank == 0):
                 raise ValueError("requests go to the first process; the others follow it")
-        pieces = getattr(model, "_pieces", None)  # of a model from ``load``
-        self._options = _within_pass(options or EngineOptions(), pieces)
+        self._options = _within_pass(options or EngineOptions(), getattr(model, "_pieces", None))
         self._turns = turns or Turns()
-        capacity = capacity_of(model, max_tokens)
+        self._capacity, self._prefix_disk = capacity_of(model, max_tokens), prefix_disk
         self._model = model
         self._adapters = adapters or Adapters(model, {})
+        self._threads = ThreadPoolExecutor(1, "moe-runtime prefixes")
+        self._drafts: Any = getattr(model, "_drafts", None)  # of a model from ``load``
+        self._partition = partition_of(model)
+        self._group = None if self._partition is None else self._partition.group
+        if self._is_leading and self._group is not None:
+            self._meet(self._group)
+        else:
+            self._open()
+        self._changed = threading.Condition()
+        self._arrived: deque[Sequence] = deque()
+        self._awaited: list[Arrival] = []
+        self._num_requests = self._beside_tokens = 0
+        self._is_open, self._is_closed = self._is_leading, False
+        self.failure: Exception | None = None
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[FinishReason] = Counter()
+        self._thread = threading.Thread(target=self._run, name="moe-runtime engine", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        """Makes what the processes of a group have alike; a collective call."""
+        model, capacity = self._model, self._capacity
+        pieces = getattr(model, "_pieces", None)  # of a model from ``load``
         exact = self._options.most_running if self._options.exact else 1
         self._passes = ModelPasses(model, self._adapters, exact=exact)
         with contextlib.ExitStack() as undo:
@@ -140,7 +164,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 block = self._options.prompt_tokens if self._options.exact else PIECE
             self._account = account_for(self._passes, capacity, block_tokens=block)
             self._prefixes = Prefixes(
-                self._account, self._passes, exact=self._options.exact, disk=prefix_disk
+                self._account, self._passes, exact=self._options.exact, disk=self._prefix_disk
             )
             passed = capacity if pieces is None else min(capacity, pieces.most_tokens)
             # rows of fp32 logits that fit, with their activations, into those of a pass
@@ -155,10 +179,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 adapters=self._adapters,
                 swap_out=self._prefixes.swap_out,
             )
-            self._threads = ThreadPoolExecutor(1, "moe-runtime prefixes")
-            undo.callback(self._threads.shutdown)
             self._rows = RowDecoding(self._passes, self._scheduler, self._options)
-            self._drafts: Any = getattr(model, "_drafts", None)  # of a model from ``load``
             known = known_positions(model.config)
             own = self._rows.most_request_tokens
             self.most_request_tokens = own if known is None else min(own, known)
@@ -167,17 +188,38 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 facts = room, self._passes.abilities
                 self._plans.require_same({"the engine's steps": f"{self._options} {facts}"})
             undo.pop_all()
-        self._changed = threading.Condition()
-        self._arrived: deque[Sequence] = deque()
-        self._awaited: list[Arrival] = []
-        self._num_requests = self._beside_tokens = 0
         self._known = self._state()
-        self._is_open, self._is_closed = self._is_leading, False
-        self.failure: Exception | None = None
-        self._counts: Counter[str] = Counter()
-        self._finished: Counter[FinishReason] = Counter()
-        self._thread = threading.Thread(target=self._run, name="moe-runtime engine", daemon=True)
-        self._thread.start()
+
+    def _meet(self, group: ElasticGroup) -> Plans:
+        """Forms the next group, again if a process is lost meanwhile."""
+        while True:
+            try:
+                assert self._partition is not None
+                self._partition.form()
+                self._plans = plans = Plans(group, partition=self._partition)
+                self._open()
+                return plans
+            except RankFailureError as error:
+                group.say(str(error))
+
+    def _meet_again(self, group: ElasticGroup) -> None:
+        """Goes on in the next group, which computes all requests again from their tokens."""
+        before, self._awaited = self._scheduler, []
+        for sequence in [*before.running]:
+            self._prefixes.forget_cuts(sequence)
+            before.preempt(sequence)
+        self._rows.close()
+        self._passes.close()
+        try:
+            plans = self._meet(group)
+        except BaseException:
+            self._scheduler = before  # whose requests end with this error
+            raise
+        self._scheduler.num_preemptions = before.num_preemptions
+        for sequence in before.waiting:
+            sequence.is_alone = sequence.is_apart
+            self._scheduler.add(sequence)
+            plans.take(sequence.number, sequence.answer, sequence.request)
 
     def submit(self, request: GenerationRequest, on_event: OnEvent) -> EngineHandle:
         """Takes a request; from any thread.
@@ -225,14 +267,16 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"token {token} is none of the model's vocabulary of {vocab_size}")
 
-    def _sequence_of(self, request: GenerationRequest, on_event: OnEvent, number: int) -> Sequence:
+    def _sequence_of(
+        self, request: GenerationRequest, on_event: OnEvent, number: int, answer: Items[int] = ()
+    ) -> Sequence:
         root = f"{self._adapters.number(request.adapter)} {request.prefix_owner}"
         # several rows of an adapter's products have other bits than one
         is_apart = self._adapters.goes_alone(request.adapter) or (
             self._options.exact and request.adapter is not None
         )
         is_apart |= any(one.picture.kinds_by_id for one in request.pictures)
-        return Sequence(request, on_event, number, root, is_apart=is_apart)
+        return Sequence(request, on_event, number, root, is_apart=is_apart, answer=answer)
 
     def add_adapter(self, name: str, folder: AdapterFolder) -> None:
         """Adds an adapter that requests may name; from any thread.
@@ -297,6 +341,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         with self._changed:
             self._is_open, self._is_closed = False, True
             self._changed.notify_all()
+        if self._group is not None:
+            self._group.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._threads.shutdown()
@@ -324,7 +370,8 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
         except MoERuntimeError as error:
             if self._plans is None:
                 raise
-            self.failure = error.with_traceback(None)
+            if not (self._is_closed and isinstance(error, ElasticError)):
+                self.failure = error.with_traceback(None)
         except Exception as error:
             self.failure = None if self._plans is None else error
             raise
@@ -332,11 +379,21 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
             self._end_all()
 
     def _work(self) -> None:
-        while self._wait():
-            with self._turns.turn():
-                self._step()
-        if self._plans is not None:
-            self._plans.send("end", self._known)
+        while True:
+            try:
+                while self._wait():
+                    with self._turns.turn():
+                        self._step()
+                if self._plans is not None:
+                    self._plans.send("end", self._known)
+                return
+            except RankFailureError as error:
+                if self._group is None:
+                    raise
+                self._group.say(str(error))
+            if self._is_closed:
+                return
+            self._meet_again(self._group)
 
     def _wait(self) -> bool:
         while not self._is_called():
@@ -349,7 +406,7 @@ class Engine(contextlib.AbstractContextManager["Engine"]):
                 sequence = self._arrived.popleft()
                 self._scheduler.add(sequence)
                 if self._plans is not None:
-                    self._plans.take(sequence.number, sequence.request)
+                    self._plans.take(sequence.number, (), sequence.request)
             return not self._is_closed
 
     def _is_called(self) -> bool:

@@ -10,13 +10,14 @@ import torch
 
 from moe_runtime.errors import RankFailureError
 from moe_runtime.serving.engine import Engine
-from moe_runtime.serving.plans import Plan
+from moe_runtime.serving.plans import Plan, partition_of
 from moe_runtime.serving.requests import Finished, FinishReason, NewToken
 from moe_runtime.serving.scheduling import Sequence, ignore_event
 
 
 def follow(model: Any, **options: Any) -> None:
-    """Takes part in the steps of the first process's engine until that is closed.
+    """Takes part in the steps of the first process's engine until that is closed. In an elastic
+    group, also those after processes came or were lost.
 
     Args:
         model: from ``load``, with the group of all processes.
@@ -24,7 +25,21 @@ def follow(model: Any, **options: Any) -> None:
 
     Raises:
         RankFailureError: another process died, stalled, or does something else.
+        ElasticError: the first process of an elastic group is gone.
     """
+    partition = partition_of(model)
+    while True:
+        try:
+            if partition is not None and partition.group is not None:
+                partition.form()
+            _follow(model, **options)
+            return
+        except RankFailureError:
+            if partition is None or partition.group is None:
+                raise
+
+
+def _follow(model: Any, **options: Any) -> None:
     with (engine := Follower(model, **options)):
         engine.join()
 
@@ -74,8 +89,8 @@ class Follower(Engine):
         )
 
     def _begin_step(self, plan: Plan) -> None:
-        for number, request in plan.came:
-            self._scheduler.add(self._sequence_of(request, ignore_event, number))
+        for number, answer, request in plan.came:
+            self._scheduler.add(self._sequence_of(request, ignore_event, number, answer))
         ended = {*plan.cancelled}
         self._beside_tokens = plan.beside_tokens
         known = (*self._scheduler.running, *self._scheduler.waiting)

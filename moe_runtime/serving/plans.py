@@ -21,14 +21,21 @@ import numpy as np
 import torch
 
 from moe_runtime.inference.expert_layer import OffloadedExperts
-from moe_runtime.inference.expert_partition import COUNTED, add_up, counted, recounted
+from moe_runtime.inference.expert_partition import (
+    COUNTED,
+    ExpertPartition,
+    add_up,
+    counted,
+    recounted,
+)
+from moe_runtime.parallel.communication.elastic import GroupChangedError
 from moe_runtime.parallel.communication.transport import Transport, require_same
 from moe_runtime.serving.requests import FinishReason, GenerationRequest
 from moe_runtime.types import RuntimeStats
 
-Kind = Literal["step", "rest", "end"]
+Kind = Literal["step", "rest", "end", "part"]
 
-_KINDS: tuple[Kind, ...] = ("step", "rest", "end")
+_KINDS: tuple[Kind, ...] = ("step", "rest", "end", "part")
 _ENDINGS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
 _SENT_FIELDS = (
     *("prompt_ids", "max_new_tokens", "num_prompt_logprobs", "priority", "client", "prefix_owner"),
@@ -49,13 +56,15 @@ class Plan:
     """The input of the next step.
 
     Attributes:
-        kind: a step, a rest without work, or the end.
+        kind: a step, a rest without work, the end, or that the processes part and meet in the next
+            group.
         beside_tokens: most prompt tokens of a step in which sequences also decode.
         state: checksum of the engine's state after the last step.
         chosen: a token for each sequence that the last step advanced, in order, and the reason if
             the answer ended with it.
         cancelled: numbers of sequences that end before the step.
-        came: new requests and their numbers.
+        came: new requests, their numbers, and the tokens of their answers that an earlier group of
+            processes chose.
     """
 
     kind: Kind
@@ -63,13 +72,16 @@ class Plan:
     state: int = 0
     chosen: Sequence[tuple[int, FinishReason | None]] = ()
     cancelled: Sequence[int] = ()
-    came: Sequence[tuple[int, GenerationRequest]] = ()
+    came: Sequence[tuple[int, Sequence[int], GenerationRequest]] = ()
 
     def numbers(self) -> np.ndarray:
         """``[N]`` int64."""
         text = b""
         if self.came:
-            came = [[n, *(getattr(one, name) for name in _SENT_FIELDS)] for n, one in self.came]
+            came = [
+                [number, answer, *(getattr(request, name) for name in _SENT_FIELDS)]
+                for number, answer, request in self.came
+            ]
             text = json.dumps(came).encode()
             text = text.ljust(-(-len(text) // _WORD_BYTES) * _WORD_BYTES)
         chosen = [token * len(_ENDINGS) + _ENDINGS.index(end) for token, end in self.chosen]
@@ -93,9 +105,18 @@ class Plan:
         )
 
 
-def _request_of(number: int, prompt_ids: Sequence[int], *others: Any) -> tuple[int, Any]:
+def _request_of(
+    number: int, answer: Sequence[int], prompt_ids: Sequence[int], *others: Any
+) -> tuple[int, Sequence[int], GenerationRequest]:
     named: dict[str, Any] = dict(zip(_SENT_FIELDS[1:], others, strict=True))
-    return number, GenerationRequest(prompt_ids=tuple(prompt_ids), **named)
+    return number, answer, GenerationRequest(prompt_ids=tuple(prompt_ids), **named)
+
+
+def partition_of(model: Any) -> ExpertPartition | None:
+    """The division of a model's experts among processes; None for other models."""
+    layers = (part for part in model.modules() if isinstance(part, OffloadedExperts))
+    partitions = (layer.partition for layer in layers)
+    return next((one for one in partitions if one is not None), None)
 
 
 class Plans:
@@ -105,22 +126,26 @@ class Plans:
         rank: of this process; 0 sends.
     """
 
-    def __init__(self, transport: Transport, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Callable[[], float] = time.monotonic,
+        partition: ExpertPartition | None = None,
+    ) -> None:
+        self.partition = partition
         self.rank = transport.rank
         self._transport, self._clock = transport, clock
         self._reports: list[np.ndarray] = []
         self._reported_s = -math.inf
         self._chosen: list[tuple[int, FinishReason | None]] = []
-        self._came: list[tuple[int, GenerationRequest]] = []
+        self._came: list[tuple[int, Sequence[int], GenerationRequest]] = []
         self.is_resting = False
 
     @staticmethod
     def of(model: Any) -> Plans | None:
         """Plans for a model whose experts are divided among processes; None for other models."""
-        layers = (part for part in model.modules() if isinstance(part, OffloadedExperts))
-        partitions = (layer.partition for layer in layers)
-        found = next((one for one in partitions if one is not None), None)
-        return None if found is None else Plans(found.transport)
+        found = partition_of(model)
+        return None if found is None else Plans(found.transport, partition=found)
 
     def require_same(self, facts: dict[str, str]) -> None:
         """Raises RankFailureError unless all processes have the same facts; a collective call."""
@@ -132,9 +157,9 @@ class Plans:
         for name in (name for name, is_given in given.items() if is_given):
             raise ValueError(f"{name}: a model in several processes takes none; leave it out")
 
-    def take(self, number: int, request: GenerationRequest) -> None:
-        """Adds a request to the next plan."""
-        self._came.append((number, request))
+    def take(self, number: int, answer: Sequence[int], request: GenerationRequest) -> None:
+        """Adds a request to the next plan, with its answer so far."""
+        self._came.append((number, [*answer], request))
 
     def chose(self, token: int, ending: FinishReason | None) -> None:
         """Adds a token to the next plan."""
@@ -147,7 +172,11 @@ class Plans:
 
         Raises:
             RankFailureError: one of them died or stalled.
+            GroupChangedError: another process waits to join; the plan says to part.
         """
+        group = None if self.partition is None else self.partition.group
+        if kind != "end" and group is not None and group.is_awaited:
+            kind = "part"
         plan = Plan(
             kind=kind,
             beside_tokens=beside_tokens,
@@ -171,12 +200,14 @@ class Plans:
                 self._reports = [*arrived_N.view(np.float64).reshape(-1, len(COUNTED))]
                 self._reported_s = now_s
         self.is_resting = kind == "rest"
+        if kind == "part":
+            raise GroupChangedError("another process joins")
 
     def receive(self, report: Callable[[], RuntimeStats]) -> Plan:
         """The next plan; a collective call. ``report`` returns this process's statistics.
 
         Raises:
-            RankFailureError: another process died or stalled.
+            RankFailureError: another process died or stalled, or all part.
         """
         first_N = self._receive(_BLOCK, np.zeros(0, np.int64))
         length, asks = first_N[:2].tolist()
@@ -185,7 +216,10 @@ class Plans:
         if asks or rest:
             back_N = np.array(counted(report()) if asks else [], np.float64)
             numbers_N = np.concatenate([numbers_N, self._receive(rest, back_N.view(np.int64))])
-        return Plan.of(numbers_N)
+        plan = Plan.of(numbers_N)
+        if plan.kind == "part":
+            raise GroupChangedError("another process joins")
+        return plan
 
     def of_all(self, own: RuntimeStats) -> RuntimeStats:
         """Statistics of all processes, by their last reports."""

@@ -99,16 +99,18 @@ class Sequence:
         root: str = "",
         *,
         is_apart: bool = False,
+        answer: Items[int] = (),
     ) -> None:
+        """``answer``: its tokens that an earlier group of processes chose."""
         self.request = request
         self.root = root
         self.number = number
         self.turn = 0
-        self.tokens = list(request.prompt_ids)
+        self.tokens = [*request.prompt_ids, *answer]
         placed = request.pictures
         self.keys = keys_of(self.tokens, placed) if placed else self.tokens
         self.positions: Positions | None = None
-        self.answer: list[int] = []
+        self.answer = [*answer]
         self.num_computed = self.num_found = 0
         self.read_end = len(self.tokens)
         self.cache: DynamicCache | None = None
@@ -125,7 +127,7 @@ class Sequence:
         self.is_cancelled = False
         self.is_finished = False
         self._on_event = on_event
-        self._is_started = self._is_read = False
+        self._is_started = self._is_read = bool(answer)
         self._cached_tokens = 0
         self._logprobs: list[TokenLogprob | None] = [None]
         self._routing: np.ndarray | None = None

@@ -121,7 +121,11 @@ CASES = {
             "device": ("--device cuda", ("device", "cuda")),
             "warm_up": ("--warm-up", ("warm_up", True)),
         },
-        {"dry_run": "tests/serving/test_serve_command.py", **SEVERAL},
+        {
+            "dry_run": "tests/serving/test_serve_command.py",
+            **dict.fromkeys(("elastic", "join"), "tests/cli/test_processes.py"),
+            **SEVERAL,
+        },
     ),
     "generate": Case(
         ("moe_runtime.serving.batches.batch_run.run_batch",),

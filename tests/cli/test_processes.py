@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ import pytest
 import torch
 from finetuning_runs import MIXTRAL, checkpoint_of, write_text
 from http_server import TEMPLATE
-from launched import Launch
+from launched import Launch, run_words
+from rank_pool import start_server
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from training_runs import train, training_records, write_run
@@ -30,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_runtime.cli.main import main
 from moe_runtime.cli.options import SeveralProcesses
-from moe_runtime.cli.processes import _forwarded_signals, named_end
+from moe_runtime.cli.processes import _forwarded_signals, elastic_place, named_end
 from moe_runtime.errors import RankFailureError
 
 PROMPT = "The store reads"
@@ -467,6 +469,127 @@ def test_a_run_goes_on_without_a_launcher_that_is_lost(tmp_path):
     assert first.returncode == 0, said
     taken = [one["step"] for one in training_records(tmp_path / "out") if "loss" in one]
     assert taken == [*range(1, steps + 1)]
+
+
+ELASTIC_TOKENS = 200
+
+
+class Service(contextlib.AbstractContextManager["Service"]):
+    """A server with ``--elastic`` and the processes that joined it."""
+
+    def __init__(self, checkpoint: Path, folder: Path, sizes: str, *words: str) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            self.port = free.getsockname()[1]
+        (folder / "in").write_text("")
+        self.folder, self.checkpoint, self.words = folder, checkpoint, words
+        self.processes: list[BaseProcess] = []
+        self.start("--elastic", f"{sizes}@{self.port}", "--port", "0")
+
+    def start(self, *words: str) -> int:
+        number = len(self.processes)
+        given = ["serve", str(self.checkpoint), "--max-tokens", "512", *SMALL, *self.words, *words]
+        process = start_server().Process(
+            target=run_words, args=(given, {}, self.folder, number), daemon=True
+        )
+        process.start()
+        self.processes.append(process)
+        return number
+
+    def join(self) -> int:
+        return self.start("--join", f"localhost:{self.port}")
+
+    def said(self, number: int = 0) -> str:
+        path = self.folder / f"err-{number}"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, words: str, times: int = 1, number: int = 0) -> None:
+        while self.said(number).count(words) < times:
+            assert self.processes[number].is_alive(), self.said(number)
+            time.sleep(0.02)
+
+    @property
+    def address(self) -> str:
+        out = self.folder / "out-0"
+        while not (out.exists() and out.read_text().endswith("\n")):
+            assert self.processes[0].is_alive(), self.said()
+            time.sleep(0.02)
+        return json.loads(out.read_text())["address"]
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def streamed(address: str, **body: Any) -> Iterator[str]:
+    """The pieces of an answer's text as they come."""
+    data = {"prompt": PROMPT, "max_tokens": ELASTIC_TOKENS, "stream": True, **body}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(data).encode(), headers
+    )
+    with urllib.request.urlopen(request) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                found = json.loads(line[6:])
+                assert "error" not in found, found
+                yield found["choices"][0]["text"]
+
+
+def test_requests_go_on_while_processes_come_and_go(checkpoint, tmp_path):
+    with Service(checkpoint, tmp_path, "1:3", "--exact") as service:
+        drawn = {"temperature": 1.3, "seed": 3}
+        greedy = streamed(service.address, temperature=0)
+        sampled = streamed(service.address, **drawn)
+        texts = [next(greedy), next(sampled)]
+        joined = service.join()
+        service.wait_for("2 processes divide the model")
+        texts[0] += next(greedy)
+        os.kill(service.processes[joined].pid or 0, signal.SIGKILL)
+        service.wait_for("rank 1 of 2 has ended")
+        texts[0] += "".join(greedy)
+        texts[1] += "".join(sampled)
+        assert texts[0] == text_of_transformers(checkpoint, ELASTIC_TOKENS)
+        assert "".join(streamed(service.address, **drawn)) == texts[1]
+        other = service.start("--join", f"localhost:{service.port}", "--max-running", "3")
+        service.processes[other].join()
+        assert service.processes[other].exitcode == 2
+        assert "this process differs from the service in the options of" in service.said(other)
+        leaving = service.join()
+        service.wait_for("2 processes divide the model", 2)
+        os.kill(service.processes[0].pid or 0, signal.SIGTERM)
+        service.processes[0].join()
+        service.processes[leaving].join()
+        codes = [service.processes[number].exitcode for number in (0, leaving)]
+        assert codes == [143, 0], service.said(leaving)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--elastic", "4:1"), "--elastic 4:1: expected MIN:MAX, such as 1:4"),
+        (("--elastic", "1:2@x"), "--elastic 1:2@x: expected MIN:MAX, such as 1:4"),
+        (("--join", "here"), "--join here: expected HOST:PORT"),
+        (("--join", "a:1", "--elastic", "1:2"), "leave one of them out"),
+        (("--elastic", "1:2", "--processes", "2"), "divides it too: leave --elastic out"),
+        (("--elastic", "1:2", "--prefix-disk", "1GiB"), "--prefix-disk is for one process"),
+        (("--elastic", "1:2", "n"), "several processes serve one model, got 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_an_elastic_server_is_not_is_refused(words, complaint, capsys):
+    assert main(["serve", "m", *words]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_other_ways_start_no_elastic_server(monkeypatch, capsys):
+    ctx: Any = SimpleNamespace(params={"device": "cuda"}, command=SimpleNamespace(params=[]))
+    with pytest.raises(ValueError, match="--join divides a model among CPUs: give --device cpu"):
+        elastic_place(ctx, None, "a:1")
+    launched_as(0, monkeypatch)
+    assert main(["serve", "m", "--elastic", "1:2"]) == 2
+    assert "--elastic starts without torchrun" in capsys.readouterr().err
 
 
 class OneDead:

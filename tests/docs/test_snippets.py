@@ -38,7 +38,6 @@ SMALLER = {
     "MoELayer(2048, 1024, 64, 8,": "MoELayer(32, 16, 4, 2,",
 }
 NOT_RUN = {
-    ("elasticity.md", 0): "starts three processes; tests/research/elastic do the same",
     ("offloaded-training.md", 1): "the Trainer prints; tests/offload/test_trainers.py do the same",
 }
 """Snippets of which only the imports are run, and why."""

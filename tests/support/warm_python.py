@@ -30,7 +30,7 @@ PRELOAD = (
     *("torch.distributed.fsdp", "torch.distributed.tensor", "moe_runtime.benchmarks.suite"),
     *("moe_runtime.cli.main", "moe_runtime.cli.commands.run", "moe_runtime.inference.loading"),
     *("moe_runtime.kernels.expert_mlp", "moe_runtime.models.lm.parallel", "moe_runtime.parallel"),
-    *("moe_runtime.research.elastic", "moe_runtime.training.train_run"),
+    *("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "moe_runtime.training.train_run"),
     *("transformers.generation.utils", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
     *("transformers.models.olmoe.modeling_olmoe",),
 )

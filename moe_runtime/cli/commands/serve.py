@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import importlib.util
 import json
+import socket
 import sys
 import threading
 import warnings
@@ -16,7 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moe_runtime.cli import console, options
-from moe_runtime.cli.processes import divided, follow_first, joined_processes, start_processes
+from moe_runtime.cli.processes import (
+    divided,
+    elastic_place,
+    follow_first,
+    joined_processes,
+    start_processes,
+)
 from moe_runtime.cli.stopping import StopRequest, stop_on_signals
 from moe_runtime.cli.strict import refuse_given
 from moe_runtime.config import format_bytes
@@ -35,6 +42,8 @@ _OF_ONE_PROCESS = frozenset(
         "prefix_disk",
     }
 )
+_ALIKE = ("max_tokens", "dtype", "activations", "kv_cache", "routing", "skip_below")
+"""Options of loading on which the bits of all processes depend."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STOPPING = (
     "finishing running answers; Ctrl-C or SIGTERM once more cuts them off",
@@ -60,6 +69,8 @@ def serve(
     max_tokens: options.Count | None = None,
     loading: options.Loading,
     several: options.SeveralProcesses,
+    elastic: Annotated[str | None, typer.Option(metavar="MIN:MAX")] = None,
+    join: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
     max_running: options.Count = 32,
     max_waiting: options.Count = 256,
     step_tokens: options.Count = 256,
@@ -110,6 +121,10 @@ def serve(
         cors: Pages of this origin may read answers in a browser, * for all; repeatable.
         max_tokens: Maximum tokens of all running requests together, prompts and answers, which
             take memory. [4096, or more if all experts fit anyway]
+        elastic: Divide the experts among so many processes, which come and go while requests go on;
+            the others are started with --join. MIN:MAX@PORT has another port for them than 29400.
+            CPU only.
+        join: Compute for the server with --elastic at this address; with its model and options.
         max_running: Requests that are answered at a time.
         max_waiting: Requests that may wait; more get 429.
         step_tokens: Maximum prompt tokens per step. A higher value gives more throughput; a lower
@@ -203,16 +218,25 @@ def serve(
         on_demand=on_demand,
         idle_s=unload_idle,
     )
-    if console.num_launched() > 1 or several.are_asked_for:
+    place = elastic_place(ctx, elastic, join)
+    if console.num_launched() > 1 or several.are_asked_for or place is not None:
         refuse_given(ctx, _OF_ONE_PROCESS, "is for one process: leave it out")
         if len(models) > 1:
             raise ValueError(f"several processes serve one model, got {len(models)}")
     start_processes(several, ctx.obj)
     with joined_processes(ctx.obj) as group, contextlib.ExitStack() as stack:
         own = {**settings.loading, **divided(several, group)}
+        if place is not None:
+            from moe_runtime.parallel.communication.elastic import ElasticGroup
+
+            own["group"] = ElasticGroup(*place, lambda line: log("processes", {"message": line}))
+            same = {"the options of serve": str([*map(own.get, _ALIKE), settings.engine])}
+            own["group"].agree("serve", same)
+            if elastic is not None:
+                log("rendezvous", {"join": f"{socket.gethostname()}:{own['group'].port}"})
         settings = dataclasses.replace(settings, loading=own)
-        if group is not None and group.rank():
-            follow_first(load_to_follow(settings), settings.engine)
+        if join is not None or (group is not None and group.rank()):
+            follow_first(load_to_follow(settings), settings.engine, may_leave=join is not None)
             return
         progress = stack.enter_context(console.loading_bar())
         stop: StopRequest | None = None

@@ -1,7 +1,7 @@
 """How rows travel between the ranks of an expert-parallel group, and groups that come and go.
 
 Another way to move rows (shared memory, one-sided writes) implements the protocol `Transport`.
-Groups of `open_group` are independent of the default group and use gloo.
+Groups of `open_transport` are independent of the default group and use gloo.
 
 Shape suffixes: P ranks, C chunks, N numbers, R rows or bytes, D model.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -96,6 +95,11 @@ class FlatTransport:
         self._watch = CollectiveMonitor(group, timeout_s)
         self.rank, self.size = self._watch.rank, self._watch.size
         self._what = what
+
+    def leave(self) -> None:
+        """Ends the group for this process; others that wait for it in the group go on."""
+        self._watch.leave()
+        del self.group
 
     def exchange_numbers(self, numbers_PN: Tensor) -> Tensor:
         splits = [1] * self.size
@@ -332,59 +336,23 @@ def open_store(host: str, port: int, *, is_keeper: bool, timeout_s: float) -> St
     )
 
 
-def open_group(
-    store: Store, name: str, rank: int, size: int, *, timeout_s: float
-) -> dist.ProcessGroup:
-    """Makes a gloo group of the processes that call this with the same store and name.
+def open_transport(store: Store, rank: int, size: int, *, meet_s: float) -> Transport:
+    """The transport of a new gloo group of the processes that share a store, once all have come.
 
-    Returns when all of them have come. A name is used once in the life of the store.
+    Raises:
+        RankFailureError: one of them did not come within so many seconds.
     """
-    own = dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
-        name, store
-    )
-    limit = timedelta(seconds=timeout_s)
+    if size == 1:
+        return LocalTransport()
     try:
-        backend = dist.ProcessGroupGloo(own, rank, size, limit)
+        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=meet_s))
     except RuntimeError as error:
         raise RankFailureError(
-            f"the group {name!r} of {size} processes did not come together within "
-            f"{timeout_s:g} s: {str(error).splitlines()[0]}"
+            f"{size} processes did not meet within {meet_s:g} s: {str(error).splitlines()[0]}"
         ) from error
-    group = dist.ProcessGroup(own, rank, size)
+    backend._set_default_timeout(timedelta(seconds=DEFAULT_TIMEOUT_S))
+    group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
-    return group
-
-
-def open_transport(store: Store, name: str, rank: int, size: int, *, timeout_s: float) -> Transport:
-    """As `open_group`, as a transport for dispatch; one process makes no group."""
-    if size == 1:
-        return LocalTransport()
-    group = open_group(store, name, rank, size, timeout_s=timeout_s)
-    return FlatTransport(group, timeout_s=timeout_s)
-
-
-def exchange_bytes(
-    transport: Transport, messages: Mapping[int, bytes], note: int = 0
-) -> tuple[dict[int, bytes], list[int]]:
-    """Sends bytes to some ranks, this one included; a collective call.
-
-    Where no rank has anything to send, only a few numbers travel. Returns the bytes by the rank
-    they came from, and every rank's note.
-    """
-    numbers_PN = torch.zeros((transport.size, 3), dtype=torch.int64)
-    for rank, message in messages.items():
-        numbers_PN[rank, 0] = len(message)
-    numbers_PN[:, 1] = numbers_PN[:, 0].sum()
-    numbers_PN[:, 2] = note
-    received_PN = transport.exchange_numbers(numbers_PN)
-    notes = received_PN[:, 2].tolist()
-    if not bool(received_PN[:, 1].any()):
-        return {}, notes
-    (route,) = transport.routes(numbers_PN[None, :, 0], received_PN[None, :, 0])
-    sent = b"".join(messages[rank] for rank in sorted(messages))
-    sent_R1 = torch.from_numpy(np.frombuffer(bytearray(sent), np.uint8))[:, None]
-    arrived_R1 = transport.exchange(sent_R1, route).wait()
-    parts = arrived_R1.flatten().split(received_PN[:, 0].tolist())
-    return {rank: part.numpy().tobytes() for rank, part in enumerate(parts) if part.numel()}, notes
+    return FlatTransport(group)

@@ -268,6 +268,12 @@ class CollectiveMonitor:
             raise self._failure(error, self._step, started, what) from error
         self._go_on()
 
+    def leave(self) -> None:
+        """Ends the group for this process; others that wait for it in the group go on."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._notes.write((), self._step, gives_up=True)
+        del self.group
+
     def wait(self, work: dist.Work, step: int, on_cpu: bool, what: str) -> None:
         """Waits for a collective, and watches for ended processes.
 

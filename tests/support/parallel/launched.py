@@ -53,7 +53,7 @@ class Launch(contextlib.AbstractContextManager["Launch"]):
                 "TORCHELASTIC_USE_AGENT_STORE": str(store_port is not None),
             }
             process = context.Process(
-                target=_run,
+                target=run_words,
                 args=(words, environment, folder, rank, dies_after if rank == 1 else None),
                 daemon=True,
             )
@@ -88,13 +88,14 @@ class Launch(contextlib.AbstractContextManager["Launch"]):
             process.join()
 
 
-def _run(
+def run_words(
     words: list[str],
     environment: dict[str, str],
     folder: Path,
     rank: int,
-    dies_after: tuple[int, Path] | None,
+    dies_after: tuple[int, Path] | None = None,
 ) -> None:
+    """Runs the command line in this process, with its streams in files."""
     for number, name in ((0, "in"), (1, f"out-{rank}"), (2, f"err-{rank}")):
         with open(folder / name, "w" if number else "r") as file:
             os.dup2(file.fileno(), number)

@@ -30,8 +30,8 @@ MAX_TOKENS = 256
 def loaded(path: str, **options: Any) -> Any:
     """The model in all processes, or in this one alone."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    options = {"device": "cpu", "max_tokens": MAX_TOKENS, "policy": "lru"} | options
-    return moe_runtime.load(path, group=group, **options)
+    common = {"device": "cpu", "max_tokens": MAX_TOKENS, "policy": "lru", "group": group}
+    return moe_runtime.load(path, **(common | options))
 
 
 def prompts_of(size: int) -> list[tuple[int, ...]]:
