@@ -170,6 +170,7 @@ def test_a_plan_arrives_as_it_was_sent():
             came=[
                 (
                     number,
+                    [7] * (number % 2),
                     GenerationRequest(
                         prompt_ids=tuple(draw.integers(9, size=number + 1).tolist()),
                         max_new_tokens=number,

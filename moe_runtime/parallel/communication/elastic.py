@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -79,8 +78,6 @@ class ElasticGroup:
         store.set_timeout(timedelta(seconds=_MEET_S))
         self.port = store.port
         self._store, self._name = store, secrets.token_hex(8)
-        # Otherwise a process that comes later waits for an address that torch wrote only once.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._rendezvous = self._handler(store)
 
     def _handler(self, store: Any) -> Any:
