@@ -107,18 +107,21 @@ class Server(contextlib.ExitStack):
         return text
 
 
-def measure(server: Server, times: TokenTimes, change: Callable[[], object]) -> dict[str, float]:
+def measure(
+    server: Server, times: TokenTimes, change: Callable[[], object], size: int
+) -> dict[str, float]:
+    """Of a change to so many processes."""
     quiet_s = time.perf_counter()
     time.sleep(QUIET_S)
     begin_s, before = time.perf_counter(), len(server.changes())
     change()
-    while len(found := server.changes()) == before:
+    while not (found := server.changes()[before:]) or found[-1][0] != size:
         if time.perf_counter() > begin_s + PATIENCE_S:
             raise MoERuntimeError(f"the change did not take place in {PATIENCE_S:g} s")
         time.sleep(0.05)
     time.sleep(QUIET_S)
     return {
-        "experts_moved": found[-1][1],
+        "experts_moved": sum(moved for _, moved in found),
         "longest_wait_s": times.longest_wait_s(begin_s, time.perf_counter()),
         "longest_wait_before_s": times.longest_wait_s(quiet_s, begin_s),
     }
@@ -149,12 +152,12 @@ def run(rounds: int, num_tokens: int, results: ScriptResults) -> None:
             joined.pop(0).send_signal(signal.SIGKILL)
 
         changes = {
-            "1 to 2 processes": join,
-            "2 to 3 processes": join,
-            "3 to 2 processes, one is killed": kill,
-            "2 to 1 process, one is killed": kill,
+            "1 to 2 processes": (join, 2),
+            "2 to 3 processes": (join, 3),
+            "3 to 2 processes, one is killed": (kill, 2),
+            "2 to 1 process, one is killed": (kill, 1),
         }
-        systems = {name: partial(measure, server, times, one) for name, one in changes.items()}
+        systems = {name: partial(measure, server, times, *one) for name, one in changes.items()}
         try:
             results.add_rounds(systems, rounds)
         finally:

@@ -429,11 +429,15 @@ def test_every_dimension_at_once_under_torchrun_itself(tmp_path):
     assert_trained_alike(path.parent / "out", alone.parent / "out")
 
 
-def launchers(path: Path, nodes: str, *more: str) -> list[subprocess.Popen[str]]:
-    """Two launchers of a process each, as on two machines; the first keeps what they share."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def launchers(nodes: str, *words: str) -> list[subprocess.Popen[str]]:
+    """Two launchers of a process each, as on two machines; the first keeps what they share."""
+    port = free_port()
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--no-python"]
     program = str(Path(sys.executable).with_name("moe-runtime"))
     soon = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -443,7 +447,7 @@ def launchers(path: Path, nodes: str, *more: str) -> list[subprocess.Popen[str]]
                 *(*torchrun, "--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3"),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
                 *("--rdzv-conf", f"is_host={number == 0},{soon}"),
-                *(program, "train", str(path), "--resume", *FEW_STEPS, *more),
+                *(program, *words),
             ],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -452,19 +456,48 @@ def launchers(path: Path, nodes: str, *more: str) -> list[subprocess.Popen[str]]
     ]  # fmt: skip
 
 
+def kill_all(launcher: subprocess.Popen[str]) -> str:
+    """Kills a launcher and its processes; what they have said."""
+    for process in (*psutil.Process(launcher.pid).children(recursive=True), launcher):
+        process.kill()
+    return launcher.communicate()[0]
+
+
+@pytest.mark.long
+def test_two_launchers_serve_as_one_process_does(checkpoint):
+    """Also after a process of either has died."""
+    port = free_port()
+    words = ("serve", str(checkpoint), "--port", str(port), "--max-tokens", "512", *SMALL)
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    expected = text_of_transformers(checkpoint, 12)
+    both = launchers("2", *words)
+    try:
+        for victim in (1, 0, None):
+            answer = b""
+            while not answer:
+                assert [one.poll() for one in both] == [None, None]
+                time.sleep(0.1)
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    answer = asked(f"http://127.0.0.1:{port}", "/v1/completions", body)
+            assert json.loads(answer)["choices"][0]["text"] == expected
+            if victim is not None:
+                (process,) = psutil.Process(both[victim].pid).children()
+                process.kill()
+    finally:
+        said = [kill_all(one) for one in both]
+    assert "has ended" in "".join(said)
+
+
 @pytest.mark.long
 def test_a_run_goes_on_without_a_launcher_that_is_lost(tmp_path):
     """With all of its processes, as a machine; from the last checkpoint."""
     path, steps = write_run(tmp_path), 60
-    first, second = launchers(
-        path, "1:2", "--set", f"run.steps={steps}", "--set", "run.checkpoint_every=1"
-    )
+    words = ("--set", f"run.steps={steps}", "--set", "run.checkpoint_every=1")
+    first, second = launchers("1:2", "train", str(path), "--resume", *FEW_STEPS, *words)
     metrics = tmp_path / "out" / "metrics.jsonl"
     while first.poll() is None and not (metrics.exists() and len(metrics.open().readlines()) > 3):
         time.sleep(0.05)
-    for process in (*psutil.Process(second.pid).children(recursive=True), second):
-        process.kill()
-    second.communicate()
+    kill_all(second)
     said, _ = first.communicate()
     assert first.returncode == 0, said
     taken = [one["step"] for one in training_records(tmp_path / "out") if "loss" in one]
@@ -478,9 +511,7 @@ class Service(contextlib.AbstractContextManager["Service"]):
     """A server with ``--elastic`` and the processes that joined it."""
 
     def __init__(self, checkpoint: Path, folder: Path, sizes: str, *words: str) -> None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         (folder / "in").write_text("")
         self.folder, self.checkpoint, self.words = folder, checkpoint, words
         self.processes: list[BaseProcess] = []

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,8 +32,11 @@ PORT = 29400
 _CONNECT_S, _MEET_S = 60.0, 10.0
 """Seconds until the store must answer, and in which the processes of a rendezvous must meet."""
 _LOADING = timedelta(hours=1)
-_TIMES = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
-"""Seconds; a process without a sign of life for five of them is lost."""
+_TIMES = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
+"""Seconds. Processes that wait look once a second whether they may join; one without a sign of life
+for five seconds is lost."""
+_LASTS_S = 10.0
+"""A group lasts so long before others may join."""
 
 
 class ElasticError(MoERuntimeError):
@@ -65,7 +69,7 @@ class ElasticGroup:
         """
         self.is_first, self.say = sizes is not None, say
         self._inner: Transport = LocalTransport()
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self._formed_s = 0, 1, 0.0
         try:
             store: Any = open_store(host, port, is_keeper=self.is_first, timeout_s=_CONNECT_S)
             if sizes is not None:
@@ -102,8 +106,9 @@ class ElasticGroup:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another process waits to join."""
-        return self._rendezvous.num_nodes_waiting() > 0
+        """Whether another process may join, and waits."""
+        is_due = time.monotonic() > self._formed_s + _LASTS_S
+        return is_due and self._rendezvous.num_nodes_waiting() > 0
 
     def agree(self, key: str, facts: dict[str, str]) -> None:
         """Raises ElasticError: a fact of this key differs from that of the first process."""
@@ -158,7 +163,7 @@ class ElasticGroup:
                 store.set("divided", json.dumps(divide(names)))
             divided = json.loads(store.get("divided"))
         self._inner = open_transport(store, rank, size, meet_s=_MEET_S)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._formed_s = rank, size, time.monotonic()
         if not self.is_first:
             self.say(f"rank {rank} of {size} processes")
         return divided
