@@ -65,7 +65,7 @@ def test_processes_give_the_gradients_of_one(checkpoint, ranks):
         assert "\n" not in answer
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe-fp8-ragged", "planes"])
+@pytest.mark.parametrize("kind", ["qwen3_moe-fp8-ragged", "qwen3_moe-int4-zeros", "planes"])
 def test_quantised_and_packed_experts_are_divided_too(kind, checkpoint_in, ranks):
     """Each process reads its own, and computes what one process computes from the same codes."""
     folder = checkpoint_in(kind)
