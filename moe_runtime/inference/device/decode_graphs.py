@@ -252,7 +252,7 @@ _STEPS_WITHOUT = 256
 def _is_lack_of_memory(error: RuntimeError) -> bool:
     """Whether memory was lacking: torch, CUDA, Triton and cuBLAS have errors of their own."""
     text = str(error).lower()
-    names = "out of memory", "memory_allocation", "alloc_failed"
+    names = "out of memory", "memoryallocation", "alloc_failed"
     return isinstance(error, torch.OutOfMemoryError) or any(name in text for name in names)
 
 
