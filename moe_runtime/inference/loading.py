@@ -43,6 +43,7 @@ from moe_runtime.inference.budget import (
     MemoryPlan,
     available_device_bytes,
     available_host_bytes,
+    bytes_for_recordings,
     context_step_bytes,
     default_context,
     known_positions,
@@ -267,6 +268,8 @@ def load(
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
+    if place.type != "cpu":
+        set_aside_bytes += bytes_for_recordings(checkpoint.config, checkpoint.dtype, signature)
     dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
     embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
     if neighbours is not None:
