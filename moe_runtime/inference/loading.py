@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
@@ -38,7 +40,9 @@ from moe_runtime.config import (
     require_known,
     require_types,
 )
+from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import (
+    MIN_SLOTS,
     Context,
     MemoryPlan,
     available_device_bytes,
@@ -194,7 +198,8 @@ def load(
         group: processes that divide the experts, each within its own budget. All load the same
             model with the same options and make the same calls. The output has the bits of a single
             process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
-        placement: file with the experts of each process; equal runs by default.
+        placement: file with the experts of each process. By default shares of memory, or of speed
+            if all experts fit; ``policy="auto"`` balances them by the latest routing.
         adapter: folder of a LoRA adapter from PEFT or ``finetune``, on layers, experts or both. The
             base weights stay unchanged. CPU only.
 
@@ -254,15 +259,42 @@ def load(
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    partition = neighbours = None
+    dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
+    embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
+    partition, neighbours, num_here = None, None, 1
     if transport is not None:
-        from moe_runtime.inference.expert_partition import divide_experts
         from moe_runtime.inference.shared_weights import Neighbours
 
         # codes differ in size by their values, and a device has weights of its own
         may_share = place.type == "cpu" and cache_code == "none"
         neighbours = Neighbours(transport, may_share=may_share)
-        partition = divide_experts(transport, experts, signature, placement)
+        dense_bytes, embedding_bytes = map(neighbours.own_bytes, (dense_bytes, embedding_bytes))
+        num_here = neighbours.num_processes
+    free = {"host": available_host_bytes() // num_here}
+    if place.type != "cpu":
+        free["device"] = available_device_bytes(place)
+    in_pass = most_in_pass(model, place)
+    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
+    dense = dense_bytes, embedding_bytes
+    if transport is not None:
+        from moe_runtime.inference.expert_partition import divide_experts, measure_products
+
+        num_slots = MIN_SLOTS
+        with suppress(CapacityError):  # the plan below raises it
+            maps = {"host": experts, "device": experts}
+            tokens, none = planned_tokens, DraftMemory()
+            plans, _ = _plan(checkpoint, maps, budgets, free, dense, tokens, 0, none, kept)
+            num_slots = max(plan.num_slots for plan in plans.values())
+        measure = partial(measure_products, place, checkpoint.dtype)
+        partition = divide_experts(
+            transport,
+            experts,
+            signature,
+            placement,
+            num_slots,
+            measure if num_here < transport.size else None,
+            partial(kept_loads, signature, checkpoint.folder, policy),
+        )
     is_first = partition is None or partition.transport.rank == 0
     drafting = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
@@ -270,11 +302,6 @@ def load(
         set_aside_bytes += copied_bytes(experts)
     if place.type != "cpu":
         set_aside_bytes += bytes_for_recordings(checkpoint.config, checkpoint.dtype, signature)
-    dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
-    embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
-    if neighbours is not None:
-        dense_bytes = neighbours.own_bytes(whole_bytes)
-        embedding_bytes = neighbours.own_bytes(embedding_bytes)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
@@ -283,28 +310,14 @@ def load(
         estimator, table_bytes = open_estimator(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
-    num_here = 1 if neighbours is None else neighbours.num_processes
-    free = {"host": available_host_bytes() // num_here}
-    if place.type != "cpu":
-        free["device"] = available_device_bytes(place)
-    in_pass = most_in_pass(model, place)
     extra_bytes = table_bytes + set_aside_bytes
     if own_adapter is not None:
         tokens = min(planned_tokens, in_pass or planned_tokens)
         extra_bytes += own_adapter.bytes_beside(model, tokens)
     # all processes of a group must plan the same context
     asked = max_tokens if partition is None else planned_tokens
-    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint,
-        slot_maps,
-        budgets,
-        free,
-        (dense_bytes, embedding_bytes),
-        asked,
-        extra_bytes,
-        drafting,
-        kept,
+        checkpoint, slot_maps, budgets, free, dense, asked, extra_bytes, drafting, kept
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -391,8 +404,9 @@ def load(
     policies = PolicyListener(watched) if watched else None
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
-    # a policy matters only if some experts have no slot
-    is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
+    # a policy matters only if some experts have no slot; processes are balanced by the record
+    is_lacking = fastest.num_slots < len(experts.layouts)
+    is_auto = policy == AUTO and (is_lacking or partition is not None)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
         recorder = open_record(
@@ -402,7 +416,7 @@ def load(
             trace,
             expert_bytes=largest,
             keeps_recent=is_auto,
-            teaches=teach,
+            teaches=teach and is_lacking,
         )
     if estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
@@ -744,6 +758,18 @@ def resolve_policy(
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
+
+
+def kept_loads(signature: ModelSignature, checkpoint: Path, policy: str) -> np.ndarray | None:
+    """``[L, E]`` tokens of each expert in the latest routing, which ``policy="auto"`` keeps."""
+    from moe_runtime.lab.traces.recent import read_recent
+    from moe_runtime.policies.placement.base import count_by_layer
+
+    recent = read_recent(signature, checkpoint) if policy == AUTO else None
+    if recent is None:
+        return None
+    ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
+    return count_by_layer(ids_LTK, signature.num_experts)
 
 
 def policy_maker(
