@@ -129,7 +129,8 @@ class RuntimeStats(ExpertCounters):
         budget_bytes: host memory that the runtime was allowed to allocate.
         dense_bytes: bytes of everything but the routed experts.
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
-        peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it.
+        peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it. Of
+            dense weights that processes share, each counts an equal part.
         prefetch: whether experts are prefetched now, and why.
         predict_s: seconds spent on predicting.
         shares: how the slots are divided over the layers: even or adaptive.

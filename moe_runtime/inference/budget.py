@@ -135,8 +135,7 @@ def reserve_for(
     activations = passed * activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
-    num_experts = signature.num_layers * signature.num_experts
-    entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
+    entries = ENTRY_BYTES * len(experts.layouts) + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, passed)
     tokens = room_for(max_tokens) * kv_token + activations
     largest = experts.largest_quantised if writes_dense else experts.largest_in_experts

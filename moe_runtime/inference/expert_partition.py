@@ -23,7 +23,6 @@ from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.parallel.communication.transport import (
     Transport,
     arithmetic_facts,
-    processes_here,
     require_same,
     software_facts,
 )
@@ -104,10 +103,6 @@ class ExpertPartition:
             rank = chosen[expert] = min(holders[expert], key=lambda r: (num_rows[r], r))
             num_rows[rank] += len(rows[expert])
         return chosen
-
-    def processes_here(self) -> int:
-        """The number of processes on this machine; a collective call."""
-        return processes_here(self.transport)
 
     def require_same_model(
         self, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -254,10 +254,14 @@ def load(
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    partition = None
+    partition = neighbours = None
     if transport is not None:
         from moe_runtime.inference.expert_partition import divide_experts
+        from moe_runtime.inference.shared_weights import Neighbours
 
+        # codes differ in size by their values, and a device has weights of its own
+        may_share = place.type == "cpu" and cache_code == "none"
+        neighbours = Neighbours(transport, may_share=may_share)
         partition = divide_experts(transport, experts, signature, placement)
     is_first = partition is None or partition.transport.rank == 0
     drafting = plan_draft(draft, checkpoint, model, progress)
@@ -266,7 +270,11 @@ def load(
         set_aside_bytes += copied_bytes(experts)
     if place.type != "cpu":
         set_aside_bytes += bytes_for_recordings(checkpoint.config, checkpoint.dtype, signature)
-    dense_bytes = experts.dense_bytes(checkpoint.dtype)
+    dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
+    embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
+    if neighbours is not None:
+        dense_bytes = neighbours.own_bytes(whole_bytes)
+        embedding_bytes = neighbours.own_bytes(embedding_bytes)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
@@ -275,7 +283,7 @@ def load(
         estimator, table_bytes = open_estimator(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
-    num_here = 1 if partition is None else partition.processes_here()
+    num_here = 1 if neighbours is None else neighbours.num_processes
     free = {"host": available_host_bytes() // num_here}
     if place.type != "cpu":
         free["device"] = available_device_bytes(place)
@@ -288,7 +296,15 @@ def load(
     asked = max_tokens if partition is None else planned_tokens
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafting, kept
+        checkpoint,
+        slot_maps,
+        budgets,
+        free,
+        (dense_bytes, embedding_bytes),
+        asked,
+        extra_bytes,
+        drafting,
+        kept,
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -307,11 +323,24 @@ def load(
     choice = resolve_policy(
         policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
     )
-    with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
-        # a CPU's plan has fewer dense bytes if embeddings stay in their files
-        is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
-        stored = experts.embeddings if is_stored else {}
-        finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache)
+    # a CPU's plan has fewer dense bytes if embeddings stay in their files
+    is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
+    reads, sharing = True, nullcontext()
+    if neighbours is not None:
+        is_stored = neighbours.any(is_stored)
+        reads, sharing = neighbours.reads, neighbours.sharing(model)
+    stored = experts.embeddings if is_stored else {}
+    with sharing:
+        slab = Slab(plans["host"].num_slots, plans["host"].slot_bytes)
+        # weights that only have their form take memory until they are shared
+        with touched_meanwhile(slab) if reads else nullcontext():
+            finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache, fills=reads)
+    elsewhere_bytes = 0
+    if neighbours is not None:
+        with touched_meanwhile(slab):
+            neighbours.wait()
+        held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
+        elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
@@ -344,7 +373,7 @@ def load(
         signature=signature,
         host_plan=plans["host"],
         device_plan=plans.get("device"),
-        dense_bytes=plans["device" if "device" in plans else "host"].dense_bytes,
+        dense_bytes=plans["device" if "device" in plans else "host"].dense_bytes + elsewhere_bytes,
         expert_bytes=expert_bytes,
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
@@ -352,6 +381,7 @@ def load(
         context=context,
         kv_cache=kv_cache,
         draft_bytes=drafting.bytes_for(max_tokens),
+        elsewhere_bytes=elsewhere_bytes,
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -574,15 +604,17 @@ def finish_dense(
     progress: Progress | None = None,
     stored: Mapping[str, str] | None = None,
     kv_cache: str = "exact",
+    *,
+    fills: bool = True,
 ) -> None:
     """Loads everything but the experts and prepares the model to generate. Embeddings named in
-    ``stored`` stay in their files. Raises CheckpointError: the checkpoint is damaged or
-    incomplete."""
-    load_dense(model, checkpoint, experts, place, progress, stored)
+    ``stored`` stay in their files. Without ``fills`` weights get no values. Raises CheckpointError:
+    the checkpoint is damaged or incomplete."""
+    load_dense(model, checkpoint, experts, place, progress, stored, fills=fills)
     if place.type == "cpu":
         use_small_batch_layers(model)
         use_single_query_attention(model)
-        fuse_attention_layers(model)
+        fuse_attention_layers(model, copies=fills)
         rest_torch_threads(model)
         grow_cache_in_place(model, rounding_of(model, kv_cache))
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None
@@ -596,13 +628,15 @@ def _plan(
     slot_maps: dict[str, ExpertMap],
     budgets: dict[str, Budget],
     free: dict[str, int],
-    dense_bytes: int,
+    dense: tuple[int, int],
     max_tokens: int | None,
     extra_bytes: int,
     drafting: DraftMemory,
     kept: dict[str, Any],
 ) -> tuple[dict[str, MemoryPlan], Context]:
-    """Divides the budgets. Dense weights lie on the GPU if there is one, else on the host."""
+    """Divides the budgets. Dense weights lie on the GPU if there is one, else on the host.
+    ``dense`` has their bytes, and those of embeddings that may stay in their files."""
+    dense_bytes, embedding_bytes = dense
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
     signature = signature_of(checkpoint, experts)
 
@@ -615,7 +649,6 @@ def _plan(
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
     dense_place = "device" if "device" in free else "host"
-    embedding_bytes = 0 if "device" in free else experts.embedding_bytes
     context = Context(tokens_to_plan_for(config, max_tokens), "as max_tokens says")
     if max_tokens is None:
         context = default_context(

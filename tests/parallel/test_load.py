@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parallel_load import gradients, outputs, refusal, refusal_of, too_many
+from parallel_load import gradients, half_loaded, outputs, refusal, refusal_of, shared, too_many
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
@@ -65,7 +65,7 @@ def test_processes_give_the_gradients_of_one(checkpoint, ranks):
         assert "\n" not in answer
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe-fp8-ragged", "planes"])
+@pytest.mark.parametrize("kind", ["qwen3_moe-fp8-ragged", "qwen3_moe-int4-zeros", "planes"])
 def test_quantised_and_packed_experts_are_divided_too(kind, checkpoint_in, ranks):
     """Each process reads its own, and computes what one process computes from the same codes."""
     folder = checkpoint_in(kind)
@@ -78,6 +78,28 @@ def test_quantised_and_packed_experts_are_divided_too(kind, checkpoint_in, ranks
     *expected, _ = gradients(str(folder), options)
     for *found, _ in ranks(2).run(gradients, str(folder), options):
         assert all(map(torch.equal, found, expected))
+
+
+def test_processes_of_a_machine_hold_dense_weights_once(checkpoint, ranks):
+    """Each counts its part of them, and a change stays in the process that makes it."""
+    stored = load_file(checkpoint / "model.safetensors")
+    first, second = ranks(2).run(shared, str(checkpoint))
+    whole = inspect_checkpoint(checkpoint, max_tokens=64).dense_bytes
+    for found in (first, second):
+        assert found["memories"] == 1
+        assert all(torch.equal(w, stored[name]) for name, w in found["weights"].items())
+        facts = found["facts"]
+        assert facts.dense_bytes == whole
+        assert facts.host_plan.dense_bytes == whole - facts.elsewhere_bytes == -(-whole // 2)
+    assert first["changed"] == []
+    assert second["changed"] == ["lm_head.weight"]
+
+
+def test_a_process_without_shared_weights_does_not_wait_for_them(checkpoint, ranks):
+    (first, _), (second, seconds) = ranks(2).run(half_loaded, str(checkpoint))
+    assert first == "damaged"
+    assert second == "rank 0 did not load the dense weights that this process shares"
+    assert seconds < 30
 
 
 def test_a_placement_map_changes_no_bit(checkpoint, tmp_path, ranks):

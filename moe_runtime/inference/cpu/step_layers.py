@@ -214,14 +214,15 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
 
 
-def fuse_attention_layers(model: PreTrainedModel) -> None:
+def fuse_attention_layers(model: PreTrainedModel, *, copies: bool = True) -> None:
     """Fuses known attention layers of a model on the CPU. The weights of queries, keys and values
-    move into one buffer; the parameters become views of it."""
+    move into one buffer; the parameters become views of it, without values unless it ``copies``
+    them."""
     if native_library() is None:
         return
     for module in model.modules():
         if has_usual_parts(module):
-            merge(*(linear_of(module, name) for name in PROJECTIONS[:3]))
+            merge(*(linear_of(module, name) for name in PROJECTIONS[:3]), copies=copies)
             cast(Any, module).forward = FusedAttention(module)
 
 
@@ -436,7 +437,7 @@ def linear_of(module: torch.nn.Module, name: str) -> SmallBatchLinear:
     return cast(SmallBatchLinear, module._modules[name])
 
 
-def merge(*parts: SmallBatchLinear) -> None:
+def merge(*parts: SmallBatchLinear, copies: bool = True) -> None:
     """Moves the weights of linear layers into one buffer, and their biases into another."""
     for name in ("weight", "bias"):
         parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
@@ -450,7 +451,8 @@ def merge(*parts: SmallBatchLinear) -> None:
         memory = aligned_bytes(sum(parameter.nbytes for parameter in parameters))
         for parameter in parameters:
             place = memory[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-            place.copy_(parameter.data)
+            if copies:
+                place.copy_(parameter.data)
             parameter.data = place
             memory = memory[parameter.nbytes :]
 

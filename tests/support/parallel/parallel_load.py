@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import moe_runtime
-from moe_runtime.errors import RankFailureError, UnsupportedUseError
+from moe_runtime.checkpoints.absent import AbsentTensor
+from moe_runtime.errors import CheckpointError, RankFailureError, UnsupportedUseError
+from moe_runtime.inference import loading
 
 PROMPT = torch.arange(40).mul(37).remainder(300)[None]
 
@@ -81,3 +85,35 @@ def too_many(path: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def shared(path: str) -> dict[str, Any]:
+    """A model's dense weights in all processes, before and after one of them changes a weight."""
+    group: Any = dist.group.WORLD
+    model: Any = moe_runtime.load(path, device="cpu", max_tokens=64, group=group)
+    with model.moe:
+        weights = {n: p for n, p in model.named_parameters() if not isinstance(p, AbsentTensor)}
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        dist.barrier()
+        if group.rank() == 1:
+            model.lm_head.weight.zero_()
+        dist.barrier()
+        return {
+            "weights": before,
+            "memories": len({weight.untyped_storage().data_ptr() for weight in weights.values()}),
+            "changed": [n for n, w in weights.items() if not torch.equal(w, before[n])],
+            "facts": model.moe.facts,
+            "slots": model.moe.stats().expert_slots,
+        }
+
+
+def half_loaded(path: str) -> tuple[str, float]:
+    """The error of a load in which the process that reads the dense weights fails, and seconds."""
+    rank, begun_s = dist.get_rank(), time.monotonic()
+    fail = mock.Mock(side_effect=CheckpointError("damaged"))
+    with mock.patch.object(loading, "finish_dense", loading.finish_dense if rank else fail):
+        try:
+            moe_runtime.load(path, device="cpu", max_tokens=64, group=dist.group.WORLD)
+        except (CheckpointError, RankFailureError) as error:
+            return str(error), time.monotonic() - begun_s
+    return "", 0.0
