@@ -318,32 +318,27 @@ class FusedAttention:
     def _may_fuse(self, num_sequences: int) -> bool:
         """Whether the kernels support so many sequences with the current settings and weights."""
         own = vars(self._module)
-        settings = [
-            *self._places_now(),
+        settings: list[Any] = [
             self._module.scaling,
             *map(_EPS, self._norms),
             *map(own.get, _ROTARY),
             own.get("indexer", own["_modules"].get("indexer")),
             vars(self._config).get(_CLIP),
         ]
+        for part in (*self._parts, self._module):
+            for tensor in part._parameters.values():
+                if tensor is None:
+                    continue
+                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
+                    settings.append(matrix)
+                else:
+                    settings += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if settings != self._settings:
             self._settings = []  # in case the lines below fail
             may_fuse = is_usual_rotary(self._module, self._config) and self._bind()
             self.most_sequences = self._most_sequences() if may_fuse else 0
             self._settings = settings
         return num_sequences <= self.most_sequences
-
-    def _places_now(self) -> list[Any]:
-        places: list[Any] = []
-        for part in (*self._parts, self._module):
-            for tensor in part._parameters.values():
-                if tensor is None:
-                    continue
-                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
-                    places.append(matrix)
-                else:
-                    places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        return places
 
     def _bind(self) -> bool:
         self._weights = bind(self._module, pairs_share=self._pairs_share)

@@ -30,7 +30,7 @@ from moe_runtime.checkpoints.transformers_private import (
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference.budget import bytes_for_recordings, most_recorded_bytes, recorded_bytes
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
-from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
+from moe_runtime.inference.device.static_caches import StaticCaches, is_filled, tensors_of
 from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
@@ -277,13 +277,13 @@ class StepCall(NamedTuple):
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The model's arguments with these tensors, without the cache. A name of two parts is an
         entry of a dictionary."""
-        found: dict[str, Any] = dict(self.key.values)
-        for name, tensor in tensors.items():
+        found: dict[str, Any] = {}
+        for name, value in (*self.key.values, *tensors.items()):
             outer, _, inner = name.partition(".")
             if inner:
-                found.setdefault(outer, {})[inner] = tensor
+                found.setdefault(outer, {})[inner] = value
             else:
-                found[name] = tensor
+                found[name] = value
         return found
 
 
@@ -310,8 +310,12 @@ def read_step(model: Any, kwargs: Mapping[str, Any]) -> StepCall | None:
             continue
         if isinstance(value, torch.Tensor):
             tensors[name] = value
-        elif isinstance(value, dict) and all(isinstance(v, torch.Tensor) for v in value.values()):
-            tensors |= {f"{name}.{part}": tensor for part, tensor in value.items()}
+        elif isinstance(value, dict) and all(
+            part is None or isinstance(part, torch.Tensor) for part in value.values()
+        ):
+            parts = {f"{name}.{inner}": part for inner, part in value.items()}
+            tensors |= {each: part for each, part in parts.items() if part is not None}
+            values += [(each, None) for each, part in parts.items() if part is None]
         elif value is None or isinstance(value, (bool, int)):
             values.append((name, value))
         else:
@@ -373,11 +377,7 @@ class Structure:
 
 def memory_of(cache: Any) -> list[int]:
     """The addresses of a static cache's tensors; beam search, for one, changes them."""
-    return [
-        tensor.data_ptr()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values, layer.cumulative_length)
-    ]
+    return [tensor.data_ptr() for tensor in tensors_of(cache)]
 
 
 def is_own(code: Any) -> bool:
