@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -237,11 +238,17 @@ def require_same(transport: Transport, facts: Mapping[str, str]) -> None:
     check_agreement(named, theirs_PN[:, : len(named)], transport.rank)
 
 
-def processes_here(transport: Transport) -> int:
-    """Processes of the group that run on this machine, this one included; a collective call."""
-    own = torch.tensor([zlib.crc32(socket.gethostname().encode())])
-    theirs_P1 = transport.exchange_numbers(own.expand(transport.size, -1).contiguous())
-    return int((theirs_P1 == own).sum())
+def ranks_here(transport: Transport) -> list[int]:
+    """Ranks of the group on this machine, this one included; a collective call."""
+    own = zlib.crc32(socket.gethostname().encode())
+    theirs = numbers_of_all(transport, [own])
+    return [rank for rank, (number,) in enumerate(theirs) if number == own]
+
+
+def numbers_of_all(transport: Transport, numbers: Sequence[int]) -> list[list[int]]:
+    """The integers of each process; a collective call with equally many."""
+    own_N = torch.tensor([*numbers], dtype=torch.int64)
+    return transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous()).tolist()
 
 
 def software_facts() -> dict[str, str]:
@@ -356,3 +363,28 @@ def open_transport(store: Store, rank: int, size: int, *, meet_s: float) -> Tran
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
     return FlatTransport(group)
+
+
+def exchange_bytes(
+    transport: Transport, messages: Mapping[int, bytes], note: int = 0
+) -> tuple[dict[int, bytes], list[int]]:
+    """Sends bytes to some ranks, this one included; a collective call.
+
+    Where no rank has anything to send, only a few numbers travel. Returns the bytes by the rank
+    they came from, and every rank's note.
+    """
+    numbers_PN = torch.zeros((transport.size, 3), dtype=torch.int64)
+    for rank, message in messages.items():
+        numbers_PN[rank, 0] = len(message)
+    numbers_PN[:, 1] = numbers_PN[:, 0].sum()
+    numbers_PN[:, 2] = note
+    received_PN = transport.exchange_numbers(numbers_PN)
+    notes = received_PN[:, 2].tolist()
+    if not bool(received_PN[:, 1].any()):
+        return {}, notes
+    (route,) = transport.routes(numbers_PN[None, :, 0], received_PN[None, :, 0])
+    sent = b"".join(messages[rank] for rank in sorted(messages))
+    sent_R1 = torch.from_numpy(np.frombuffer(bytearray(sent), np.uint8))[:, None]
+    arrived_R1 = transport.exchange(sent_R1, route).wait()
+    parts = arrived_R1.flatten().split(received_PN[:, 0].tolist())
+    return {rank: part.numpy().tobytes() for rank, part in enumerate(parts) if part.numel()}, notes
