@@ -80,10 +80,20 @@ class DeviceExperts(OffloadedExperts):
     """
 
     misses: Misses | None = None
+    card: torch.device | None = None  # that has the experts, if the model is on another
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
     def _make_step_kernel(self, weights: ExpertWeights) -> None:
         """None: the host's kernel cannot read device memory."""
+
+    def _forward_general(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        routed, forward = (hidden_states, top_k_index, top_k_weights), super()._forward_general
+        if self.card is None or self.recording is not None:
+            return forward(*routed)
+        there = (tensor.to(self.card, non_blocking=True) for tensor in routed)
+        return forward(*there).to(hidden_states.device, non_blocking=True)
 
     def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
