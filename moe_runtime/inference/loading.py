@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
@@ -22,7 +23,6 @@ from moe_runtime.checkpoints.opening import (
     open_checkpoint,
     read_generation_config,
 )
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -39,7 +39,9 @@ from moe_runtime.config import (
     require_known,
     require_types,
 )
+from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import (
+    MIN_SLOTS,
     Context,
     MemoryPlan,
     available_device_bytes,
@@ -61,7 +63,7 @@ from moe_runtime.inference.cpu.attention import (
     use_single_query_attention,
 )
 from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
-from moe_runtime.inference.device.cards import Card, open_cards, plan_cards
+from moe_runtime.inference.device.cards import open_cards, plan_cards, require_one_process
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
@@ -74,7 +76,6 @@ from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_r
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps, TokenLimit, most_in_pass
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.linear.gpu import reads_packed
 from moe_runtime.kernels.operands import find_devices
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Slab, touched_meanwhile
 from moe_runtime.memory.store import ExpertStore
@@ -87,7 +88,6 @@ from moe_runtime.types import ExpertKey, ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.formats import Weight
     from moe_runtime.inference.draft_models import DraftPlan
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
@@ -197,7 +197,8 @@ def load(
         group: processes that divide the experts, each within its own budget. All load the same
             model with the same options and make the same calls. The output has the bits of a single
             process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
-        placement: file with the experts of each process; equal runs by default.
+        placement: file with the experts of each process. By default shares of memory, or of speed
+            if all experts fit; ``policy="auto"`` balances them by the latest routing.
         adapter: folder of a LoRA adapter from PEFT or ``finetune``, on layers, experts or both. The
             base weights stay unchanged. CPU only.
 
@@ -260,15 +261,42 @@ def load(
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    partition = neighbours = None
+    dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
+    embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
+    partition, neighbours, num_here = None, None, 1
     if transport is not None:
-        from moe_runtime.inference.expert_partition import divide_experts
         from moe_runtime.inference.shared_weights import Neighbours
 
         # codes differ in size by their values, and a device has weights of its own
         may_share = place.type == "cpu" and cache_code == "none"
         neighbours = Neighbours(transport, may_share=may_share)
-        partition = divide_experts(transport, experts, signature, placement)
+        dense_bytes, embedding_bytes = map(neighbours.own_bytes, (dense_bytes, embedding_bytes))
+        num_here = neighbours.num_processes
+    free = {"host": available_host_bytes() // num_here}
+    if place.type != "cpu":
+        free["device"] = available_device_bytes(place)
+    in_pass = most_in_pass(model, place)
+    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
+    dense = dense_bytes, embedding_bytes
+    if transport is not None:
+        from moe_runtime.inference.expert_partition import divide_experts, measure_products
+
+        num_slots = MIN_SLOTS
+        with suppress(CapacityError):  # the plan below raises it
+            maps = {"host": experts, "device": experts}
+            tokens, none = planned_tokens, DraftMemory()
+            plans, _ = _plan(checkpoint, maps, budgets, free, dense, tokens, 0, none, kept)
+            num_slots = max(plan.num_slots for plan in plans.values())
+        measure = partial(measure_products, place, checkpoint.dtype)
+        partition = divide_experts(
+            transport,
+            experts,
+            signature,
+            placement,
+            num_slots,
+            measure if num_here < transport.size else None,
+            partial(kept_loads, signature, checkpoint.folder, policy),
+        )
     is_first = partition is None or partition.transport.rank == 0
     drafting = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
@@ -276,11 +304,6 @@ def load(
         set_aside_bytes += copied_bytes(experts)
     if place.type != "cpu":
         set_aside_bytes += bytes_for_recordings(checkpoint.config, checkpoint.dtype, signature)
-    dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
-    embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
-    if neighbours is not None:
-        dense_bytes = neighbours.own_bytes(whole_bytes)
-        embedding_bytes = neighbours.own_bytes(embedding_bytes)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
@@ -289,28 +312,14 @@ def load(
         estimator, table_bytes = open_estimator(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
-    num_here = 1 if neighbours is None else neighbours.num_processes
-    free = {"host": available_host_bytes() // num_here}
-    if place.type != "cpu":
-        free["device"] = available_device_bytes(place)
-    in_pass = most_in_pass(model, place)
     extra_bytes = table_bytes + set_aside_bytes
     if own_adapter is not None:
         tokens = min(planned_tokens, in_pass or planned_tokens)
         extra_bytes += own_adapter.bytes_beside(model, tokens)
     # all processes of a group must plan the same context
     asked = max_tokens if partition is None else planned_tokens
-    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint,
-        slot_maps,
-        budgets,
-        free,
-        (dense_bytes, embedding_bytes),
-        asked,
-        extra_bytes,
-        drafting,
-        kept,
+        checkpoint, slot_maps, budgets, free, dense, asked, extra_bytes, drafting, kept
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -319,13 +328,11 @@ def load(
     if partition is not None:
         partition.require_same_model(checkpoint, experts, place)
 
-    cards = [Card(place, range(len(modules)), plans)]
-    if len(places) > 1:
-        cards = plan_cards(
-            places, plans, budgets["device"], checkpoint, slot_maps, set_aside_bytes, max_tokens
-        )
-        plans["device"] = cards[0].plans["device"]
-    elif place.type != "cpu" and policy == AUTO and misses == "device":
+    cards = plan_cards(
+        places, plans, budgets["device"], checkpoint, slot_maps, set_aside_bytes, max_tokens
+    )
+    plans = cards[0].plans | {"host": plans["host"]}
+    if len(cards) == 1 and place.type != "cpu" and policy == AUTO and misses == "device":
         from moe_runtime.inference.device.device_experts import policy_of_device
 
         policy = policy_of_device(plans, experts)
@@ -354,6 +361,7 @@ def load(
             neighbours.wait()
         held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
         elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
+    sources = [ExpertSource(c.own(experts).layouts, io_threads=io_threads) for c in cards]
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
     times = None
@@ -362,9 +370,8 @@ def load(
         from moe_runtime.lab.traces.timeline import Timeline
 
         times = StepTimes(Timeline(timeline))
-    opened, versions = open_cards(
-        cards, slabs, experts, slot_maps, new_policy, io_threads, partial(_open_stores, times)
-    )
+    open_stores = partial(_open_stores, times)
+    opened = open_cards(cards, sources, slabs, experts, slot_maps, new_policy, open_stores)
     store, host_store = opened[0]
     stores: list[ExpertStore[Any]] = [s for tiers in opened for s in tiers if s is not None]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
@@ -381,6 +388,7 @@ def load(
 
             open_misses(own, *tiers, bind_slots(slot_maps["host"]))
     apply_rules(rules, model, blocks, modules, store)
+    versions = {version for source in sources for version in source.versions()}
     as_loaded_model(model, folder, versions, steps, max_tokens, in_pass)
     if place.type != "cpu":
         from moe_runtime.inference.device.decoding_model import capture_decoding
@@ -408,8 +416,9 @@ def load(
     policies = PolicyListener(watched) if watched else None
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
-    # a policy matters only if some experts have no slot
-    is_auto = policy == AUTO and num_slots < len(experts.layouts)
+    # a policy matters only if some experts have no slot; processes are balanced by the record
+    is_lacking = num_slots < len(experts.layouts)
+    is_auto = policy == AUTO and (is_lacking or partition is not None)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
         recorder = open_record(
@@ -419,7 +428,7 @@ def load(
             trace,
             expert_bytes=largest,
             keeps_recent=is_auto,
-            teaches=teach,
+            teaches=teach and is_lacking,
         )
     if estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
@@ -530,17 +539,6 @@ def check_place(
         )
 
 
-def require_one_process(device: object, prefetch: str, shares: str, *, is_alone: bool) -> None:
-    """Refuses what several GPUs in one process do not support, by a ValueError."""
-    for given, name in (
-        (prefetch != "off", f"prefetch {prefetch}"),
-        (shares == "adaptive", "shares adaptive"),
-        (not is_alone, "several processes"),
-    ):
-        if given:
-            raise ValueError(f"{name} is for one GPU, got the device {device}: leave it out")
-
-
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
     """Memory of drafts: a model or head that writes them, and states after each drafted token."""
@@ -596,21 +594,13 @@ def _lay_out(
         from moe_runtime.inference.device import device_experts
 
         kind, set_aside_bytes = device_experts.DeviceExperts, device_experts.WORKSPACE_BYTES
-        keep_readable(experts.packed_dense, experts.dense_entries)
+        device_experts.keep_readable(experts.packed_dense, experts.dense_entries)
         slot_maps["device"] = device_experts.experts_on_device(experts)
 
     def make(module: ExpertsModule, layer: int) -> OffloadedExperts:
         return kind(module, layer, [key for key in experts.layouts if key.layer == layer + 1])
 
     return replace_experts(model, experts, make), slot_maps, set_aside_bytes
-
-
-def keep_readable(packed: dict[str, str], entries: Mapping[str, Weight]) -> None:
-    """Keeps only dense weights that a GPU multiplies without unpacking in ``packed``."""
-    for name in [*packed]:
-        weight = entries[name]
-        if isinstance(weight, TensorEntry) or not reads_packed(weight.format):
-            del packed[name]
 
 
 def replace_experts(
@@ -773,6 +763,18 @@ def resolve_policy(
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
+
+
+def kept_loads(signature: ModelSignature, checkpoint: Path, policy: str) -> np.ndarray | None:
+    """``[L, E]`` tokens of each expert in the latest routing, which ``policy="auto"`` keeps."""
+    from moe_runtime.lab.traces.recent import read_recent
+    from moe_runtime.policies.placement.base import count_by_layer
+
+    recent = read_recent(signature, checkpoint) if policy == AUTO else None
+    if recent is None:
+        return None
+    ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
+    return count_by_layer(ids_LTK, signature.num_experts)
 
 
 def policy_maker(

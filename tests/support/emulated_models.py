@@ -29,7 +29,7 @@ from moe_runtime.inference.device.device_experts import (
 from moe_runtime.inference.device.misses import MissPlan, MissSpeeds, open_misses
 from moe_runtime.inference.expert_layer import bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle
-from moe_runtime.memory.source import Slab
+from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
 
 emulated = pytest.mark.skipif(
@@ -128,13 +128,13 @@ def load_on_emulated_device(
             source, slab, plans, new_policy, both, (None, None), EagerDevice()
         )
 
-    opened, _ = open_cards(
+    opened = open_cards(
         cards,
+        [ExpertSource(card.own(experts).layouts, io_threads=2) for card in cards],
         [Slab(card.plans["host"].num_slots, experts.slot_bytes) for card in cards],
         experts,
         slot_maps,
         lambda plan: LayerShares(LRU, even_shares(plan.num_slots, len(experts.modules))),
-        2,
         open_stores,
     )
     modules = experts_modules_of(model)

@@ -26,7 +26,7 @@ from moe_runtime.inference.budget import (
     plan_memory,
     resolve_budget,
 )
-from moe_runtime.memory.source import ExpertSource, FileVersion, Slab
+from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares
 
@@ -48,6 +48,17 @@ class Card(NamedTuple):
         return replace(experts, layouts=own)
 
 
+def require_one_process(device: object, prefetch: str, shares: str, *, is_alone: bool) -> None:
+    """Refuses what several GPUs in one process do not support, by a ValueError."""
+    for given, name in (
+        (prefetch != "off", f"prefetch {prefetch}"),
+        (shares == "adaptive", "shares adaptive"),
+        (not is_alone, "several processes"),
+    ):
+        if given:
+            raise ValueError(f"{name} is for one GPU, got the device {device}: leave it out")
+
+
 def plan_cards(
     places: Sequence[torch.device],
     plans: Mapping[str, MemoryPlan],
@@ -57,12 +68,14 @@ def plan_cards(
     reserve_bytes: int,
     max_tokens: int,
 ) -> list[Card]:
-    """Plans the GPUs ``places``, of which the first has its plan already.
+    """Plans the devices ``places``, of which the first has its plan already.
 
     Others reserve ``reserve_bytes`` and the activations of ``max_tokens`` tokens. Raises as
     `divide_cards` and `plan_memory`.
     """
     experts = slot_maps["device"]
+    if len(places) == 1:
+        return [Card(places[0], range(len(experts.modules)), {**plans})]
     of_token = activation_bytes_per_token(checkpoint.config, checkpoint.dtype, experts.top_k)
     there = [plans["device"]]
     for place in places[1:]:
@@ -114,26 +127,24 @@ def divide_cards(
 
 def open_cards(
     cards: Sequence[Card],
+    sources: Sequence[ExpertSource],
     slabs: Sequence[Slab],
     experts: ExpertMap,
     slot_maps: Mapping[str, ExpertMap],
     new_policy: Callable[[MemoryPlan], LayerShares],
-    io_threads: int,
     open_stores: Callable[..., Stores],
-) -> tuple[list[Stores], set[FileVersion]]:
-    """The stores of each card by ``open_stores``, and the versions of the files that they read."""
-    found, versions = list[Stores](), set[FileVersion]()
+) -> list[Stores]:
+    """The stores of each card, by ``open_stores`` for its source and its slots of the host."""
+    found = list[Stores]()
     with ExitStack() as failure:
-        for card, slab in zip(cards, slabs, strict=True):
-            own = card.own(experts)
+        for card, source, slab in zip(cards, sources, slabs, strict=True):
             maps = {tier: card.own(each) for tier, each in slot_maps.items()}
-            source = ExpertSource(own.layouts, io_threads=io_threads)
-            versions |= source.versions()
             make = partial(_policy_of, new_policy, card.layers)
+            own = card.own(experts)
             found.append(open_stores(source, slab, own, maps, card.plans, make, card.place))
             failure.callback(found[-1][0].close)
         failure.pop_all()
-    return found, versions
+    return found
 
 
 def _policy_of(

@@ -14,9 +14,8 @@ from tiny_checkpoints import PROMPT, save, tiny_model
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference import warming
 from moe_runtime.inference.budget import MemoryPlan
-from moe_runtime.inference.device.cards import divide_cards, divide_layers
+from moe_runtime.inference.device.cards import divide_cards, divide_layers, require_one_process
 from moe_runtime.inference.device.recorded_layers import CrossedLayer
-from moe_runtime.inference.loading import require_one_process
 from moe_runtime.kernels.operands import find_devices
 
 pytest.importorskip("triton")

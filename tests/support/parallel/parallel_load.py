@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import moe_runtime
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.errors import CheckpointError, RankFailureError, UnsupportedUseError
-from moe_runtime.inference import loading
+from moe_runtime.inference import expert_partition, loading
+from moe_runtime.memory.source import ExpertSource
 
 PROMPT = torch.arange(40).mul(37).remainder(300)[None]
 
@@ -117,3 +119,35 @@ def half_loaded(path: str) -> tuple[str, float]:
         except (CheckpointError, RankFailureError) as error:
             return str(error), time.monotonic() - begun_s
     return "", 0.0
+
+
+def divided(path: str, options: list[dict[str, Any]], machines: list[str]) -> dict[str, Any]:
+    """As `outputs`, with options and a machine's name and speed for each process; and how many
+    experts this process holds. The speeds are 1, 2 and so on."""
+    rank = dist.get_rank()
+    held: list[int] = []
+
+    def note(layouts: Any, **others: Any) -> Any:
+        held.append(len(layouts))
+        return ExpertSource(layouts, **others)
+
+    with (
+        mock.patch("socket.gethostname", return_value=machines[rank]),
+        mock.patch.object(expert_partition, "measure_products", return_value=1 + rank),
+        mock.patch.object(loading, "ExpertSource", note),
+    ):
+        return outputs(path, options[rank]) | {"held": held[0]}
+
+
+def balanced(path: str, caches: str) -> list[Any]:
+    """A run and the next one, with a cache folder for each process: answers, what experts were
+    divided by, and the names of the files that were kept."""
+    cache = Path(caches, str(dist.get_rank()))
+    divide = mock.Mock(side_effect=expert_partition.hold_by_shares)
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}),
+        mock.patch.object(expert_partition, "hold_by_shares", divide),
+    ):
+        found = [outputs(path, {"policy": "auto", "teach": False}) for _ in range(2)]
+    kept = [file.parent.name for file in cache.rglob("*.npz")]
+    return [found, [call.args[2:] for call in divide.call_args_list], kept]
