@@ -15,7 +15,9 @@ from moe_runtime.errors import CapacityError
 from moe_runtime.inference import warming
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.device.cards import divide_cards, divide_layers, require_one_process
+from moe_runtime.inference.device.device_experts import DeviceExperts
 from moe_runtime.inference.device.recorded_layers import CrossedLayer
+from moe_runtime.inference.expert_layer import OffloadedExperts
 from moe_runtime.kernels.operands import find_devices
 
 pytest.importorskip("triton")
@@ -152,3 +154,20 @@ def test_several_devices_are_different_gpus_of_one_model():
         ):
             with pytest.raises(ValueError, match=text):
                 find_devices(device)
+
+
+def test_rows_go_to_the_card_and_their_sums_come_back():
+    experts: Any = DeviceExperts.__new__(DeviceExperts)
+    torch.nn.Module.__init__(experts)
+    routed = torch.ones(2, 3), torch.ones(2, 1, dtype=torch.long), torch.ones(2, 1)
+    seen: list[set[str]] = []
+
+    def compute(_: Any, *given: torch.Tensor) -> torch.Tensor:
+        seen.append({tensor.device.type for tensor in given})
+        return torch.ones(2, 3)
+
+    with patch.object(OffloadedExperts, "_forward_general", compute):
+        for card in (None, torch.device("meta")):
+            experts.card = card
+            assert experts._forward_general(*routed).device.type == "cpu"
+    assert seen == [{"cpu"}, {"meta"}]
