@@ -152,7 +152,6 @@ def elastic_place(
         raise ValueError(f"{name} starts without torchrun")
     if not is_on_cpu({"device": ctx.params["device"]}):
         raise ValueError(f"{name} divides a model among CPUs: give --device cpu too")
-    # otherwise a process that comes later waits for an address that torch wrote only once
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if join is not None:
         found = re.fullmatch(r"\[?(.+?)\]?:(\d+)", join)

@@ -64,6 +64,9 @@ class ElasticGroup:
     ) -> None:
         """Opens the store, if given the fewest and the most processes of a group; else connects.
 
+        The environment has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: otherwise a process that comes
+        later waits for an address that torch wrote only once.
+
         Raises:
             RankFailureError: no store answers there, or the port is taken.
         """
