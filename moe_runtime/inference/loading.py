@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
@@ -275,7 +274,7 @@ def load(
         free["device"] = available_device_bytes(place)
     in_pass = most_in_pass(model, place)
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
-    dense = dense_bytes, embedding_bytes
+    dense, all_layouts = (dense_bytes, embedding_bytes), experts.layouts
     if transport is not None:
         from moe_runtime.inference.expert_partition import divide_experts, measure_products
 
@@ -293,7 +292,7 @@ def load(
             placement,
             num_slots,
             measure if num_here < transport.size else None,
-            partial(kept_loads, signature, checkpoint.folder, policy),
+            checkpoint.folder if policy == AUTO else None,
         )
     is_first = partition is None or partition.transport.rank == 0
     drafting = plan_draft(draft, checkpoint, model, progress)
@@ -321,6 +320,7 @@ def load(
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
+    is_lacking = plans.get("device", plans["host"]).num_slots < len(experts.layouts)
     rules.require_effect(model, blocks, top_k=experts.top_k, lacks_slots=lacks_slots)
     # a barrier: all processes measure free memory before any of them allocates
     if partition is not None:
@@ -354,9 +354,12 @@ def load(
             neighbours.wait()
         held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
         elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
-    source = ExpertSource(experts.layouts, io_threads=io_threads)
+    follows_loads = policy == AUTO and placement is None and slot_maps["host"] is experts
+    follows_loads &= place.type == "cpu" and partition is not None
+    readable = all_layouts if follows_loads else experts.layouts
+    source = ExpertSource(readable, io_threads=io_threads)
     checkpoint.require_unchanged()
-    new_policy = policy_maker(choice, signature, experts.layouts)
+    new_policy = policy_maker(choice, signature, readable)
     times = None
     if timeline is not None and is_first:
         from moe_runtime.inference.step_times import StepTimes
@@ -366,6 +369,9 @@ def load(
     store, host_store = _open_stores(
         source, slab, experts, slot_maps, plans, new_policy, place, times
     )
+    if follows_loads and partition is not None:
+        experts.layouts = readable
+        partition.follow_loads()
     stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
     listeners = steps.listeners
@@ -405,7 +411,6 @@ def load(
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
     # a policy matters only if some experts have no slot; processes are balanced by the record
-    is_lacking = fastest.num_slots < len(experts.layouts)
     is_auto = policy == AUTO and (is_lacking or partition is not None)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
@@ -758,18 +763,6 @@ def resolve_policy(
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
-
-
-def kept_loads(signature: ModelSignature, checkpoint: Path, policy: str) -> np.ndarray | None:
-    """``[L, E]`` tokens of each expert in the latest routing, which ``policy="auto"`` keeps."""
-    from moe_runtime.lab.traces.recent import read_recent
-    from moe_runtime.policies.placement.base import count_by_layer
-
-    recent = read_recent(signature, checkpoint) if policy == AUTO else None
-    if recent is None:
-        return None
-    ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
-    return count_by_layer(ids_LTK, signature.num_experts)
 
 
 def policy_maker(
