@@ -146,6 +146,11 @@ class ExpertPartition:
             if len(numbers) == 1:
                 self._rules[layer] = RebalanceRule(numbers.pop() * self.transport.size)
 
+    @property
+    def follows_loads(self) -> bool:
+        """Whether this process may get any expert."""
+        return bool(self._rules)
+
     def _held(self, layer: int) -> list[list[int]]:
         """The experts of each process."""
         holders, size = self._holders[layer], self.transport.size
