@@ -213,7 +213,7 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     def __init__(
         self, make_policy: Callable[[], EvictionPolicy[ExpertKey]], shares: Sequence[int]
     ) -> None:
-        self._shares = list(shares)
+        self._shares, self._sharing = list(shares), range(len(shares))
         self._make_policy = make_policy
         self.clear()
         self.may_decline = any(policy.may_decline for policy in self.layers)
@@ -257,7 +257,14 @@ class LayerShares(EvictionPolicy[ExpertKey]):
 
     def divide(self, num_slots: int) -> None:
         """Divides slots evenly; a layer that holds more keeps it."""
-        self._shares = even_shares(num_slots, len(self.layers))
+        shares = dict(zip(self._sharing, even_shares(num_slots, len(self._sharing)), strict=True))
+        self._shares = [shares.get(layer, 0) for layer in range(len(self.layers))]
+
+    def keep_to(self, layers: Sequence[int]) -> LayerShares:
+        """Divides the slots between these layers alone from now on."""
+        self._sharing = layers
+        self.divide(sum(self._shares))
+        return self
 
     def touch(self, key: ExpertKey) -> None:
         self.layers[key.layer].touch(key)
