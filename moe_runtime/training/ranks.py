@@ -663,6 +663,8 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
+    if config.is_research:
+        raise ValueError("the keys of [research] are for one process; leave them or torchrun out")
     if data.micro_batches % num_data_ranks:
         raise ValueError(
             f"data.micro_batches ({data.micro_batches}) must be a multiple of the {num_data_ranks} "

@@ -465,12 +465,65 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig:
+    """Memory layers in the place of dense feed-forward networks; they share rows off memory.
+
+    Attributes:
+        layers: numbers of dense layers.
+        keys: of each half; there are as many rows as pairs.
+        heads: queries of a token.
+        top_k: rows of a query.
+        key_size: width of a query; even.
+    """
+
+    layers: tuple[int, ...]
+    keys: int = 64
+    heads: int = 2
+    top_k: int = 8
+    key_size: int = 32
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "keys", "heads", "top_k")
+        _at_least(2, self, "key_size")
+        if not self.layers or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"layers must name some layers once, got {list(self.layers)}")
+        if self.key_size % 2:
+            raise ValueError(f"key_size must be even, got {self.key_size}")
+        if self.top_k > self.keys:
+            raise ValueError(f"top_k ({self.top_k}) must be at most keys ({self.keys})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResearchConfig:
+    """Reproductions of papers (`moe_runtime.research`), for one process with experts in memory.
+
+    All of them change what is trained. A run has one of them.
+
+    Attributes:
+        frozen_share: share of the weights of each kind that a step leaves alone: those that changed
+            least when they were last trained (SlimFit). Their inputs are not kept. 0 trains all.
+        memory: layers that look rows up (Memory Layers).
+    """
+
+    frozen_share: float = 0.0
+    memory: MemoryConfig | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__slots__ if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} do not go together; leave one of them out")
+        if not 0 <= self.frozen_share < 1:
+            raise ValueError(f"frozen_share must lie in [0, 1), got {self.frozen_share}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A whole training run.
 
     Attributes:
         model: its architecture; `vocab_size` is the tokenizer's.
         parallel: division of the model among processes.
+        research: reproductions of papers.
     """
 
     run: RunConfig
@@ -479,6 +532,7 @@ class TrainConfig:
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    research: ResearchConfig = field(default_factory=ResearchConfig)
 
     def __post_init__(self) -> None:
         if self.data.context > self.model.max_positions:
@@ -498,6 +552,21 @@ class TrainConfig:
                 "run.lost_stage rebuilds a stage between two others: give parallel.pp of at least "
                 f"3 and a schedule other than zbv, got pp {own.pp} and {own.schedule}"
             )
+        for name in ("host_memory", "compile", "snapshot_every") if self.is_research else ():
+            if getattr(self.run, name):
+                raise ValueError(f"run.{name} cannot be combined with the keys of [research]")
+        memory, model = self.research.memory, self.model
+        pairs = model.moe is not None and model.moe.shortcut is not None
+        for layer in () if memory is None else memory.layers:
+            if pairs or not 0 <= layer < model.num_layers or model.is_routed(layer):
+                raise ValueError(
+                    f"research.memory.layers must name dense layers of model.dense_layers, or of a "
+                    f"model without experts; got {layer}"
+                )
+
+    @property
+    def is_research(self) -> bool:
+        return self.research != ResearchConfig()
 
     def may_move(self, size: int) -> bool:
         """Whether experts that `size` ranks divide can move by load."""

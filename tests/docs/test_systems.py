@@ -67,7 +67,7 @@ def require_switches(row: list[str]) -> None:
             require_sound(f"{command.removeprefix('moe-runtime ')} {text}")
         elif text.startswith("moe_runtime."):
             name_of(text)
-        elif text.startswith(("run.", "model.")):
+        elif text.startswith(("run.", "model.", "research.")):
             require_key(text)
         else:
             assert text in GATES or text in {"panels", "update_stride", "parallel"}, text

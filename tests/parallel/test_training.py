@@ -239,6 +239,7 @@ MOVING = ("parallel.experts=auto", "parallel.copies=1")
 ZBV = ("parallel.pp=2", "parallel.schedule=zbv")
 NEEDS_EXPERTS_THAT_MOVE = "(1) need experts that move, and auto leaves them static"
 REFUSED = {
+    ("research.frozen_share=0.5",): "the keys of [research] are for one process",
     ("data.micro_batches=1",): "data.micro_batches (1) must be a multiple of the 2 processes",
     (AWAY, "parallel.tp=2"): "run.host_memory and parallel.tp (2) do not go together yet",
     (AWAY, "parallel.zero=3"): "run.host_memory and parallel.zero do not go together yet",
