@@ -252,17 +252,20 @@ class TrainedVariant(suite.BenchSystem):
                 ) as trainer,
                 contextlib.ExitStack() as counted,
             ):
-                kept = KeptActivations(preparation.model)
+                kept = KeptActivations(preparation.model) if run.host_memory is None else None
+
+                def count_from(step: int) -> None:
+                    if step == uncounted and kept is not None:
+                        counted.enter_context(kept.counting())
 
                 def note(record: Record) -> None:
                     records.append(record)
-                    if record.step == uncounted and isinstance(record, StepRecord):
-                        counted.enter_context(kept.counting())
+                    if isinstance(record, StepRecord):
+                        count_from(record.step)
 
-                if not uncounted:
-                    counted.enter_context(kept.counting())
+                count_from(0)
                 is_complete = trainer.train(should_stop=self._is_stopping, on_record=note)
-                return is_complete, kept.most if run.host_memory is None else None
+                return is_complete, kept and kept.most
         finally:
             # The next run reads the same encoded text, and nothing else.
             remove_or_warn(preparation.checkpoints, "no run goes on from it")

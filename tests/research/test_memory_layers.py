@@ -42,7 +42,7 @@ class InMemory(nn.Module):
     def __init__(self, layers: list[MemoryLayer], values: Tensor) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.values = nn.Embedding(*values.shape, sparse=True, _weight=values.clone())
+        self.values = nn.Embedding(len(values), WIDTH, sparse=True, _weight=values.clone())
 
     def forward(self, x_TD: Tensor) -> Tensor:
         for layer in self.layers:
@@ -125,9 +125,13 @@ def test_only_used_rows_move(tmp_path):
     model, optimizer = made(tmp_path)
     before, ids = optimizer.rows.state_dict(), []
     counted = optimizer.transfers()
-    for layer in model.layers:
-        layer.register_forward_hook(lambda layer, *_: ids.append(layer.rows._used[-1][0]))
+    hooks = [
+        layer.register_forward_hook(lambda *_: ids.append(optimizer.rows._used[-1][0]))
+        for layer in model.layers
+    ]
     optimizer.backward([lambda: model(batch(0, 0)).sum()], rate=1e-2)
+    for hook in hooks:
+        hook.remove()
     optimizer.step(1e-2)
     moved = optimizer.transfers()
     used = torch.cat(ids).unique()

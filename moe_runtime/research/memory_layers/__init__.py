@@ -167,11 +167,11 @@ class MemoryLayer(nn.Module):
     def __init__(self, hidden_size: int, config: MemoryConfig) -> None:
         super().__init__()
         self.rows: ValueRows | None = None
-        self.heads, self.top_k, self.half = config.heads, config.top_k, config.key_size // 2
+        self.heads, self.top_k, self.half_width = config.heads, config.top_k, config.key_size // 2
         self.query_proj = Linear(hidden_size, config.heads * config.key_size, bias=False)
-        keys = torch.randn(config.heads, 2, config.keys, self.half)
+        keys = torch.randn(config.heads, 2, config.keys, self.half_width)
         self.keys = nn.Parameter(keys)
-        self.query_norm, self.key_norm = (RMSNorm(self.half, 1e-6) for _ in range(2))
+        self.query_norm, self.key_norm = (RMSNorm(self.half_width, 1e-6) for _ in range(2))
         self.gate_proj, self.down_proj = (
             Linear(hidden_size, hidden_size, bias=False) for _ in range(2)
         )
@@ -181,11 +181,11 @@ class MemoryLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.rows is not None, "rows are given before the first call"
         x_TD = x.reshape(-1, x.shape[-1])
-        queries = self.query_proj(x_TD).unflatten(-1, (self.heads, 2, self.half))
+        queries = self.query_proj(x_TD).unflatten(-1, (self.heads, 2, self.half_width))
         queries_THSd = self.query_norm(queries.float())
         scores_THSN = torch.einsum("thsd,hsnd->thsn", queries_THSd, self.key_norm(self.keys))
         ids_THK, sums_THK = product_top_k(scores_THSN, self.top_k)
-        shares = sums_THK.mul(self.half**-0.5).softmax(dim=-1).flatten(1)
+        shares = sums_THK.mul(self.half_width**-0.5).softmax(dim=-1).flatten(1)
         ids_U, places = ids_THK.flatten(1).unique(return_inverse=True)
         y_TD = F.embedding_bag(places, self.rows.used(ids_U), per_sample_weights=shares, mode="sum")
         return self.down_proj(y_TD.to(x.dtype) * F.silu(self.gate_proj(x_TD))).view(x.shape)
