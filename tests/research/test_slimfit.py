@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from training_runs import error_of, states_equal, train, write_run
 
 from moe_runtime.benchmarks.cases.ablation import KeptActivations
+from moe_runtime.layer import Experts
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.research.slimfit import SlimFit, distance
 from moe_runtime.training.optimizer import decays
@@ -106,6 +107,23 @@ def test_inputs_of_frozen_weights_are_not_kept():
             model(x).sum().backward()
         found.append(kept.most)
     assert found == [4 * 32 * (8 + 16), 4 * 32 * 16, 4 * 32 * 8]
+
+
+def test_networksthat_are_frozen_keep_pre_activations_alone():
+    """The gradient of the input has the same bits."""
+    torch.manual_seed(5)
+    networks = Experts(4, 32, 16)
+    kept, found = KeptActivations(networks), []
+    ids_TK = torch.randint(4, (24, 2))
+    for frozen in (False, True):
+        networks.requires_grad_(not frozen)
+        x_TD = torch.ones(24, 32, requires_grad=True)
+        kept.most = 0
+        with kept.counting():
+            networks(x_TD, ids_TK, torch.full((24, 2), 0.5)).sum().backward()
+        found.append((kept.most, x_TD.grad))
+    assert found[0][0] - found[1][0] == 4 * 24 * 32 - 4
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_bad_step_changes_no_distance():
