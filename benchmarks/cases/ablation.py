@@ -194,7 +194,7 @@ class TrainedVariant(suite.BenchSystem):
         self._output, self._storage, self._is_stopping = output, storage, is_stopping
         self._num_threads = num_threads
         with _blamed(self.name):
-            preparation = self._prepare(0)
+            preparation, _ = equip(self._prepare(0))
             self._state_bytes = _state_bytes(preparation)
         self.device = preparation.device
 

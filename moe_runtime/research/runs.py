@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+from moe_runtime.research.dynamoe import RecompilingOptimizer, check_layers
 from moe_runtime.research.memory_layers import MemoryOptimizer, ValueRows, add_memory
 from moe_runtime.research.slimfit import SlimFit
 from moe_runtime.training.optimizer import Optimizer
@@ -15,6 +16,9 @@ def equip(preparation: Preparation) -> tuple[Preparation, Callable[..., Optimize
     research, model = preparation.config.research, preparation.model
     if research.frozen_share:
         return preparation, partial(SlimFit, share=research.frozen_share)
+    if (recompile := research.recompile) is not None:
+        check_layers(model, recompile)
+        return preparation, partial(RecompilingOptimizer, recompile=recompile)
     if (memory := research.memory) is not None:
         add_memory(model, memory)
         width, num_rows = model.config.hidden_size, memory.keys**2

@@ -494,6 +494,29 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecompileConfig:
+    """Alterations of the model between steps; as it is, experts run in buffers of one size.
+
+    Attributes:
+        adapt_capacity: each layer's buffers follow what its gate needs, from
+            `model.moe.capacity_factor` on.
+        reuse_at: share of tokens whose experts are those of the last epoch, from which on tokens go
+            where they went then; 0 never.
+    """
+
+    adapt_capacity: bool = False
+    reuse_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reuse_at <= 1:
+            raise ValueError(f"reuse_at must lie in [0, 1], got {self.reuse_at}")
+        if self.reuse_at and self.adapt_capacity:
+            raise ValueError(
+                "reuse_at and adapt_capacity do not go together; leave one of them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResearchConfig:
     """Reproductions of papers (`moe_runtime.research`), for one process with experts in memory.
 
@@ -503,10 +526,12 @@ class ResearchConfig:
         frozen_share: share of the weights of each kind that a step leaves alone: those that changed
             least when they were last trained (SlimFit). Their inputs are not kept. 0 trains all.
         memory: layers that look rows up (Memory Layers).
+        recompile: triggers that alter the model between steps (DynaMoE).
     """
 
     frozen_share: float = 0.0
     memory: MemoryConfig | None = None
+    recompile: RecompileConfig | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in self.__slots__ if getattr(self, name)]
@@ -556,6 +581,11 @@ class TrainConfig:
             if getattr(self.run, name):
                 raise ValueError(f"run.{name} cannot be combined with the keys of [research]")
         memory, model = self.research.memory, self.model
+        if self.research.recompile is not None and (model.moe is None or self.run.recompute):
+            raise ValueError(
+                "research.recompile is for models with experts, and run.recompute repeats calls of "
+                "the gates; leave one of them out"
+            )
         pairs = model.moe is not None and model.moe.shortcut is not None
         for layer in () if memory is None else memory.layers:
             if pairs or not 0 <= layer < model.num_layers or model.is_routed(layer):
