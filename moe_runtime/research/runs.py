@@ -18,6 +18,8 @@ def equip(preparation: Preparation) -> tuple[Preparation, Callable[..., Optimize
         return preparation, partial(SlimFit, share=research.frozen_share)
     if (recompile := research.recompile) is not None:
         check_layers(model, recompile)
+        if recompile.reuse_at:
+            preparation.batches.repeat_windows()
         return preparation, partial(RecompilingOptimizer, recompile=recompile)
     if (memory := research.memory) is not None:
         add_memory(model, memory)

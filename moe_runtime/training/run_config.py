@@ -342,6 +342,9 @@ class ParallelConfig:
             keeps the activations of at most `pp` of them) or gpipe (all forward, then all
             backward). Two others compute gradients of weights instead of waiting: zero_bubble
             (ZB1P), and zbv, which gives a process two stages, equally far from both ends.
+        offload: share of a stage's micro-batches whose activations lie in a file of the run's
+            folder until their backward pass, first those that wait longest (PipeOffload). For
+            1f1b and gpipe, without `tp` and `zero`.
         zero: parts of the dense model that FSDP2 shards over the processes, besides `tp` and `pp`:
             0 nothing, 1 the optimizer's states, 2 gradients too (reduced for each micro-batch; with
             `pp`, 1 does this too), 3 parameters too.
@@ -372,6 +375,7 @@ class ParallelConfig:
     cp: int = 1
     pp: int = 1
     schedule: PipelineSchedule = "1f1b"
+    offload: float = 0.0
     zero: int = 0
     overlap: int | Literal["auto"] = 1
     transport: ExchangeName = "flat"
@@ -390,6 +394,14 @@ class ParallelConfig:
             _at_least(1, self, "overlap")
         if self.zero > 3:
             raise ValueError(f"zero must be at most 3, got {self.zero}")
+        if not 0 <= self.offload <= 1:
+            raise ValueError(f"offload must lie in [0, 1], got {self.offload}")
+        is_plain = self.pp > 1 and self.schedule in ("1f1b", "gpipe") and self.tp == 1
+        if self.offload and not (is_plain and self.zero == 0):
+            raise ValueError(
+                "offload is for a pipeline: give pp above 1 and the schedule 1f1b or gpipe, and "
+                "leave tp and zero out"
+            )
         self._refuse_exchanges()
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
@@ -501,7 +513,7 @@ class RecompileConfig:
         adapt_capacity: each layer's buffers follow what its gate needs, from
             `model.moe.capacity_factor` on.
         reuse_at: share of tokens whose experts are those of the last epoch, from which on tokens go
-            where they went then; 0 never.
+            where they went then; 0 never. Every epoch then has the same windows of text.
     """
 
     adapt_capacity: bool = False
@@ -566,6 +578,11 @@ class TrainConfig:
                 f"({self.model.max_positions})"
             )
         own = self.parallel
+        if own.offload and self.run.recompute:
+            raise ValueError(
+                "run.recompute keeps no activations that parallel.offload could move; leave one of "
+                "them out"
+            )
         is_counted = own.experts == "rebalanced" or not self.run.compile
         if own.rebalance_every != _REBALANCE_EVERY and not is_counted:
             raise ValueError(

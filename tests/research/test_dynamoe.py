@@ -10,6 +10,7 @@ from training_runs import CONFIG, error_of, states_equal, train, training_record
 
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.research.dynamoe import CapacityRule, Recompile, RecompilingOptimizer
+from moe_runtime.training.checkpoint import checkpoints_in
 from moe_runtime.training.run_config import OptimizerConfig, RecompileConfig
 
 SETTINGS = OptimizerConfig(peak_rate=1e-2)
@@ -135,14 +136,17 @@ def test_choices_of_before_are_used_once_gates_agree():
 
 
 CAPACITY = CONFIG.replace("top_k = 2", "top_k = 2\ncapacity_factor = 1.0")
+REPEATED = CONFIG.replace("steps = 8", "steps = 24").replace("short_context = 16", "")
+REPEATED = REPEATED.replace("short_share = 0.5", "")
 CASES = {
     "capacity": (CAPACITY, "adapt_capacity = true"),
-    "assignments": (CONFIG, "reuse_at = 0.001"),
+    # long enough to see rules again
+    "assignments": (REPEATED, "reuse_at = 0.001"),
 }
 
 
 def last_checkpoint(path: Path) -> Path:
-    return path.parent / "out" / "checkpoints" / "step-00000008.pt"
+    return checkpoints_in(path.parent / "out" / "checkpoints")[-1]
 
 
 @pytest.mark.parametrize(("config", "key"), CASES.values(), ids=CASES)
@@ -152,13 +156,16 @@ def test_a_run_resumes_to_the_bit(config, key, tmp_path):
     for path in (whole, stopped):
         assert train(path) == 0
     last_checkpoint(stopped).unlink()
+    assert last_checkpoint(stopped).name != last_checkpoint(whole).name
     assert train(stopped, "--resume") == 0
     assert states_equal(last_checkpoint(whole), last_checkpoint(stopped))
     states = [
         torch.load(last_checkpoint(path))["optimizer"]["altered"] for path in (whole, stopped)
     ]
     assert str(states[0]) == str(states[1])
-    if config == CAPACITY:
+    if config == REPEATED:
+        assert states[0]["assignments"]["is_used"]
+    else:
         dropped = [
             r["dropped_share"] for r in training_records(tmp_path / "whole/out") if "loss" in r
         ]

@@ -90,7 +90,10 @@ def train(
                 config.parallel.refuse_alone()
                 ranks = OneRank()
             else:
-                ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
+                from moe_runtime.research.pipeoffload import StageOffload
+
+                own = config.parallel
+                ranks = SeveralRanks(config, folder, experts_maker(own), StageOffload)
             with ranks.first_alone():
                 preparation = prepare(
                     config,
