@@ -33,6 +33,7 @@ from moe_runtime.benchmarks.synthetic.texts import cut_prompts
 from moe_runtime.checkpoints.opening import load_tokenizer
 from moe_runtime.config import parse_bytes
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.inference.hugging_face.loaded_model import resize_cache
 from moe_runtime.inference.inspection import inspect_checkpoint
 from moe_runtime.models.pocket import pocket_path
 from moe_runtime.parallel.communication.transport import Pending, Transport
@@ -41,7 +42,7 @@ from moe_runtime.serving.following import follow
 from moe_runtime.serving.requests import EngineOptions, Event, Finished, GenerationRequest, NewToken
 
 METRICS = {
-    **facts("bytes", "read_bytes", "row_bytes", "needed_bytes", "plan_bytes"),
+    **facts("bytes", "read_bytes", "row_bytes", "needed_bytes", "plan_bytes", "used_bytes"),
     **facts("count", "expert_slots", better="more"),
     **facts("share", "reads_of_one", "travel_of_needed", "plan_of_step"),
     **facts("s", "step_s", "plan_s"),
@@ -72,13 +73,15 @@ class Counted(CountingTransport):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Requests that processes answer one after another, each process with ``host_memory``."""
+    """Requests that processes answer one after another, each process with ``host_memory``.
+    ``num_slots`` is the number of slots in all, if it is not what that memory gives."""
 
     checkpoint: Path
     prompts: Sequence[tuple[int, ...]]
     new_tokens: int
     host_memory: int
     size: int = 1
+    num_slots: int | None = None
 
 
 def answer(work: Work, rank: int, store: str) -> dict[str, Any]:
@@ -101,6 +104,8 @@ def answer(work: Work, rank: int, store: str) -> dict[str, Any]:
     layers = [part for part in model.modules() if isinstance(part, OffloadedExperts)]
     if layers[0].partition is not None:
         transport = layers[0].partition.transport = Counted(layers[0].partition.transport)
+    if work.num_slots is not None:
+        resize_cache(model.moe, work.num_slots // work.size)
     with model.moe:
         found: dict[str, Any] = {"tokens": [], "plan_s": [], "begun_s": []}
         if rank:
@@ -115,6 +120,7 @@ def answer(work: Work, rank: int, store: str) -> dict[str, Any]:
     return found | {
         "read_bytes": stats.bytes_read,
         "expert_slots": stats.expert_slots,
+        "used_bytes": stats.peak_rss_bytes - stats.baseline_rss_bytes,
         "row_bytes": 0 if transport is None else transport.row_bytes,
         "plan_bytes": 0 if transport is None else transport.plan_bytes,
         "token_bytes": rows_of_token * model.config.hidden_size * model.dtype.itemsize,
@@ -164,7 +170,7 @@ def answers_of(work: Work) -> list[dict[str, Any]]:
 def counted(work: Work, *, timed: bool) -> dict[str, Any]:
     """Totals over the processes, and the texts."""
     ranks = answers_of(work)
-    names = ("read_bytes", "expert_slots", "row_bytes", "plan_bytes")
+    names = ("read_bytes", "expert_slots", "row_bytes", "plan_bytes", "used_bytes")
     found = {name: sum(one[name] for one in ranks) for name in names}
     first = ranks[0]
     if work.size > 1:
@@ -231,10 +237,10 @@ def main(options: Namespace) -> int:
         given = (folder, [*map(tuple, cut)], options.new_tokens)
         tokens = options.prompts * (options.prompt_tokens + options.new_tokens + 16)
         found = inspect_checkpoint(folder, max_tokens=tokens)
-        twice = found.dense_bytes - found.embedding_bytes + found.reserve_bytes
+        slots = found.slots_for(total)
         works = {
             "one process": Work(*given, total),
-            "two, the same experts in memory": Work(*given, (total + twice) // 2, 2),
+            "two, the same experts in memory": Work(*given, total // 2, 2, slots),
             "two, the same memory": Work(*given, total // 2, 2),
         }
         measure(results, works, options.rounds)

@@ -54,6 +54,8 @@ class ExpertCounters:
         resident_steps: decode steps that were one graph over experts in slots of the device.
         fetched_steps: those that were one graph, which read missing experts in host memory.
         cut_steps: those that were cut in every layer, to wait for missing experts.
+        recorded_bytes: memory of the device that recorded decode steps hold, by its allocator.
+        recorded_reserve_bytes: the part of the budget that is reserved for them.
         replaced_choices: choices of tokens that went to a resident expert instead of a missing one
             (`load(routing="cache-aware:LAMBDA")`).
         stand_in_choices: those that a rounded copy answered (`load(misses="stand-in")`).
@@ -78,6 +80,8 @@ class ExpertCounters:
     resident_steps: int = 0
     fetched_steps: int = 0
     cut_steps: int = 0
+    recorded_bytes: int = 0
+    recorded_reserve_bytes: int = 0
     replaced_choices: int = 0
     skipped_choices: int = 0
     stand_in_choices: int = 0
@@ -125,7 +129,8 @@ class RuntimeStats(ExpertCounters):
         budget_bytes: host memory that the runtime was allowed to allocate.
         dense_bytes: bytes of everything but the routed experts.
         baseline_rss_bytes: resident memory of the process after its imports, before loading.
-        peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it.
+        peak_rss_bytes: highest resident memory of the process so far, as the kernel counts it. Of
+            dense weights that processes share, each counts an equal part.
         prefetch: whether experts are prefetched now, and why.
         predict_s: seconds spent on predicting.
         shares: how the slots are divided over the layers: even or adaptive.

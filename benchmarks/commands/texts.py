@@ -241,6 +241,9 @@ def refuse_unrouted(
     from moe_runtime.benchmarks.suite.peers import OURS
 
     taught = [one.name for one in peers if "taught" in _words(one)]
+    for one in peers:
+        if "trained" in _words(one) and one.name not in taught:
+            raise ValueError(f"{one.name}: `trained` needs `taught`, which trains the predictor")
     if asked.routing is None:
         if asked.train is not None or taught:
             raise ValueError(f"{taught[0] if taught else '--train'} belongs to --routing TRACE")

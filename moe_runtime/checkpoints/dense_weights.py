@@ -6,8 +6,9 @@ Each tensor is read straight into memory of its own, so that loading needs no mo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,13 +80,21 @@ class _LazyTensor:
 
 
 class DenseReader:
-    """Reads dense weights, quantised ones as values of `dtype`, and reports progress."""
+    """Reads dense weights, quantised ones as values of `dtype`, and reports progress.
+
+    Without `fills` it reads nothing: the memory of a weight stays untouched zeros, which take none.
+    """
 
     def __init__(
-        self, entries: Iterable[Weight], dtype: torch.dtype, progress: Progress | None
+        self,
+        entries: Iterable[Weight],
+        dtype: torch.dtype,
+        progress: Progress | None,
+        *,
+        fills: bool = True,
     ) -> None:
         entries = list(entries)
-        self.dtype = dtype
+        self.dtype, self.fills = dtype, fills
         self._files: dict[Path, CheckpointFile] = {}
         for entry in entries:
             parts = [entry] if isinstance(entry, TensorEntry) else entry.parts.values()
@@ -127,6 +136,8 @@ class DenseReader:
         lead = offset % BLOCK_BYTES
         start, needed, excess = offset - lead, lead + num_bytes, lead % ALIGNED_BYTES
         memory = aligned_bytes(-(-needed // BLOCK_BYTES) * BLOCK_BYTES)
+        if not self.fills:
+            return memory[lead - excess : needed - excess]
         buffer = host_view(memory)
         try:
             for begin in range(0, len(buffer), READ_BYTES):
@@ -153,10 +164,13 @@ def load_dense(
     device: torch.device,
     progress: Progress | None,
     stored: Mapping[str, str] | None = None,
+    *,
+    fills: bool = True,
 ) -> None:
     """Loads all weights but the routed experts into a model on the meta device. ``stored`` maps
-    entries to parameters of embeddings whose rows stay in the files."""
-    reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress)
+    entries to parameters of embeddings whose rows stay in the files. Without ``fills`` weights get
+    their place and form, but no values."""
+    reader = DenseReader(experts.dense_entries.values(), checkpoint.dtype, progress, fills=fills)
     config = private.LoadStateDictConfig(
         pretrained_model_name_or_path=str(checkpoint.folder),
         device_map={"": device},
@@ -242,7 +256,7 @@ def read_values(reader: DenseReader, weight: PackedWeight, dtype: torch.dtype) -
     """The values of a weight as the model holds it, dequantised a few rows at a time."""
     memory = aligned_bytes(weight.total_rows * weight.num_cols * dtype.itemsize)
     values_RK = memory.view(dtype).view(weight.total_rows, weight.num_cols)
-    for rows, ranges in weight.pieces(_ELEMENTS_AT_ONCE):
+    for rows, ranges in weight.pieces(_ELEMENTS_AT_ONCE) if reader.fills else ():
         matrix = weight.packing.matrix(_parts(reader, weight, ranges))
         values_RK[rows] = matrix.dequantize(dtype)
     return weight.as_model_has(values_RK.view(*weight.lead, weight.num_rows, weight.num_cols))
@@ -363,6 +377,33 @@ def refuse_change() -> Any:
 def packed_parameter(matrix: AnyMatrix, dtype: torch.dtype) -> nn.Parameter:
     """A frozen parameter of a linear layer, held as codes."""
     return nn.Parameter(PackedTensor(matrix, dtype), requires_grad=False)
+
+
+def dense_memory(model: nn.Module) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
+    """Each tensor in host memory that holds parameters, and a function that replaces it by an equal
+    one."""
+    seen: set[int] = set()
+    for parameter in model.parameters():
+        packed = [parameter, parameter.whole] if isinstance(parameter, PackedTensor) else []
+        for weight in packed:
+            matrix = getattr(weight, "matrix", None)
+            if isinstance(matrix, QuantizedMatrix) and id(weight) not in seen:
+                seen.add(id(weight))
+                for name in ("codes", "scales", "zero_points", "global_scale"):
+                    if (part := getattr(matrix, name)) is not None:
+                        yield part, partial(_put_part, weight, name)
+        if not isinstance(parameter, AbsentTensor) and parameter.is_cpu and parameter.numel():
+            yield parameter.data, partial(_put_values, parameter)
+
+
+def _put_part(weight: PackedTensor, name: str, part: Tensor) -> None:
+    weight.matrix = replace(cast(QuantizedMatrix, weight.matrix), **{name: part})
+    weight.product = PreparedQuantizedLinear(weight.matrix)
+
+
+def _put_values(parameter: nn.Parameter, values: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = values
 
 
 def join_packed(parts: Sequence[nn.Linear]) -> None:

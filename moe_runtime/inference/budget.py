@@ -135,8 +135,7 @@ def reserve_for(
     activations = passed * activation_bytes_per_token(config, dtype, signature.top_k)
     logits = 4 * config.get_text_config().vocab_size * 4
     buffers = FIXED_RESERVE_BYTES + int(BUFFER_SHARE * dense_bytes)
-    num_experts = signature.num_layers * signature.num_experts
-    entries = ENTRY_BYTES * num_experts + most_remembered_bytes(shape_of(signature))
+    entries = ENTRY_BYTES * len(experts.layouts) + most_remembered_bytes(shape_of(signature))
     code = kept_code_bytes(_weight_shapes(config), dtype, passed)
     tokens = room_for(max_tokens) * kv_token + activations
     largest = experts.largest_quantised if writes_dense else experts.largest_in_experts
@@ -177,6 +176,55 @@ def kv_bytes_per_token(
 def activation_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype, top_k: int) -> int:
     """Bytes of hidden states and of a token's routed rows."""
     return config.get_text_config().hidden_size * (12 * 4 + top_k * dtype.itemsize)
+
+
+NUM_RECORDED, RECORDED_TOKENS = 4, 4
+"""Recorded steps in parts that memory is reserved for, and tokens of each. Larger ones leave room
+for fewer; steps of one graph keep less."""
+_PARTS_BYTES = 2**16
+"""Partial sums of a layer that a GPU with up to 256 multiprocessors adds for few tokens."""
+_SEGMENT_BYTES = 2 * 20 * 2**20 + 2 * 2**20
+"""What torch allocates at a time, for two streams' blocks above 1 MiB, and for smaller ones."""
+
+
+def recorded_bytes(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    signature: ModelSignature,
+    num_tokens: int,
+    *,
+    in_parts: bool,
+) -> int:
+    """Bytes of the device that one recorded decode step of so many tokens keeps for its replays.
+
+    A step in parts keeps the rows of every layer, since the host works between the parts.
+    """
+    text, top_k = config.get_text_config(), signature.top_k
+    kept = num_tokens * (4 * text.vocab_size + signature.num_layers * 16 * top_k)
+    if in_parts:
+        inner = largest_of(text, "moe_intermediate_size") or largest_of(text, "intermediate_size")
+        rows = text.hidden_size * dtype.itemsize + top_k * (inner * dtype.itemsize + 16)
+        sums = top_k * text.hidden_size * 4
+        kept += signature.num_layers * (num_tokens * (rows + sums) + _PARTS_BYTES)
+    return kept
+
+
+def most_recorded_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, signature: ModelSignature
+) -> int:
+    """Bytes that all recordings together may keep."""
+    return NUM_RECORDED * recorded_bytes(config, dtype, signature, RECORDED_TOKENS, in_parts=True)
+
+
+def bytes_for_recordings(
+    config: PreTrainedConfig, dtype: torch.dtype, signature: ModelSignature
+) -> int:
+    """Bytes of the device to reserve for recorded decode steps: what they keep, and the memory of
+    one step at work, which they share."""
+    text = config.get_text_config()
+    at_work = activation_bytes_per_token(config, dtype, signature.top_k) + 8 * text.vocab_size
+    kept = most_recorded_bytes(config, dtype, signature)
+    return kept + NUM_RECORDED * RECORDED_TOKENS * at_work + _SEGMENT_BYTES
 
 
 def widest_head(config: PreTrainedConfig) -> int:

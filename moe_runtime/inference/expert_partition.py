@@ -9,11 +9,13 @@ Shape suffixes: R routed rows, D model.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +25,13 @@ from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.parallel.communication.transport import (
     Transport,
     arithmetic_facts,
-    processes_here,
+    exchange_bytes,
+    numbers_of_all,
     require_same,
     software_facts,
 )
 from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map
+from moe_runtime.policies.placement.shares import Holders, hold_by_shares, shares_of_ranks
 from moe_runtime.policies.prediction import Event, Guess, Predictor
 from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats
 
@@ -41,6 +45,11 @@ _SLOWEST = ("stall_s", "load_s", "predict_s")
 COUNTED = (*_SUMMED, *_SLOWEST)
 """Statistics that differ between the processes of a model."""
 
+EXPERTS_FOR_A_COPY = 8
+"""A layer has at most one copy for this many experts; DeepSeek-V3 has 32 for 256."""
+_MEASURED_BYTES = 64 * 2**20
+"""Weights of a measured product: more than a processor's cache holds."""
+
 
 class ExpertPartition:
     """The experts of this process, and the exchange of rows with others."""
@@ -50,12 +59,13 @@ class ExpertPartition:
         transport: Transport,
         experts_of_layer: Sequence[int],
         placement: PlacementMap | None = None,
+        holders: Holders | None = None,
     ) -> None:
-        """Divides the experts by a map, or each layer's into runs of about equal length. Raises
-        ValueError: a process would have no experts."""
+        """Divides the experts by a map, or as ``holders`` says, or each layer's into runs of about
+        equal length. Raises ValueError: a process would have no experts."""
         size = transport.size
         self.transport = transport
-        self._holders: list[list[list[int]]]  # ranks by layer and expert
+        self._holders: Holders
         if placement is not None:
             self._holders = []
             for layer, number in enumerate(experts_of_layer):
@@ -68,14 +78,12 @@ class ExpertPartition:
                 f"layer; start at most {min(experts_of_layer)}"
             )
         else:
-            self._holders = [
-                [[expert * size // number] for expert in range(number)]
-                for number in experts_of_layer
-            ]
+            self._holders = holders or hold_by_shares(experts_of_layer, [1] * size)
         busy = {rank for layer in self._holders for held_by in layer for rank in held_by}
         if len(busy) < size:
             idle = min(set(range(size)) - busy)
-            raise ValueError(f"the placement map leaves process {idle} of {size} without experts")
+            what = "memory and speed leave" if placement is None else "the placement map leaves"
+            raise ValueError(f"{what} process {idle} of {size} without experts")
 
     def owns(self, key: ExpertKey) -> bool:
         return self.transport.rank in self._holders[key.layer][key.expert]
@@ -104,10 +112,6 @@ class ExpertPartition:
             rank = chosen[expert] = min(holders[expert], key=lambda r: (num_rows[r], r))
             num_rows[rank] += len(rows[expert])
         return chosen
-
-    def processes_here(self) -> int:
-        """The number of processes on this machine; a collective call."""
-        return processes_here(self.transport)
 
     def require_same_model(
         self, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
@@ -165,10 +169,24 @@ def divide_experts(
     experts: ExpertMap,
     signature: ModelSignature,
     placement: str | Path | None,
+    num_slots: int,
+    measure: Callable[[], int] | None = None,
+    find_loads: Callable[[], np.ndarray | None] = lambda: None,
 ) -> ExpertPartition | None:
-    """Narrows ``experts`` to the share of this process; None for a single process. Raises
-    CheckpointError: the map is damaged, or for another model or number of processes. Raises
-    ValueError: a process would have no experts."""
+    """Narrows ``experts`` to the share of this process; None for a single process.
+
+    Without a map, shares are those of memory, or of speed where all experts fit. Known loads are
+    balanced, and hot experts get copies where there is room. A collective call.
+
+    Args:
+        num_slots: experts that fit in the memory of this process.
+        measure: the speed of this process; None in all of them if they have one processor.
+        find_loads: ``[L, E]`` from earlier runs, or None; called in the first process.
+
+    Raises:
+        CheckpointError: the map is damaged, or for another model or number of processes.
+        ValueError: a process would have no experts.
+    """
     placed = None
     if placement is not None:
         placed = load_placement_map(placement)
@@ -182,11 +200,51 @@ def divide_experts(
                 stacklevel=2,
             )
         return None
-    partition = ExpertPartition(
-        transport, [module.num_experts for module in experts.modules], placed
-    )
+    sizes = [module.num_experts for module in experts.modules]
+    holders = None
+    if placed is None and transport.size <= min(sizes):
+        loads_LE = loads_of_first(transport, find_loads)
+        room, wanted = [number for (number,) in numbers_of_all(transport, [num_slots])], sum(sizes)
+        num_copies = 0
+        if loads_LE is not None:
+            spare = max(0, sum(room) - wanted) // len(sizes)
+            num_copies = min(spare, max(sizes) // EXPERTS_FOR_A_COPY)
+        wanted += num_copies * len(sizes)
+        speeds = [1] * transport.size
+        if measure is not None and sum(room) > wanted:
+            speeds = [number for (number,) in numbers_of_all(transport, [measure()])]
+        shares = shares_of_ranks(room, speeds, wanted)
+        holders = hold_by_shares(sizes, shares, loads_LE, num_copies)
+    partition = ExpertPartition(transport, sizes, placed, holders)
     experts.layouts = {key: lay for key, lay in experts.layouts.items() if partition.owns(key)}
     return partition
+
+
+def loads_of_first(
+    transport: Transport, find: Callable[[], np.ndarray | None]
+) -> np.ndarray | None:
+    """Loads ``[L, E]`` that the first process finds, in all of them; a collective call."""
+    found = find() if transport.rank == 0 else None
+    packed = b"" if found is None else found.astype(np.int64).tobytes()
+    messages = dict.fromkeys(range(transport.size), packed) if packed else {}
+    arrived, (num_layers, *_) = exchange_bytes(
+        transport, messages, note=0 if found is None else len(found)
+    )
+    return np.frombuffer(arrived[0], np.int64).reshape(num_layers, -1) if arrived else None
+
+
+def measure_products(place: torch.device, dtype: torch.dtype) -> int:
+    """Megabytes of weights that products of one row read in a second."""
+    from moe_runtime.kernels.linear import linear
+
+    weight_NK = torch.ones(_MEASURED_BYTES // 2048 // dtype.itemsize, 2048, dtype=dtype)
+    weight_NK, times = weight_NK.to(place), []
+    with torch.inference_mode():
+        for _ in range(5):
+            begun_s = time.perf_counter()
+            linear(weight_NK[:1], weight_NK)[0, 0].item()  # waits for a GPU
+            times.append(time.perf_counter() - begun_s)
+    return max(1, int(weight_NK.nbytes / min(times) / 1e6))
 
 
 class OwnGuesses:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
@@ -38,11 +40,14 @@ from moe_runtime.config import (
     require_known,
     require_types,
 )
+from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import (
+    MIN_SLOTS,
     Context,
     MemoryPlan,
     available_device_bytes,
     available_host_bytes,
+    bytes_for_recordings,
     context_step_bytes,
     default_context,
     known_positions,
@@ -193,7 +198,8 @@ def load(
         group: processes that divide the experts, each within its own budget. All load the same
             model with the same options and make the same calls. The output has the bits of a single
             process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
-        placement: file with the experts of each process; equal runs by default.
+        placement: file with the experts of each process. By default shares of memory, or of speed
+            if all experts fit; ``policy="auto"`` balances them by the latest routing.
         adapter: folder of a LoRA adapter from PEFT or ``finetune``, on layers, experts or both. The
             base weights stay unchanged. CPU only.
 
@@ -253,17 +259,49 @@ def load(
         round_activations(experts, place)
     expert_bytes = sum(layout.tensor_bytes for layout in experts.layouts.values())
     signature = signature_of(checkpoint, experts)
-    partition = None
+    dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
+    embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
+    partition, neighbours, num_here = None, None, 1
     if transport is not None:
-        from moe_runtime.inference.expert_partition import divide_experts
+        from moe_runtime.inference.shared_weights import Neighbours
 
-        partition = divide_experts(transport, experts, signature, placement)
+        # codes differ in size by their values, and a device has weights of its own
+        may_share = place.type == "cpu" and cache_code == "none"
+        neighbours = Neighbours(transport, may_share=may_share)
+        dense_bytes, embedding_bytes = map(neighbours.own_bytes, (dense_bytes, embedding_bytes))
+        num_here = neighbours.num_processes
+    free = {"host": available_host_bytes() // num_here}
+    if place.type != "cpu":
+        free["device"] = available_device_bytes(place)
+    in_pass = most_in_pass(model, place)
+    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
+    dense = dense_bytes, embedding_bytes
+    if transport is not None:
+        from moe_runtime.inference.expert_partition import divide_experts, measure_products
+
+        num_slots = MIN_SLOTS
+        with suppress(CapacityError):  # the plan below raises it
+            maps = {"host": experts, "device": experts}
+            tokens, none = planned_tokens, DraftMemory()
+            plans, _ = _plan(checkpoint, maps, budgets, free, dense, tokens, 0, none, kept)
+            num_slots = max(plan.num_slots for plan in plans.values())
+        measure = partial(measure_products, place, checkpoint.dtype)
+        partition = divide_experts(
+            transport,
+            experts,
+            signature,
+            placement,
+            num_slots,
+            measure if num_here < transport.size else None,
+            partial(kept_loads, signature, checkpoint.folder, policy),
+        )
     is_first = partition is None or partition.transport.rank == 0
     drafting = plan_draft(draft, checkpoint, model, progress)
     modules, slot_maps, set_aside_bytes = _lay_out(model, experts, place, cache_code)
     if rules.stands_in:
         set_aside_bytes += copied_bytes(experts)
-    dense_bytes = experts.dense_bytes(checkpoint.dtype)
+    if place.type != "cpu":
+        set_aside_bytes += bytes_for_recordings(checkpoint.config, checkpoint.dtype, signature)
     blocks = [module.name.rpartition(".")[0] for module in experts.modules]
     estimator, table_bytes = None, 0
     if mode is not PrefetchMode.OFF:
@@ -272,20 +310,14 @@ def load(
         estimator, table_bytes = open_estimator(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
-    num_here = 1 if partition is None else partition.processes_here()
-    free = {"host": available_host_bytes() // num_here}
-    if place.type != "cpu":
-        free["device"] = available_device_bytes(place)
-    in_pass = most_in_pass(model, place)
     extra_bytes = table_bytes + set_aside_bytes
     if own_adapter is not None:
         tokens = min(planned_tokens, in_pass or planned_tokens)
         extra_bytes += own_adapter.bytes_beside(model, tokens)
     # all processes of a group must plan the same context
     asked = max_tokens if partition is None else planned_tokens
-    kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
     plans, context = _plan(
-        checkpoint, slot_maps, budgets, free, dense_bytes, asked, extra_bytes, drafting, kept
+        checkpoint, slot_maps, budgets, free, dense, asked, extra_bytes, drafting, kept
     )
     max_tokens = context.max_tokens
     lacks_slots = plans["host"].num_slots < len(experts.layouts)
@@ -304,11 +336,24 @@ def load(
     choice = resolve_policy(
         policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
     )
-    with touched_meanwhile(slab := Slab(plans["host"].num_slots, plans["host"].slot_bytes)):
-        # a CPU's plan has fewer dense bytes if embeddings stay in their files
-        is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
-        stored = experts.embeddings if is_stored else {}
-        finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache)
+    # a CPU's plan has fewer dense bytes if embeddings stay in their files
+    is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
+    reads, sharing = True, nullcontext()
+    if neighbours is not None:
+        is_stored = neighbours.any(is_stored)
+        reads, sharing = neighbours.reads, neighbours.sharing(model)
+    stored = experts.embeddings if is_stored else {}
+    with sharing:
+        slab = Slab(plans["host"].num_slots, plans["host"].slot_bytes)
+        # weights that only have their form take memory until they are shared
+        with touched_meanwhile(slab) if reads else nullcontext():
+            finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache, fills=reads)
+    elsewhere_bytes = 0
+    if neighbours is not None:
+        with touched_meanwhile(slab):
+            neighbours.wait()
+        held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
+        elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
     source = ExpertSource(experts.layouts, io_threads=io_threads)
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
@@ -341,7 +386,7 @@ def load(
         signature=signature,
         host_plan=plans["host"],
         device_plan=plans.get("device"),
-        dense_bytes=plans["device" if "device" in plans else "host"].dense_bytes,
+        dense_bytes=plans["device" if "device" in plans else "host"].dense_bytes + elsewhere_bytes,
         expert_bytes=expert_bytes,
         baseline_rss_bytes=baseline,
         load_s=time.perf_counter() - start,
@@ -349,6 +394,7 @@ def load(
         context=context,
         kv_cache=kv_cache,
         draft_bytes=drafting.bytes_for(max_tokens),
+        elsewhere_bytes=elsewhere_bytes,
     )
     learning = recorder = prefetcher = None
     if estimator is not None or any(each.watchers for each in stores):
@@ -358,8 +404,9 @@ def load(
     policies = PolicyListener(watched) if watched else None
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
-    # a policy matters only if some experts have no slot
-    is_auto = policy == AUTO and fastest.num_slots < len(experts.layouts)
+    # a policy matters only if some experts have no slot; processes are balanced by the record
+    is_lacking = fastest.num_slots < len(experts.layouts)
+    is_auto = policy == AUTO and (is_lacking or partition is not None)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
         recorder = open_record(
@@ -369,7 +416,7 @@ def load(
             trace,
             expert_bytes=largest,
             keeps_recent=is_auto,
-            teaches=teach,
+            teaches=teach and is_lacking,
         )
     if estimator is not None:
         from moe_runtime.inference.prediction import open_prefetcher
@@ -571,15 +618,17 @@ def finish_dense(
     progress: Progress | None = None,
     stored: Mapping[str, str] | None = None,
     kv_cache: str = "exact",
+    *,
+    fills: bool = True,
 ) -> None:
     """Loads everything but the experts and prepares the model to generate. Embeddings named in
-    ``stored`` stay in their files. Raises CheckpointError: the checkpoint is damaged or
-    incomplete."""
-    load_dense(model, checkpoint, experts, place, progress, stored)
+    ``stored`` stay in their files. Without ``fills`` weights get no values. Raises CheckpointError:
+    the checkpoint is damaged or incomplete."""
+    load_dense(model, checkpoint, experts, place, progress, stored, fills=fills)
     if place.type == "cpu":
         use_small_batch_layers(model)
         use_single_query_attention(model)
-        fuse_attention_layers(model)
+        fuse_attention_layers(model, copies=fills)
         rest_torch_threads(model)
         grow_cache_in_place(model, rounding_of(model, kv_cache))
     settings = read_generation_config(checkpoint.folder) if model.can_generate() else None
@@ -593,13 +642,15 @@ def _plan(
     slot_maps: dict[str, ExpertMap],
     budgets: dict[str, Budget],
     free: dict[str, int],
-    dense_bytes: int,
+    dense: tuple[int, int],
     max_tokens: int | None,
     extra_bytes: int,
     drafting: DraftMemory,
     kept: dict[str, Any],
 ) -> tuple[dict[str, MemoryPlan], Context]:
-    """Divides the budgets. Dense weights lie on the GPU if there is one, else on the host."""
+    """Divides the budgets. Dense weights lie on the GPU if there is one, else on the host.
+    ``dense`` has their bytes, and those of embeddings that may stay in their files."""
+    dense_bytes, embedding_bytes = dense
     experts, config, dtype = slot_maps["host"], checkpoint.config, checkpoint.dtype
     signature = signature_of(checkpoint, experts)
 
@@ -612,7 +663,6 @@ def _plan(
     names = {"host": "this machine", "device": "the device"}
     sizes = {place: resolve_budget(budgets[place], free[place], names[place]) for place in free}
     dense_place = "device" if "device" in free else "host"
-    embedding_bytes = 0 if "device" in free else experts.embedding_bytes
     context = Context(tokens_to_plan_for(config, max_tokens), "as max_tokens says")
     if max_tokens is None:
         context = default_context(
@@ -708,6 +758,18 @@ def resolve_policy(
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
+
+
+def kept_loads(signature: ModelSignature, checkpoint: Path, policy: str) -> np.ndarray | None:
+    """``[L, E]`` tokens of each expert in the latest routing, which ``policy="auto"`` keeps."""
+    from moe_runtime.lab.traces.recent import read_recent
+    from moe_runtime.policies.placement.base import count_by_layer
+
+    recent = read_recent(signature, checkpoint) if policy == AUTO else None
+    if recent is None:
+        return None
+    ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
+    return count_by_layer(ids_LTK, signature.num_experts)
 
 
 def policy_maker(

@@ -112,7 +112,7 @@ def _compute(model: Any, max_tokens: int) -> None:
     if length < 1:
         return
     name, given = cache_name(model.forward), dict[str, Any](use_cache=True)
-    if model.device.type != "cpu":
+    if model.device.type != "cpu" and getattr(model, "_can_compile_fullgraph", False):
         from moe_runtime.inference.device.static_caches import static_cache
 
         given[name] = static_cache(model.config, length + NEW_TOKENS)

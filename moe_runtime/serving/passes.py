@@ -442,10 +442,10 @@ def _graphs_of(model: Any) -> DecodeGraphs | None:
     if inspect.ismethod(model.forward):
         return None
     from moe_runtime.inference.device.decode_graphs import DecodeGraphs
-    from moe_runtime.inference.device.static_caches import static_cache
+    from moe_runtime.inference.device.static_caches import state_layers, static_cache
 
-    is_known = isinstance(model.forward, DecodeGraphs) and static_cache(model.config, 1) is not None
-    return model.forward if is_known else None
+    cache = static_cache(model.config, 1) if isinstance(model.forward, DecodeGraphs) else None
+    return None if cache is None or state_layers(cache) else model.forward
 
 
 def _keeps_attention(model: Any) -> bool:

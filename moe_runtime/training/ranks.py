@@ -334,7 +334,7 @@ class Processes(OneRank):
 
         from moe_runtime.parallel import FlatTransport, LayoutGroups
         from moe_runtime.parallel.communication.transport import (
-            processes_here,
+            ranks_here,
             require_same,
             software_facts,
         )
@@ -354,7 +354,7 @@ class Processes(OneRank):
         self._watch = CollectiveMonitor(group, timeout_s)
         transport = FlatTransport(group, timeout_s=timeout_s)
         require_same(transport, {**software_facts(), "the layout": str(layout)})
-        self.here = processes_here(transport)
+        self.here = len(ranks_here(transport))
 
     def draw_apart(self, seed: int, step: int) -> None:
         number = self.data_rank + self.num_data_ranks * self._stage

@@ -29,6 +29,7 @@ REFUSED = {
     "latency --shape gpt-oss-tiny --routing t.npz --predictor next-gate": "hidden states",
     "latency --shape gpt-oss-tiny --routing t.npz --peer moe_runtime:next-gate": "hidden states",
     "latency MODEL --routing t.npz --train t.npz": "belong together",
+    "latency MODEL --routing t.npz --peer moe_runtime:lru+trained": "`trained` needs `taught`",
     "latency MODEL --train t.npz": "--train belongs to --routing TRACE",
     "throughput MODEL --peer moe_runtime:reuse+taught": "taught belongs to --routing TRACE",
     "latency MODEL --peer moe_runtime:reuse+lfu": "unknown variant of moe_runtime 'lfu'",

@@ -1,12 +1,20 @@
 """What CUDA's runtime is asked for directly, and may refuse."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
 
-from moe_runtime.memory.device.cuda_device import NOT_TOLD, CudaDevice, is_mapped, queue_copies
+from moe_runtime.memory.device import cuda_device
+from moe_runtime.memory.device.cuda_device import (
+    NOT_TOLD,
+    CudaDevice,
+    CudaTold,
+    is_mapped,
+    queue_copies,
+)
 
 
 class RefusingRuntime:
@@ -135,6 +143,19 @@ def check_told(device: Any, place: str) -> None:
     told.synchronize()
     assert told.numbers.tolist() == [[9, 5], [6, 13]]
     assert (told.numbers > NOT_TOLD).all()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_values_are_waited_for_where_loads_may_overtake_each_other(monkeypatch, in_order):
+    told, stream = CudaTold.__new__(CudaTold), Mock()
+    told.numbers, told.values, told._stream = torch.zeros(1, dtype=torch.long), [], stream
+    told._looked_at = told.numbers.numpy()
+    monkeypatch.setattr(cuda_device, "LOADS_IN_ORDER", in_order)
+    told.synchronize()
+    stream.synchronize.assert_not_called()
+    told.values = [torch.ones(1)]
+    told.synchronize()
+    assert stream.synchronize.called == (not in_order)
 
 
 def test_what_a_graph_tells_is_known_behind_its_event():

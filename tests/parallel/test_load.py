@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parallel_load import gradients, outputs, refusal, refusal_of, too_many
+from parallel_load import (
+    balanced,
+    divided,
+    gradients,
+    half_loaded,
+    outputs,
+    refusal,
+    refusal_of,
+    shared,
+    too_many,
+)
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
 from text_checkpoint import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_text_model
@@ -65,7 +75,7 @@ def test_processes_give_the_gradients_of_one(checkpoint, ranks):
         assert "\n" not in answer
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe-fp8-ragged", "planes"])
+@pytest.mark.parametrize("kind", ["qwen3_moe-fp8-ragged", "qwen3_moe-int4-zeros", "planes"])
 def test_quantised_and_packed_experts_are_divided_too(kind, checkpoint_in, ranks):
     """Each process reads its own, and computes what one process computes from the same codes."""
     folder = checkpoint_in(kind)
@@ -78,6 +88,63 @@ def test_quantised_and_packed_experts_are_divided_too(kind, checkpoint_in, ranks
     *expected, _ = gradients(str(folder), options)
     for *found, _ in ranks(2).run(gradients, str(folder), options):
         assert all(map(torch.equal, found, expected))
+
+
+def test_processes_of_a_machine_hold_dense_weights_once(checkpoint, ranks):
+    """Each counts its part of them, and a change stays in the process that makes it."""
+    stored = load_file(checkpoint / "model.safetensors")
+    first, second = ranks(2).run(shared, str(checkpoint))
+    whole = inspect_checkpoint(checkpoint, max_tokens=64).dense_bytes
+    for found in (first, second):
+        assert found["memories"] == 1
+        assert all(torch.equal(w, stored[name]) for name, w in found["weights"].items())
+        facts = found["facts"]
+        assert facts.dense_bytes == whole
+        assert facts.host_plan.dense_bytes == whole - facts.elsewhere_bytes == -(-whole // 2)
+    assert first["changed"] == []
+    assert second["changed"] == ["lm_head.weight"]
+
+
+def test_a_process_without_shared_weights_does_not_wait_for_them(checkpoint, ranks):
+    (first, _), (second, seconds) = ranks(2).run(half_loaded, str(checkpoint))
+    assert first == "damaged"
+    assert second == "rank 0 did not load the dense weights that this process shares"
+    assert seconds < 30
+
+
+def test_processes_with_less_memory_hold_fewer_experts(checkpoint, ranks):
+    """In proportion, if not all experts fit."""
+    found = inspect_checkpoint(checkpoint, max_tokens=64)
+    sizes = [found.smallest_budget_bytes + slots * found.slot_bytes for slots in (1, 7)]
+    alone = outputs(str(checkpoint), {"host_memory": sizes[0]})
+    options = [{"host_memory": size} for size in sizes]
+    together = ranks(2).run(divided, str(checkpoint), options, ["one", "two"])
+    assert_same(together, alone)
+    assert [found["held"] for found in together] == [6, 18]
+
+
+def test_a_faster_machine_holds_more_of_what_fits(checkpoint, ranks):
+    alone = outputs(str(checkpoint), {})
+    together = ranks(2).run(divided, str(checkpoint), [{}, {}], ["one", "two"])
+    assert_same(together, alone)
+    assert [found["held"] for found in together] == [8, 16]
+    together = ranks(2).run(divided, str(checkpoint), [{}, {}], ["one", "one"])
+    assert [found["held"] for found in together] == [12, 12]
+
+
+def test_the_routing_of_a_run_balances_the_next_one(checkpoint, tmp_path, ranks):
+    """The first process keeps it. Hot experts have copies, since all experts fit."""
+    alone = outputs(str(checkpoint), {})
+    together = ranks(2).run(balanced, str(checkpoint), str(tmp_path))
+    for runs in zip(*(runs for runs, *_ in together), strict=True):
+        assert_same([*runs], alone)
+    assert [kept for *_, kept in together] == [["routing"], []]
+    for _, ((no_loads, _), (loads_LE, num_copies)), _ in together:
+        assert no_loads is None
+        assert loads_LE.tolist() == together[0][1][1][0].tolist()
+        # of each token that was decoded one by one
+        assert loads_LE.sum(axis=1).tolist() == [10 * TOP_K] * NUM_LAYERS
+        assert num_copies == NUM_EXPERTS // 8
 
 
 def test_a_placement_map_changes_no_bit(checkpoint, tmp_path, ranks):

@@ -6,13 +6,14 @@ import contextlib
 import heapq
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from emulated_graphs import EmulatedRecorder
+from emulated_graphs import EmulatedGraph, EmulatedRecorder
 
 from moe_runtime.memory.reads import Priority
 
@@ -73,6 +74,7 @@ class EmulatedDevice:
         self._queued: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
         self._lock = threading.RLock()
+        self.graphs = weakref.WeakSet[EmulatedGraph]()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
@@ -185,6 +187,11 @@ class EmulatedDevice:
 
     def record(self) -> EmulatedRecorder:
         return EmulatedRecorder(self)
+
+    def recorded_bytes(self) -> int:
+        """Of all that the recordings made which are still there."""
+        made = {place: tensor for graph in self.graphs for place, tensor in graph.made.items()}
+        return sum(tensor.untyped_storage().nbytes() for tensor in made.values())
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:

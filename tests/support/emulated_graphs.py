@@ -26,9 +26,10 @@ MOST_COUNTED = 16
 
 
 class EmulatedGraph:
-    """Work in the order in which it was queued."""
+    """Work in the order in which it was queued; ``made`` is what the recording made, by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: dict[int, torch.Tensor]) -> None:
+        self.made = made
         self.work: list[Callable[[], object]] = []
 
     def replay(self) -> None:
@@ -78,8 +79,8 @@ class EmulatedRecorder(TorchDispatchMode):
     def __init__(self, device: Any) -> None:
         super().__init__()
         self._device = device
-        self._graph = EmulatedGraph()
         self._made: dict[int, torch.Tensor] = {}  # by the addresses of their memory
+        self._begin()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         start = launching._launch
         self._patch = patch.object(
@@ -108,8 +109,12 @@ class EmulatedRecorder(TorchDispatchMode):
 
     def cut(self) -> EmulatedGraph:
         done = self.end()
-        self._graph = EmulatedGraph()
+        self._begin()
         return done
+
+    def _begin(self) -> None:
+        self._graph = EmulatedGraph(self._made)
+        self._device.graphs.add(self._graph)
 
     def end(self) -> EmulatedGraph:
         return self._graph

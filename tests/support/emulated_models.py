@@ -97,7 +97,7 @@ def load_on_emulated_device(
             "fuse_attention_layers",
         ):
             # other layers are transformers' own on a device
-            patches.enter_context(patch.object(loading, name, lambda model: None))
+            patches.enter_context(patch.object(loading, name, lambda *model, **options: None))
         options |= {"dtype": dtype, "max_tokens": max_tokens}
         model: Any = moe_runtime.load(checkpoint, device="cpu", **options)
     facts = model.moe.facts

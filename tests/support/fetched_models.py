@@ -65,7 +65,8 @@ class Request:
     """Greedy decoding of one or several prompts with a static cache."""
 
     def __init__(self, model: Any, prompt: torch.Tensor = THREE[:1]) -> None:
-        self.model, self.logits, self._ids = model, list[torch.Tensor](), prompt
+        self.model, self.logits = model, list[torch.Tensor]()
+        self.prompt = self._ids = prompt
         self.cache = StaticCache(model.config, max_cache_len=MOST_STEPS + 8)
         self.steps(1)
 

@@ -323,6 +323,10 @@ def runtime_rows(stats: "RuntimeStats", *, verbose: bool = False) -> list[tuple[
     if steps := stats.resident_steps + stats.fetched_steps + stats.cut_steps:
         whole = f"{stats.resident_steps} without misses, {stats.fetched_steps} that read misses"
         rows.append(("recorded steps", f"{steps}: {whole}, {stats.cut_steps} cut in every layer"))
+    if stats.recorded_bytes:
+        reserved = format_bytes(stats.recorded_reserve_bytes)
+        row = f"{format_bytes(stats.recorded_bytes)} of the GPU, {reserved} reserved"
+        rows.append(("memory of recorded steps", row))
     changed = {
         "replaced": stats.replaced_choices,
         "by stand-ins": stats.stand_in_choices,

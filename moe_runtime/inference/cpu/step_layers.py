@@ -214,14 +214,15 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
 
 
-def fuse_attention_layers(model: PreTrainedModel) -> None:
+def fuse_attention_layers(model: PreTrainedModel, *, copies: bool = True) -> None:
     """Fuses known attention layers of a model on the CPU. The weights of queries, keys and values
-    move into one buffer; the parameters become views of it."""
+    move into one buffer; the parameters become views of it, without values unless it ``copies``
+    them."""
     if native_library() is None:
         return
     for module in model.modules():
         if has_usual_parts(module):
-            merge(*(linear_of(module, name) for name in PROJECTIONS[:3]))
+            merge(*(linear_of(module, name) for name in PROJECTIONS[:3]), copies=copies)
             cast(Any, module).forward = FusedAttention(module)
 
 
@@ -317,32 +318,27 @@ class FusedAttention:
     def _may_fuse(self, num_sequences: int) -> bool:
         """Whether the kernels support so many sequences with the current settings and weights."""
         own = vars(self._module)
-        settings = [
-            *self._places_now(),
+        settings: list[Any] = [
             self._module.scaling,
             *map(_EPS, self._norms),
             *map(own.get, _ROTARY),
             own.get("indexer", own["_modules"].get("indexer")),
             vars(self._config).get(_CLIP),
         ]
+        for part in (*self._parts, self._module):
+            for tensor in part._parameters.values():
+                if tensor is None:
+                    continue
+                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
+                    settings.append(matrix)
+                else:
+                    settings += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if settings != self._settings:
             self._settings = []  # in case the lines below fail
             may_fuse = is_usual_rotary(self._module, self._config) and self._bind()
             self.most_sequences = self._most_sequences() if may_fuse else 0
             self._settings = settings
         return num_sequences <= self.most_sequences
-
-    def _places_now(self) -> list[Any]:
-        places: list[Any] = []
-        for part in (*self._parts, self._module):
-            for tensor in part._parameters.values():
-                if tensor is None:
-                    continue
-                if (matrix := tensor.__dict__.get("matrix")) is not None:  # of packed weights
-                    places.append(matrix)
-                else:
-                    places += (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        return places
 
     def _bind(self) -> bool:
         self._weights = bind(self._module, pairs_share=self._pairs_share)
@@ -441,7 +437,7 @@ def linear_of(module: torch.nn.Module, name: str) -> SmallBatchLinear:
     return cast(SmallBatchLinear, module._modules[name])
 
 
-def merge(*parts: SmallBatchLinear) -> None:
+def merge(*parts: SmallBatchLinear, copies: bool = True) -> None:
     """Moves the weights of linear layers into one buffer, and their biases into another."""
     for name in ("weight", "bias"):
         parameters = [parameter for part in parts if (parameter := getattr(part, name)) is not None]
@@ -455,7 +451,8 @@ def merge(*parts: SmallBatchLinear) -> None:
         memory = aligned_bytes(sum(parameter.nbytes for parameter in parameters))
         for parameter in parameters:
             place = memory[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-            place.copy_(parameter.data)
+            if copies:
+                place.copy_(parameter.data)
             parameter.data = place
             memory = memory[parameter.nbytes :]
 

@@ -28,8 +28,9 @@ from moe_runtime.checkpoints.transformers_private import (
     cache_name,
 )
 from moe_runtime.config import PrefetchMode
+from moe_runtime.inference.budget import bytes_for_recordings, most_recorded_bytes, recorded_bytes
 from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
-from moe_runtime.inference.device.static_caches import StaticCaches, is_filled
+from moe_runtime.inference.device.static_caches import StaticCaches, is_filled, tensors_of
 from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.kernels.expert_fetch import fetch_experts
 from moe_runtime.kernels.expert_mlp.decode import MAX_TOKENS
@@ -52,6 +53,8 @@ class RecordedStep:
     Attributes:
         key: of the calls that it replaces.
         others: further recordings by cache. A server has one per number of sequences.
+        num_bytes: estimated memory of the device that it keeps.
+        most_bytes: all recordings may keep so much.
     """
 
     def __init__(
@@ -73,11 +76,12 @@ class RecordedStep:
         self._kept = call.cache if keeps_cache else None
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
         prefetcher = model.moe.prefetcher
+        signature, num_tokens = model.moe.facts.signature, len(call.tensors["input_ids"])
         self._experts = experts_of_step(
             store,
             modules,
-            model.moe.facts.signature.top_k,
-            len(call.tensors["input_ids"]),
+            signature.top_k,
+            num_tokens,
             reads_ahead=prefetcher is not None and prefetcher.mode is not PrefetchMode.OBSERVE,
         )
         given = {**call.arguments(self._inputs), cache_name(forward): call.cache}
@@ -91,6 +95,12 @@ class RecordedStep:
             finally:
                 for module in modules:
                     module.recording = None
+        kind = model.config, model.dtype, signature
+        in_parts = isinstance(self._experts, ExpertsInParts)
+        self.num_bytes = recorded_bytes(*kind, num_tokens, in_parts=in_parts)
+        self.most_bytes = most_recorded_bytes(*kind)
+        store.recorded_reserve_bytes = bytes_for_recordings(*kind)
+        store.recorded_bytes = store.device.recorded_bytes()
         self._structure = Structure(model)
         self._memory = memory_of(call.cache)
         self._kind = type(output)
@@ -196,8 +206,8 @@ class DecodeGraphs:
                 self._is_recording = False
             except RuntimeError as error:
                 # memory may be free later; an unsupported operation stays unsupported
-                is_memory = isinstance(error, torch.OutOfMemoryError)
-                self._refused, store.recorded = _STEPS_WITHOUT if is_memory else math.inf, None
+                self._refused = _STEPS_WITHOUT if _is_lack_of_memory(error) else math.inf
+                store.recorded = None
                 warnings.warn(
                     f"decode steps of this model are not recorded as CUDA graphs: {error}",
                     stacklevel=2,
@@ -237,6 +247,15 @@ class DecodeGraphs:
 
 _STEPS_WITHOUT = 256
 """Calls until recording is tried again after a lack of memory."""
+
+
+def _is_lack_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was lacking: torch, CUDA, Triton and cuBLAS have errors of their own."""
+    text = str(error).lower()
+    names = "out of memory", "memoryallocation", "alloc_failed"
+    return isinstance(error, torch.OutOfMemoryError) or any(name in text for name in names)
+
+
 _ASKS_FOR_MORE = ("labels", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -258,13 +277,13 @@ class StepCall(NamedTuple):
     def arguments(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The model's arguments with these tensors, without the cache. A name of two parts is an
         entry of a dictionary."""
-        found: dict[str, Any] = dict(self.key.values)
-        for name, tensor in tensors.items():
+        found: dict[str, Any] = {}
+        for name, value in (*self.key.values, *tensors.items()):
             outer, _, inner = name.partition(".")
             if inner:
-                found.setdefault(outer, {})[inner] = tensor
+                found.setdefault(outer, {})[inner] = value
             else:
-                found[name] = tensor
+                found[name] = value
         return found
 
 
@@ -291,8 +310,12 @@ def read_step(model: Any, kwargs: Mapping[str, Any]) -> StepCall | None:
             continue
         if isinstance(value, torch.Tensor):
             tensors[name] = value
-        elif isinstance(value, dict) and all(isinstance(v, torch.Tensor) for v in value.values()):
-            tensors |= {f"{name}.{part}": tensor for part, tensor in value.items()}
+        elif isinstance(value, dict) and all(
+            part is None or isinstance(part, torch.Tensor) for part in value.values()
+        ):
+            parts = {f"{name}.{inner}": part for inner, part in value.items()}
+            tensors |= {each: part for each, part in parts.items() if part is not None}
+            values += [(each, None) for each, part in parts.items() if part is None]
         elif value is None or isinstance(value, (bool, int)):
             values.append((name, value))
         else:
@@ -354,11 +377,7 @@ class Structure:
 
 def memory_of(cache: Any) -> list[int]:
     """The addresses of a static cache's tensors; beam search, for one, changes them."""
-    return [
-        tensor.data_ptr()
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values, layer.cumulative_length)
-    ]
+    return [tensor.data_ptr() for tensor in tensors_of(cache)]
 
 
 def is_own(code: Any) -> bool:
@@ -400,8 +419,14 @@ def put_first(store: DeviceStore[Any], recorded: RecordedStep) -> None:
     recorded.others.pop(recorded.cache, None)
     if (cache := before.cache) is not None:
         recorded.others[cache] = before
-    while len(recorded.others) > _MOST_OTHERS:
-        del recorded.others[next(iter(recorded.others))]
+    while len(recorded.others) > _MOST_OTHERS or (
+        recorded.others and _kept_bytes(recorded) > recorded.most_bytes
+    ):
+        del recorded.others[next(iter(recorded.others))]  # the next recording takes its memory
+
+
+def _kept_bytes(recorded: RecordedStep) -> int:
+    return sum(each.num_bytes for each in (recorded, *recorded.others.values()))
 
 
 MOST_REFUSED = 8

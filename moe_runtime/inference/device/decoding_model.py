@@ -27,9 +27,11 @@ from moe_runtime.inference.device.fused_layers import (
 )
 from moe_runtime.inference.device.static_caches import (
     StaticCaches,
+    attention_layers,
     grown,
     is_filled,
     is_static,
+    state_layers,
     static_cache,
 )
 from moe_runtime.inference.generation import NOT_FINITE, FiniteLogits
@@ -122,7 +124,10 @@ class RecordedDecoding:
         if length == 1:  # with a filled cache this would look like a later step
             return static_cache(cast(Any, self).config, num_tokens)
         most = cast(Any, self)._max_tokens // max(1, num_sequences)
-        return self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
+        cache = self._caches.take(cast(Any, self).config, num_sequences, num_tokens, most)
+        if cache is not None and not self._asked("return_dict_in_generate", config, options):
+            self._caches.unseen.add(cache)
+        return cache
 
     def _asked(self, name: str, config: Any, options: dict[str, Any]) -> Any:
         places = (getattr(each, name, None) for each in (config, cast(Any, self).generation_config))
@@ -216,7 +221,7 @@ class RecordedDecoding:
                 self._unpadded.add(cache)
         if is_step and self.knows_positions(cache):
             given.pop("position_ids", None)
-            ids_B1 = input_ids[:, -1:].to(cache.layers[0].device).contiguous()
+            ids_B1 = input_ids[:, -1:].to(attention_layers(cache)[0].device).contiguous()
             return {"input_ids": ids_B1, **given}
         return cast(Any, super()).prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length,
@@ -265,7 +270,9 @@ def decode_ahead(
         return output
 
     # a user's own cache may have no room for a step ahead
-    room = min(layer.max_cache_len for layer in cache.layers)
+    room = min(layer.max_cache_len for layer in attention_layers(cache))
+    # an unused step changes recurrent states for good
+    may_be_ahead = not state_layers(cache) or cache in model._caches.unseen
     most_before = min(generation_config.max_length - 1, room)
     output: Any = step(input_ids, is_first_iteration=True)
     ids_BT, is_ahead = input_ids, False
@@ -275,7 +282,7 @@ def decode_ahead(
                 given = model._update_model_kwargs_for_generation(output, given)
             ids_BT = selection.select(ids_BT, output.logits)
             output = None
-            if graphs.is_one_graph and ids_BT.shape[1] <= most_before:
+            if may_be_ahead and graphs.is_one_graph and ids_BT.shape[1] <= most_before:
                 output, is_ahead = step(ids_BT, next_sequence_length=1), True
             tokens_B, is_over = selection.wait()
             if streamer is not None:
@@ -287,7 +294,7 @@ def decode_ahead(
             is_ahead = False
     finally:
         graphs.trust(None)
-        for layer in cache.layers if is_ahead else ():
+        for layer in attention_layers(cache) if is_ahead else ():
             layer.cumulative_length -= 1  # removes the token of the unused step
     if streamer is not None:
         streamer.end()

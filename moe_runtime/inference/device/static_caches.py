@@ -1,22 +1,31 @@
-"""Static caches of keys and values at fixed addresses, as recorded steps need them."""
+"""Static caches of keys, values and recurrent states at fixed addresses, as recorded steps need
+them."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from transformers.cache_utils import (
     DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-_MASKED_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Layer types of configurations whose masks fit a cache of all tokens."""
+from moe_runtime.inference.known_classes import KEEPS_NOTHING
+
+_MASKED_KINDS = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp"}
+)
+"""Layer types of configurations whose masks fit a cache of all tokens, or that need none."""
 _LEAST_STEP = 64
 """Lengths of caches are multiples of 64, or of an eighth of the power of two below them."""
 
@@ -27,13 +36,13 @@ class StaticCaches:
 
     def __init__(self) -> None:
         self._made, self.in_use = weakref.WeakSet[Any](), weakref.WeakSet[Any]()
+        self.unseen = weakref.WeakSet[Any]()  # caches of calls that return no cache
         self._free: list[weakref.ref[Any]] = []  # one at most
 
     def take(self, config: Any, num_sequences: int, num_tokens: int, most: int) -> Any:
         """An empty cache, which the caller owns until `give_back`.
 
-        Its length is rounded up, to ``most`` tokens at most. None if layers keep anything but keys
-        and values of all tokens.
+        Its length is rounded up, to ``most`` tokens at most. None as from `static_cache`.
         """
         length = max(num_tokens, min(_rounded(num_tokens), most))
         cache = None
@@ -53,6 +62,7 @@ class StaticCaches:
         """Offers a cache for reuse; ignores caches that are not from `take`."""
         if self.is_own(cache):
             self.in_use.discard(cache)
+            self.unseen.discard(cache)
             self._free[:] = [weakref.ref(cache)]
 
     def is_own(self, cache: Any) -> bool:
@@ -60,36 +70,84 @@ class StaticCaches:
 
 
 def static_cache(config: Any, num_tokens: int) -> Any:
-    """A static cache of ``num_tokens`` in every layer, sliding windows included; None if layers
-    keep anything else."""
+    """A static cache of ``num_tokens`` in every layer of attention, sliding windows included. None
+    if no layer attends, or one keeps more than keys and values, or than recurrent states."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    cache = StaticCache(config, max_cache_len=num_tokens)
-    known = StaticLayer, StaticSlidingWindowLayer
-    if {*kinds} - _MASKED_KINDS or any(type(layer) not in known for layer in cache.layers):
+    if {*kinds} - _MASKED_KINDS:
         return None
-    cache.layers[:] = [StaticLayer(num_tokens) for _ in cache.layers]
-    return cache
+    cache = StaticCache(config, max_cache_len=num_tokens)
+    cache.layers[:] = [
+        StaticLayer(num_tokens) if type(layer) is StaticSlidingWindowLayer else layer
+        for layer in cache.layers
+    ]
+    return cache if is_static(cache) else None
 
 
 def is_static(cache: Any) -> bool:
-    """Whether every layer of the cache counts its tokens on the device."""
-    return type(cache) is StaticCache and all(type(e) is StaticLayer for e in cache.layers)
+    """Whether every layer of attention counts its tokens on the device, and states never move."""
+    if type(cache) is not StaticCache or not attention_layers(cache):
+        return False
+    others = (layer for layer in cache.layers if type(layer) is not StaticLayer)
+    return all(
+        type(layer).__name__ == KEEPS_NOTHING
+        or (type(layer) is LinearAttentionLayer and not layer.record_past)
+        for layer in others
+    )
+
+
+def attention_layers(cache: Any) -> list[Any]:
+    """The layers that keep keys and values."""
+    return [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+
+
+def state_layers(cache: Any) -> list[Any]:
+    """The layers that keep recurrent states, which no step can take back."""
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+
+
+def tensors_of(cache: Any) -> Iterator[torch.Tensor]:
+    """All that a step reads or writes."""
+    for layer in attention_layers(cache):
+        yield from (layer.keys, layer.values, layer.cumulative_length)
+    for layer in state_layers(cache):
+        yield from _states_of(layer)
+
+
+def _states_of(layer: Any) -> Iterator[torch.Tensor]:
+    both = layer.conv_states.values(), layer.recurrent_states.values()
+    return (state for state in itertools.chain(*both) if state is not None)
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether it is a static cache with memory, or a cache of rows."""
+    """Whether it is a static cache with memory and states, or a cache of rows."""
     if type(cache) is RowCache:
         return True
-    return is_static(cache) and all(layer.is_initialized for layer in cache.layers)
+    return (
+        is_static(cache)
+        and all(layer.is_initialized for layer in attention_layers(cache))
+        and all(all(layer.has_previous_state.values()) for layer in state_layers(cache))
+    )
 
 
 def grown(cache: Any) -> Any:
     """A dynamic cache with the tokens of a static one."""
     found = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        length = int(layer.cumulative_length)
-        found.update(layer.keys[:, :, :length], layer.values[:, :, :length], index)
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            found.layers.append(own := DynamicLayer())
+            length = int(layer.cumulative_length)
+            keys, values = cast(tuple[torch.Tensor, torch.Tensor], (layer.keys, layer.values))
+            own.update(keys[:, :, :length], values[:, :, :length])
+            continue
+        found.layers.append(own := copy.copy(layer))
+        for name, value in [*vars(own).items()]:
+            if isinstance(value, dict):  # by the number of the state
+                setattr(own, name, {number: _copied(part) for number, part in value.items()})
     return found
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _rounded(num_tokens: int) -> int:
@@ -99,11 +157,13 @@ def _rounded(num_tokens: int) -> int:
 
 def _fits(cache: Any, num_sequences: int, length: int) -> bool:
     """Whether it equals a new filled cache of this length, in the current inference mode."""
-    return is_filled(cache) and all(
-        layer.batch_size == num_sequences
-        and layer.max_cache_len == length
-        and layer.keys.is_inference() == torch.is_inference_mode_enabled()
-        for layer in cache.layers
+    if not is_filled(cache):
+        return False
+    layers, is_inference = attention_layers(cache), torch.is_inference_mode_enabled()
+    states = itertools.chain.from_iterable(map(_states_of, state_layers(cache)))
+    kept = *(layer.keys for layer in layers), *states
+    return all(layer.max_cache_len == length for layer in layers) and all(
+        (len(part), part.is_inference()) == (num_sequences, is_inference) for part in kept
     )
 
 

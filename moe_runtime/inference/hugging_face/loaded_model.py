@@ -338,6 +338,7 @@ class LoadedFacts:
         signature: the shape that traces and predictors must match.
         device_plan: None for a model on the CPU.
         dense_bytes: of everything but the routed experts.
+        elsewhere_bytes: those of them that count in budgets of other processes, which share them.
         baseline_rss_bytes: resident memory of the process after imports, before loading.
         load_s: seconds of loading.
         choice: the eviction policy, and the reason for ``auto``'s choice.
@@ -357,6 +358,7 @@ class LoadedFacts:
     context: Context
     kv_cache: str = "exact"
     draft_bytes: int = 0
+    elsewhere_bytes: int = 0
 
 
 class RuntimeHandle:
@@ -412,7 +414,7 @@ class RuntimeHandle:
             dense_bytes=facts.dense_bytes,
             expert_bytes=facts.expert_bytes,
             baseline_rss_bytes=facts.baseline_rss_bytes,
-            peak_rss_bytes=peak_resident_bytes(),
+            peak_rss_bytes=peak_resident_bytes() - facts.elsewhere_bytes,
             load_s=facts.load_s,
             policy=facts.choice.policy,
             shares="adaptive" if facts.choice.adaptive else "even",

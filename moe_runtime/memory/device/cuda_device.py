@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import platform
 import select
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError
 from moe_runtime.memory.reads import Priority
 
+LOADS_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")
+"""Whether this processor's loads see the writes of a device in their order."""
 NOT_TOLD = -(2**31)
 """Stands where a graph has not written a number yet."""
 _LOOKS = 256
@@ -64,7 +67,12 @@ class CudaCopy:
 
 class CudaTold:
     """Pinned memory that a graph copies to in the middle of each replay: integers ``numbers``, and
-    ``values`` of any type, valid until ``forget``. Polling it is cheaper than an event."""
+    ``values`` of any type, valid until ``forget``. Polling it is cheaper than an event.
+
+    Numbers are looked at one by one, and a device writes eight aligned bytes at once: they need no
+    order. Values come before the numbers; where loads may overtake each other, the host waits for
+    the stream before it reads values.
+    """
 
     def __init__(self, device: CudaDevice, *sources: torch.Tensor) -> None:
         with ThreadPoolExecutor(1) as other:  # a thread that records must not allocate
@@ -82,6 +90,8 @@ class CudaTold:
         self.settle()
         if not self.query():
             raise RuntimeError("a graph has ended without its numbers for the host")
+        if self.values and not LOADS_IN_ORDER:
+            self._stream.synchronize()
 
     def settle(self) -> None:
         """Waits until no replay that was queued before writes here."""
@@ -361,6 +371,11 @@ class CudaDevice:
             with torch.cuda.device(self.place):
                 self._pool = torch.cuda.MemPool()
         return self._pool.id
+
+    def recorded_bytes(self) -> int:
+        """Bytes that recordings have taken of the device, free parts of their memory included."""
+        parts = () if self._pool is None else self._pool.snapshot()
+        return sum(part["total_size"] for part in parts)
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:

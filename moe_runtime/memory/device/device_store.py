@@ -166,6 +166,8 @@ class DeviceStore(TierStore[W]):
         recorded: a step that is replayed over these slots.
         host_tables: tables of experts that steps read from host memory.
         miss_costs: returns the cost of misses, if the CPU may compute some.
+        recorded_bytes: memory of recorded steps, counted after the last recording.
+        recorded_reserve_bytes: the part of the budget that is reserved for them.
     """
 
     def __init__(self, device: CudaDevice, fetcher: TierFetcher, *args: Any, **kwargs: Any) -> None:
@@ -176,6 +178,7 @@ class DeviceStore(TierStore[W]):
         self.recorded: Any = None
         self.host_tables: Any = None
         self.miss_costs: Callable[[], Any] | None = None
+        self.recorded_bytes = self.recorded_reserve_bytes = 0
         self._residents: dict[int, Residents] = {}
         self._slots: dict[int, Slots] = {}  # of each layer's experts
         self._planned: deque[Planned] = deque()
@@ -364,6 +367,8 @@ class DeviceStore(TierStore[W]):
             costs = self.miss_costs()
             found.miss_cpu_s, found.miss_copy_s = costs.cpu_s(1), costs.copy_s
             found.miss_return_s, found.miss_launch_s = costs.return_s, costs.launch_s
+        found.recorded_bytes = self.recorded_bytes
+        found.recorded_reserve_bytes = self.recorded_reserve_bytes
         return found
 
     def count_step(self, way: str) -> None:

@@ -233,11 +233,17 @@ def require_same(transport: Transport, facts: Mapping[str, str]) -> None:
     check_agreement(named, theirs_PN[:, : len(named)], transport.rank)
 
 
-def processes_here(transport: Transport) -> int:
-    """Processes of the group that run on this machine, this one included; a collective call."""
-    own = torch.tensor([zlib.crc32(socket.gethostname().encode())])
-    theirs_P1 = transport.exchange_numbers(own.expand(transport.size, -1).contiguous())
-    return int((theirs_P1 == own).sum())
+def ranks_here(transport: Transport) -> list[int]:
+    """Ranks of the group on this machine, this one included; a collective call."""
+    own = zlib.crc32(socket.gethostname().encode())
+    theirs = numbers_of_all(transport, [own])
+    return [rank for rank, (number,) in enumerate(theirs) if number == own]
+
+
+def numbers_of_all(transport: Transport, numbers: Sequence[int]) -> list[list[int]]:
+    """The integers of each process; a collective call with equally many."""
+    own_N = torch.tensor([*numbers], dtype=torch.int64)
+    return transport.exchange_numbers(own_N.expand(transport.size, -1).contiguous()).tolist()
 
 
 def software_facts() -> dict[str, str]:

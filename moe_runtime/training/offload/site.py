@@ -23,7 +23,7 @@ from moe_runtime.kernels.expert_mlp import ActivationSpec, StackedExperts
 from moe_runtime.kernels.expert_mlp.op import resolve_activation
 from moe_runtime.layer import Experts, MoELayer
 from moe_runtime.parallel import LayoutGroups, ParallelExperts
-from moe_runtime.parallel.communication.transport import FlatTransport, processes_here
+from moe_runtime.parallel.communication.transport import FlatTransport, ranks_here
 from moe_runtime.parallel.communication.watch import CollectiveMonitor, backend_limit
 from moe_runtime.training.offload.records import ExpertTensor, RecordLayout, StateFormat
 from moe_runtime.training.optimizer import decays
@@ -249,7 +249,7 @@ class SpreadProcesses(OneProcess):
         everybody = groups.group("expert", "etp", "ep")
         assert everybody is not None, "several processes share the experts"
         self._everybody = everybody
-        self.here = processes_here(FlatTransport(everybody, timeout_s=groups.timeout_s))
+        self.here = len(ranks_here(FlatTransport(everybody, timeout_s=groups.timeout_s)))
         # another thread than the training one agrees on checkpoints
         background = dist.new_group(
             list(range(self.size)), timeout=backend_limit(groups.timeout_s), backend="gloo"

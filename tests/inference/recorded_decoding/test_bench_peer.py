@@ -73,7 +73,7 @@ def test_batched_sequences_equal_the_cpu(checkpoint):
 
 
 @emulated
-def test_a_model_with_states_keeps_its_own_cache(tmp_path):
+def test_a_model_with_states_is_recorded_as_others_are(tmp_path):
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     family = Family("qwen3_next", "Qwen3NextForCausalLM", kinds)
     folder = save(tiny_model(family), tmp_path, sharded=True)
@@ -81,4 +81,4 @@ def test_a_model_with_states_keeps_its_own_cache(tmp_path):
         expected = one_by_one(peer)
     with peer_of(folder, 2) as peer, counted_recordings() as made:
         assert one_by_one(peer) == expected
-        assert not made
+        assert len(made) == 1

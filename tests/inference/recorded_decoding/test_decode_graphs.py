@@ -310,6 +310,57 @@ def test_a_recording_that_finds_no_memory_is_tried_again(checkpoint, monkeypatch
         assert all(map(torch.equal, found, expected.steps(3) + expected.steps(6)))
 
 
+def bytes_held(part: Any, made: dict[int, torch.Tensor]) -> set[int]:
+    """Addresses of what a recording made and its object still holds."""
+    if isinstance(part, torch.Tensor):
+        return {part.untyped_storage().data_ptr()} & made.keys()
+    inner = [*part.values()] if isinstance(part, dict) else part
+    if not isinstance(inner, (list, tuple)):
+        is_ours = type(part).__module__.startswith(("moe_runtime.kernels", decode_graphs.__name__))
+        inner = [*vars(part).values()] if is_ours and hasattr(part, "__dict__") else ()
+    return set[int]().union(*(bytes_held(each, made) for each in inner))
+
+
+@emulated
+@pytest.mark.parametrize("slots", [2, NUM_EXPERTS])
+def test_the_memory_of_recordings_is_reserved_counted_and_bounded(checkpoint, slots):
+    with loaded(checkpoint, slots) as model, loaded(checkpoint, slots) as other:
+        if slots == NUM_EXPERTS:
+            bring_all(model)
+        kept = [Request(model, THREE) for _ in range(3)]
+        assert model.moe.stats().recorded_bytes == 0
+        for request in kept:
+            request.steps(2)
+        first = recorded(model)
+        assert len(first.others) == 2
+        device = store_of(model).device
+        made = {place: one for graph in device.graphs for place, one in graph.made.items()}
+        held = bytes_held([first._output, first._experts], made)
+        assert held
+        size = sum(made[place].untyped_storage().nbytes() for place in held)
+        assert size <= first.num_bytes <= first.most_bytes
+        stats = model.moe.stats()
+        assert stats.recorded_bytes == device.recorded_bytes() > size
+        assert stats.recorded_reserve_bytes > first.most_bytes
+        del first
+        with patch.object(decode_graphs, "most_recorded_bytes", lambda *_: 1):
+            last = Request(model, THREE)
+            last.steps(2)
+        assert not recorded(model).others
+        expected = Request(without_graphs(other), THREE).steps(4)
+        for request in (*kept, last):
+            found = request.steps(5 - len(request.logits))
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED"]
+)
+def test_every_library_says_in_its_words_that_memory_is_lacking(text):
+    assert decode_graphs._is_lack_of_memory(RuntimeError(text))
+    assert not decode_graphs._is_lack_of_memory(RuntimeError("out of resource: shared memory"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("misses", ["device", "auto"])
 @pytest.mark.parametrize("num_sequences", [1, 3])
@@ -330,6 +381,9 @@ def test_a_gpu_replays_the_bits_of_its_steps(checkpoint, misses, num_sequences):
                     without_graphs(model)
                 found.append(Request(model, THREE[:num_sequences].to("cuda")).steps(NEW_TOKENS))
                 assert (recorded(model) is not None) == is_recorded
+                stats = model.moe.stats()
+                assert (stats.recorded_bytes > 0) == is_recorded
+                assert stats.recorded_bytes <= stats.recorded_reserve_bytes
                 model.moe.check()
         if misses == "auto":  # the clock decides the side; fp32 sums in another order
             for ours, theirs in zip(*found, strict=True):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import moe_runtime
-from moe_runtime.errors import RankFailureError, UnsupportedUseError
+from moe_runtime.checkpoints.absent import AbsentTensor
+from moe_runtime.errors import CheckpointError, RankFailureError, UnsupportedUseError
+from moe_runtime.inference import expert_partition, loading
+from moe_runtime.memory.source import ExpertSource
 
 PROMPT = torch.arange(40).mul(37).remainder(300)[None]
 
@@ -81,3 +87,67 @@ def too_many(path: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def shared(path: str) -> dict[str, Any]:
+    """A model's dense weights in all processes, before and after one of them changes a weight."""
+    group: Any = dist.group.WORLD
+    model: Any = moe_runtime.load(path, device="cpu", max_tokens=64, group=group)
+    with model.moe:
+        weights = {n: p for n, p in model.named_parameters() if not isinstance(p, AbsentTensor)}
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        dist.barrier()
+        if group.rank() == 1:
+            model.lm_head.weight.zero_()
+        dist.barrier()
+        return {
+            "weights": before,
+            "memories": len({weight.untyped_storage().data_ptr() for weight in weights.values()}),
+            "changed": [n for n, w in weights.items() if not torch.equal(w, before[n])],
+            "facts": model.moe.facts,
+            "slots": model.moe.stats().expert_slots,
+        }
+
+
+def half_loaded(path: str) -> tuple[str, float]:
+    """The error of a load in which the process that reads the dense weights fails, and seconds."""
+    rank, begun_s = dist.get_rank(), time.monotonic()
+    fail = mock.Mock(side_effect=CheckpointError("damaged"))
+    with mock.patch.object(loading, "finish_dense", loading.finish_dense if rank else fail):
+        try:
+            moe_runtime.load(path, device="cpu", max_tokens=64, group=dist.group.WORLD)
+        except (CheckpointError, RankFailureError) as error:
+            return str(error), time.monotonic() - begun_s
+    return "", 0.0
+
+
+def divided(path: str, options: list[dict[str, Any]], machines: list[str]) -> dict[str, Any]:
+    """As `outputs`, with options and a machine's name and speed for each process; and how many
+    experts this process holds. The speeds are 1, 2 and so on."""
+    rank = dist.get_rank()
+    held: list[int] = []
+
+    def note(layouts: Any, **others: Any) -> Any:
+        held.append(len(layouts))
+        return ExpertSource(layouts, **others)
+
+    with (
+        mock.patch("socket.gethostname", return_value=machines[rank]),
+        mock.patch.object(expert_partition, "measure_products", return_value=1 + rank),
+        mock.patch.object(loading, "ExpertSource", note),
+    ):
+        return outputs(path, options[rank]) | {"held": held[0]}
+
+
+def balanced(path: str, caches: str) -> list[Any]:
+    """A run and the next one, with a cache folder for each process: answers, what experts were
+    divided by, and the names of the files that were kept."""
+    cache = Path(caches, str(dist.get_rank()))
+    divide = mock.Mock(side_effect=expert_partition.hold_by_shares)
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(cache)}),
+        mock.patch.object(expert_partition, "hold_by_shares", divide),
+    ):
+        found = [outputs(path, {"policy": "auto", "teach": False}) for _ in range(2)]
+    kept = [file.parent.name for file in cache.rglob("*.npz")]
+    return [found, [call.args[2:] for call in divide.call_args_list], kept]
