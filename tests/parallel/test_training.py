@@ -121,7 +121,8 @@ def test_offloaded_activations_change_no_bit_and_take_no_memory(schedule, tmp_pa
     assert found[0] == found[1] == found[2]
     (none, last), (half, _), (every, last_again) = most
     assert every == 0
-    assert 0 < half <= (none + 1) // 2 + none % 2
+    # small tensors of all micro-batches are the same
+    assert 0 <= 2 * half - none < none / 10
     # with 1f1b the last stage goes back at once
     assert (last_again == last) == (schedule == "1f1b")
 
