@@ -31,7 +31,8 @@ def passes_of(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[Pas
     It begins with as many forward passes as stages follow, itself included.
     """
     ahead = min(stages - stage, micro_batches)
-    yield from (("forward", number) for number in range(ahead))
+    for number in range(ahead):
+        yield "forward", number
     for number in range(micro_batches):
         yield "backward", number
         if number + ahead < micro_batches:
