@@ -299,7 +299,7 @@ class _Replay:
         """Finds a slot for an expert, evicting another if needed; whether there is one."""
         if self._room() > reserved or self._drop_stale_guess():
             return True
-        victim = self._policy.victim(lambda held: may_go(cast(ExpertKey, held)), incoming)
+        victim = self._policy.checked_victim(lambda held: may_go(cast(ExpertKey, held)), incoming)
         if victim is None or (not is_guess and self._policy.declines(incoming, victim)):
             return False
         self._policy.remove(victim)
