@@ -145,6 +145,7 @@ def load_on_emulated_device(
         if misses != "device":
             open_misses(own, *stores, bind_slots(experts))
             for module in own if misses == "all-on-cpu" else ():
+                assert module.misses is not None
                 module.misses.speeds = ComputesAll()
     capture_decoding(model, modules)
     model._steps._stores = [store for stores in opened for store in stores]
