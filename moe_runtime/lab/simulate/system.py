@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -231,7 +231,8 @@ class Arrivals:
 
     @property
     def rate(self) -> float:
-        return len(self.at_s) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+        """Requests a second; 0 of a single one."""
+        return (len(self.at_s) - 1) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
 
 
 def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
@@ -243,7 +244,9 @@ def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
         try:
             columns = reader.fieldnames or ()
             for row in reader if set(names) <= set(columns) else ():
-                at_s = datetime.fromisoformat(row[names[0]][:26]).timestamp()
+                at = datetime.fromisoformat(row[names[0]][:26])
+                # a time zone of this machine may have hours that come twice
+                at_s = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
                 prompt, new = (max(1, int(row[name])) for name in names[1:])
                 if max(prompt, new) > MOST_TOKENS:
                     raise ValueError

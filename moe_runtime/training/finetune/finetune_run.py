@@ -417,7 +417,15 @@ def prepare(
     in_experts = sum(
         m.module.get_parameter(name).numel() for m in experts.modules for name in m.parameters
     )
-    is_merged = config.lora is None or config.merge
+    exporter = None
+    if config.lora is None or config.merge:
+        exporter = LikeCheckpoint(model, checkpoint, experts)
+        if exporter.rounded and config.export_dtype != config.run.precision:
+            raise ValueError(
+                f"{exporter.rounded[0]} has more digits in the checkpoint than in bfloat16, and "
+                "merge would write it rounded: give precision float32, or the export dtype "
+                "bfloat16, or leave merge out"
+            )
     idle = 1 - signature.top_k / signature.num_experts
     return FinetunePreparation(
         config=config,
@@ -430,7 +438,7 @@ def prepare(
         model=model,
         experts=experts,
         tokenizer=tokenizer,
-        exporter=LikeCheckpoint(model, checkpoint, experts) if is_merged else None,
+        exporter=exporter,
         sites=sites,
         memory=memory,
         ranks=ranks or OneRank(),
