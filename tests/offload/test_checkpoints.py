@@ -128,6 +128,7 @@ def test_power_cut_loses_nothing_that_a_checkpoint_names(tmp_path, monkeypatch, 
         training.optimizer.records.wait_for_transfers()
         for file in files:
             file.lose_power()
+        training.close()
         files.clear()
     monkeypatch.undo()
     assert run(folder, 0.3) == expected

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from chat_formats import CONVERSATION, FORMATS, HERMES, HERMES_WRITTEN, TOOLS, WITH_TOOLS, Format
-from finetuning_runs import MIXTRAL, checkpoint_of, config_of, resident, run_losses, train
+from finetuning_runs import (
+    MIXTRAL,
+    PARTS,
+    SEQUENCES,
+    checkpoint_of,
+    config_of,
+    resident,
+    run_losses,
+    train,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_families import FAMILIES, Family
@@ -332,9 +341,10 @@ def test_a_trace_has_documents_and_no_padding(tmp_path):
     trainer = start(prepare(config), resume=False)
     train(trainer, stop_after=2)
     trainer.close()
-    trace, rows = read_trace(file), prepare(config).batches.draw(8)[:, :-1]
-    tokens = rows[rows[..., 2] != PADDING]
-    assert len(tokens) < rows[..., 0].size
+    trace, windows = read_trace(file), torch.from_numpy(prepare(config).batches.draw(2 * SEQUENCES))
+    parts = [trimmed(part)[:, :-1].numpy() for part in windows.chunk(2 * PARTS)]
+    tokens = np.concatenate([part[part[..., 2] != PADDING] for part in parts])
+    assert len(tokens) < sum(part[..., 0].size for part in parts)
     assert trace.token_id.tolist() == tokens[:, 0].tolist()
     assert trace.token_position.tolist() == tokens[:, 1].tolist()
     assert trace.token_request.tolist() == (np.cumsum(tokens[:, 1] == 0) - 1).tolist()

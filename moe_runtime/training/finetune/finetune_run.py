@@ -480,20 +480,23 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
-        if config.lora.start is not None and found is None:
-            take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
         optimizer = _offloaded(preparation, resumes=found is not None)
-    trainer = Trainer(
-        preparation,
-        CheckpointModel(model),
-        optimizer,
-        sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
-        ranks=ranks,
-        trace=_open_trace(preparation, 0 if found is None else found[1].step),
-    )
-    if found is not None:
-        trainer.resume(*found)
+    with ExitStack() as refused:
+        refused.callback(optimizer.close)
+        if config.lora is not None and config.lora.start is not None and found is None:
+            take_adapters(config.lora.start, model, preparation.sites, config.lora)
+        trainer = Trainer(
+            preparation,
+            CheckpointModel(model),
+            optimizer,
+            sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
+            ranks=ranks,
+            trace=_open_trace(preparation, 0 if found is None else found[1].step),
+        )
+        if found is not None:
+            trainer.resume(*found)
+        refused.pop_all()
     return trainer
 
 
