@@ -146,7 +146,7 @@ class SimulatedSteps:
         Args:
             tokens: of each rank.
             context: tokens of each rank whose keys and values are read.
-            is_training: forward and backward.
+            is_training: forward, forward again, and backward.
         """
         read_s = context * self.model.kv_bytes_per_token / self.cluster.memory_bytes_per_s
         if tokens <= 0:
@@ -163,11 +163,16 @@ class SimulatedSteps:
             schedules = [LayerSchedule()]
             if self.cluster.num_nodes > 1 and self.cluster.local_ranks > 1:
                 schedules.append(LayerSchedule(hierarchical=True))
-            # A backward pass has twice the products, and sends gradients as the other sends rows.
-            layers = [self._layer(tokens, products) for products in (1, 2)[: 1 + is_training]]
+            # Training computes a layer, computes it again for the backward pass, and goes back with
+            # twice the products; gradients travel as rows do.
+            layers = {1: 2, 2: 1} if is_training else {1: 1}  # passes by their products
             seconds = sum(
-                min(predict_layer(self.cluster, layer, one).layer_s for one in schedules)
-                for layer in layers
+                passes
+                * min(
+                    predict_layer(self.cluster, self._layer(tokens, products), one).layer_s
+                    for one in schedules
+                )
+                for products, passes in layers.items()
             )
             self._known[key] = self.model.num_layers * seconds
         return self._known[key]
