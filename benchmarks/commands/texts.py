@@ -442,6 +442,8 @@ def choose_device(
     budget = parse_budget(device_memory, name="--device-memory")
     import torch
 
+    if "," in device:
+        raise ValueError(f"--device {device}: systems are compared on one GPU; name one")
     kind, _, number = device.partition(":")
     if kind == "cpu" or not torch.cuda.device_count():  # NVML's, which needs no context on them
         why = f"is about a GPU, and this run is on the CPU (--device {device})"

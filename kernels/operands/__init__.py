@@ -46,6 +46,25 @@ def find_device(device: str | torch.device, name: str = "device") -> torch.devic
     return place
 
 
+def find_devices(device: str | torch.device, name: str = "device") -> list[torch.device]:
+    """The devices that an option means: one, or several GPUs of one model, such as
+    "cuda:0,cuda:1".
+
+    Raises:
+        ValueError: As from `find_device`, or the GPUs are not different ones of one model.
+    """
+    parts = device.split(",") if isinstance(device, str) else [device]
+    places = [find_device(part, name) for part in parts]
+    if len(places) > 1:
+        if any(place.type != "cuda" for place in places) or len({*places}) < len(places):
+            raise ValueError(f"{name} {device}: name different GPUs, such as cuda:0,cuda:1")
+        models = {torch.cuda.get_device_name(place) for place in places}
+        if len(models) > 1:  # their kernels sum in other orders
+            found = " and ".join(sorted(models))
+            raise ValueError(f"{name} {device}: name GPUs of one model, got {found}")
+    return places
+
+
 def check_choice(impl: str, impls: Sequence[str]) -> None:
     """Raises ValueError for an unknown implementation."""
     if impl not in impls:

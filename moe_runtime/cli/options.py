@@ -71,12 +71,13 @@ def _check_policy(name: str, _: str) -> None:
 
 def _device(param: typer.CallbackParam, name: str) -> str:
     """Refuses a GPU that is not here, before a model is opened; torch is imported for it."""
-    _shaped("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:(0|[1-9]\d?))?")(param, name)
+    gpu = r"cuda:(0|[1-9]\d?)"
+    _shaped("auto, cpu, cuda or cuda:N", rf"auto|cpu|cuda|{gpu}(,{gpu})*")(param, name)
     if name.isprintable() and name.startswith("cuda"):
         require_address_space(TRANSFORMERS_BYTES)
-        from moe_runtime.kernels.operands import find_device
+        from moe_runtime.kernels.operands import find_devices
 
-        find_device(name, "--device")
+        find_devices(name, "--device")
     return name
 
 
@@ -221,7 +222,9 @@ Draft = Annotated[
         callback=checked(lambda name, _: check_draft(name), is_path=True),
     ),
 ]
-Device = Annotated[str, option("auto, cpu, cuda or cuda:N.", callback=_device)]
+Device = Annotated[
+    str, option("auto, cpu, cuda or cuda:N, or several: cuda:0,cuda:1.", callback=_device)
+]
 Dtype = Annotated[
     str,
     option(

@@ -31,6 +31,7 @@ OUTPUTS = frozenset({"--csv", "--markdown", "--output", "--plot", "--png", "--ti
 """Options that name a file or folder to write; other options with paths name inputs."""
 _WITH_OTHERS = frozenset({"run", "serve", "generate", "chat", "train", "finetune", "dispatch"})
 """Commands that the processes of `torchrun` run together."""
+_MAY_BE_INFINITE = frozenset({"--max-slowdown"})
 FOLDER = "DIR"
 """The metavar of an output that is a folder."""
 _DEBUG = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
@@ -215,7 +216,8 @@ class StrictCommand(TyperCommand):
             value, word = ctx.params.get(param.name), written.get(param.name)
             for text in value if isinstance(value, list | tuple) else [value]:
                 _require_utf8(text, param)
-            if isinstance(value, float) and not math.isfinite(value):
+            is_limit = value == math.inf and param.opts[0] in _MAY_BE_INFINITE
+            if isinstance(value, float) and not (math.isfinite(value) or is_limit):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
                 )

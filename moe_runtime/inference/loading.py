@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
@@ -23,7 +22,6 @@ from moe_runtime.checkpoints.opening import (
     open_checkpoint,
     read_generation_config,
 )
-from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.config import (
     ACTIVATIONS,
     CACHE_CODES,
@@ -42,6 +40,7 @@ from moe_runtime.config import (
 )
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import (
+    ENTRY_BYTES,
     MIN_SLOTS,
     Context,
     MemoryPlan,
@@ -64,6 +63,12 @@ from moe_runtime.inference.cpu.attention import (
     use_single_query_attention,
 )
 from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
+from moe_runtime.inference.device.cards import (
+    give_stores,
+    open_cards,
+    plan_cards,
+    require_one_process,
+)
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
@@ -76,8 +81,7 @@ from moe_runtime.inference.learning import KeptLearning, PolicyListener, check_r
 from moe_runtime.inference.lossy import LossyRules, apply_rules, copied_bytes
 from moe_runtime.inference.steps import Steps, TokenLimit, most_in_pass
 from moe_runtime.kernels.expert_mlp import ExpertWeights
-from moe_runtime.kernels.linear.gpu import reads_packed
-from moe_runtime.kernels.operands import find_device
+from moe_runtime.kernels.operands import find_devices
 from moe_runtime.memory.source import ExpertLayout, ExpertSource, Slab, touched_meanwhile
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction import LayerShares, Setting, make_policy, require_live
@@ -89,7 +93,6 @@ from moe_runtime.types import ExpertKey, ModelSignature
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moe_runtime.checkpoints.formats import Weight
     from moe_runtime.inference.draft_models import DraftPlan
     from moe_runtime.inference.step_times import StepTimes
     from moe_runtime.parallel.dispatching import Group
@@ -151,12 +154,13 @@ def load(
     Args:
         path_or_id: the folder of a checkpoint, a GGUF file, a repository on the hub, or an open
             ``Checkpoint``.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU if there is one. Several GPUs of one
+            model divide the layers' experts: ``"cuda:0,cuda:1"``. The first has all other weights.
         dtype: the type to compute in, or ``"auto"`` for the checkpoint's own.
         host_memory: limit of host memory, with dense weights, KV cache and activations: bytes,
             ``"7GiB"``, a share such as ``0.25``, or ``"auto"`` for most of the free memory of the
             machine or control group. Returned tensors and backward passes come on top.
-        device_memory: the same for the memory of a GPU.
+        device_memory: the same for the memory of each GPU.
         policy: the eviction policy. ``"auto"`` takes the one with the fewest misses on the model's
             latest routing, and keeps the routing of this run for the next one.
         prefetch: ``"off"``; ``"observe"`` predicts and counts, but reads nothing; ``"enforce"``
@@ -225,7 +229,8 @@ def load(
     check_names(policy, shares, predictor, cache_code, activations, kv_cache)
     if io_threads < 1:
         raise ValueError(f"io_threads must be at least 1, got {io_threads}")
-    mode, place = parse_mode(prefetch), find_device(device)
+    mode, places = parse_mode(prefetch), find_devices(device)
+    place = places[0]
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if place.type == "cpu" and budgets["device"] != Budget():
@@ -233,6 +238,8 @@ def load(
     rules = LossyRules.of(routing, skip_below, misses)
     is_alone = group is None and placement is None
     check_place(place, rules, draft, misses, trace, kv_cache, is_alone=is_alone)
+    if len(places) > 1:
+        require_one_process(device, prefetch, shares, is_alone=is_alone)
     own_adapter = None
     if adapter is not None:
         from moe_runtime.inference.adapters import LoadedAdapter
@@ -262,11 +269,11 @@ def load(
     dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
     embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
     partition, neighbours, num_here = None, None, 1
+    # codes differ in size by their values, and a device has weights of its own
+    may_share = place.type == "cpu" and cache_code == "none"
     if transport is not None:
         from moe_runtime.inference.shared_weights import Neighbours
 
-        # codes differ in size by their values, and a device has weights of its own
-        may_share = place.type == "cpu" and cache_code == "none"
         neighbours = Neighbours(transport, may_share=may_share)
         dense_bytes, embedding_bytes = map(neighbours.own_bytes, (dense_bytes, embedding_bytes))
         num_here = neighbours.num_processes
@@ -275,7 +282,7 @@ def load(
         free["device"] = available_device_bytes(place)
     in_pass = most_in_pass(model, place)
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
-    dense = dense_bytes, embedding_bytes
+    dense, all_layouts = (dense_bytes, embedding_bytes), experts.layouts
     if transport is not None:
         from moe_runtime.inference.expert_partition import divide_experts, measure_products
 
@@ -293,7 +300,7 @@ def load(
             placement,
             num_slots,
             measure if num_here < transport.size else None,
-            partial(kept_loads, signature, checkpoint.folder, policy),
+            checkpoint.folder if policy == AUTO else None,
         )
     is_first = partition is None or partition.transport.rank == 0
     drafting = plan_draft(draft, checkpoint, model, progress)
@@ -311,6 +318,9 @@ def load(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
     extra_bytes = table_bytes + set_aside_bytes
+    if partition is not None and policy == AUTO and placement is None and may_share:
+        partition.follow_loads()
+        extra_bytes += ENTRY_BYTES * (len(all_layouts) - len(experts.layouts))
     if own_adapter is not None:
         tokens = min(planned_tokens, in_pass or planned_tokens)
         extra_bytes += own_adapter.bytes_beside(model, tokens)
@@ -326,16 +336,21 @@ def load(
     if partition is not None:
         partition.require_same_model(checkpoint, experts, place)
 
-    if place.type != "cpu" and policy == AUTO and misses == "device":
+    cards = plan_cards(
+        places, plans, budgets["device"], checkpoint, slot_maps, set_aside_bytes, max_tokens
+    )
+    plans = cards[0].plans | {"host": plans["host"]}
+    if len(cards) == 1 and place.type != "cpu" and policy == AUTO and misses == "device":
         from moe_runtime.inference.device.device_experts import policy_of_device
 
         policy = policy_of_device(plans, experts)
     # before weights are loaded, so that the memory of the choice is free again
-    fastest = plans.get("device", plans["host"])
-    folder = checkpoint.folder
-    choice = resolve_policy(
-        policy, shares, signature, folder, fastest.num_slots, experts.slot_bytes
-    )
+    tier, folder = "device" if "device" in plans else "host", checkpoint.folder
+    num_slots = sum(card.plans[tier].num_slots for card in cards)
+    is_lacking = num_slots < len(experts.layouts)
+    choice = resolve_policy(policy, shares, signature, folder, num_slots, experts.slot_bytes)
+    if len(cards) > 1:
+        choice = replace(choice, adaptive=False)
     # a CPU's plan has fewer dense bytes if embeddings stay in their files
     is_stored = place.type == "cpu" and plans["host"].dense_bytes < dense_bytes
     reads, sharing = True, nullcontext()
@@ -344,17 +359,19 @@ def load(
         reads, sharing = neighbours.reads, neighbours.sharing(model)
     stored = experts.embeddings if is_stored else {}
     with sharing:
-        slab = Slab(plans["host"].num_slots, plans["host"].slot_bytes)
+        slabs = [Slab(c.plans["host"].num_slots, plans["host"].slot_bytes) for c in cards]
         # weights that only have their form take memory until they are shared
-        with touched_meanwhile(slab) if reads else nullcontext():
+        with touched_meanwhile(slabs[0]) if reads else nullcontext():
             finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache, fills=reads)
     elsewhere_bytes = 0
     if neighbours is not None:
-        with touched_meanwhile(slab):
+        with touched_meanwhile(slabs[0]):
             neighbours.wait()
         held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
         elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
-    source = ExpertSource(experts.layouts, io_threads=io_threads)
+    if partition is not None and partition.follows_loads:
+        experts.layouts = all_layouts
+    sources = [ExpertSource(c.own(experts).layouts, io_threads=io_threads) for c in cards]
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
     times = None
@@ -363,21 +380,20 @@ def load(
         from moe_runtime.lab.traces.timeline import Timeline
 
         times = StepTimes(Timeline(timeline))
-    store, host_store = _open_stores(
-        source, slab, experts, slot_maps, plans, new_policy, place, times
-    )
-    stores: list[ExpertStore[Any]] = [store] if host_store is None else [store, host_store]
+    open_stores = partial(_open_stores, times)
+    opened = open_cards(cards, sources, slabs, experts, slot_maps, new_policy, open_stores)
+    store, host_store = opened[0]
+    stores: list[ExpertStore[Any]] = [s for tiers in opened for s in tiers if s is not None]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
     listeners = steps.listeners
+    is_planned = misses not in ("device", STAND_IN)
+    give_stores(cards, opened, modules, bind_slots(slot_maps["host"]) if is_planned else None)
     for module in modules:
-        module.store, module.partition, module.listeners = store, partition, listeners
+        module.partition, module.listeners = partition, listeners
         module.list_parameters(checkpoint.dtype, place)
-    if misses not in ("device", STAND_IN):
-        from moe_runtime.inference.device.misses import open_misses
-
-        open_misses(modules, store, host_store, bind_slots(slot_maps["host"]))
     apply_rules(rules, model, blocks, modules, store)
-    as_loaded_model(model, folder, source.versions(), steps, max_tokens, in_pass)
+    versions = {version for source in sources for version in source.versions()}
+    as_loaded_model(model, folder, versions, steps, max_tokens, in_pass)
     if place.type != "cpu":
         from moe_runtime.inference.device.decoding_model import capture_decoding
 
@@ -405,7 +421,6 @@ def load(
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
     # a policy matters only if some experts have no slot; processes are balanced by the record
-    is_lacking = fastest.num_slots < len(experts.layouts)
     is_auto = policy == AUTO and (is_lacking or partition is not None)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
@@ -434,6 +449,7 @@ def load(
         store,
         facts,
         host_store=host_store,
+        others=opened[1:],
         recorder=recorder,
         prefetcher=prefetcher,
         timeline=None if times is None else times.timeline,
@@ -581,21 +597,13 @@ def _lay_out(
         from moe_runtime.inference.device import device_experts
 
         kind, set_aside_bytes = device_experts.DeviceExperts, device_experts.WORKSPACE_BYTES
-        keep_readable(experts.packed_dense, experts.dense_entries)
+        device_experts.keep_readable(experts.packed_dense, experts.dense_entries)
         slot_maps["device"] = device_experts.experts_on_device(experts)
 
     def make(module: ExpertsModule, layer: int) -> OffloadedExperts:
         return kind(module, layer, [key for key in experts.layouts if key.layer == layer + 1])
 
     return replace_experts(model, experts, make), slot_maps, set_aside_bytes
-
-
-def keep_readable(packed: dict[str, str], entries: Mapping[str, Weight]) -> None:
-    """Keeps only dense weights that a GPU multiplies without unpacking in ``packed``."""
-    for name in [*packed]:
-        weight = entries[name]
-        if isinstance(weight, TensorEntry) or not reads_packed(weight.format):
-            del packed[name]
 
 
 def replace_experts(
@@ -692,6 +700,7 @@ def _plan(
 
 
 def _open_stores(
+    times: StepTimes | None,
     source: ExpertSource,
     slab: Slab,
     experts: ExpertMap,
@@ -699,7 +708,6 @@ def _open_stores(
     plans: dict[str, MemoryPlan],
     new_policy: Callable[[MemoryPlan], LayerShares],
     place: torch.device,
-    times: StepTimes | None,
 ) -> tuple[ExpertStore[ExpertWeights], ExpertStore[torch.Tensor] | None]:
     """The store that layers compute from and, for a device or coded experts, the one below.
     ``experts`` has the layout in the files, ``slot_maps`` that in the slots of each tier."""
@@ -758,18 +766,6 @@ def resolve_policy(
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
-
-
-def kept_loads(signature: ModelSignature, checkpoint: Path, policy: str) -> np.ndarray | None:
-    """``[L, E]`` tokens of each expert in the latest routing, which ``policy="auto"`` keeps."""
-    from moe_runtime.lab.traces.recent import read_recent
-    from moe_runtime.policies.placement.base import count_by_layer
-
-    recent = read_recent(signature, checkpoint) if policy == AUTO else None
-    if recent is None:
-        return None
-    ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
-    return count_by_layer(ids_LTK, signature.num_experts)
 
 
 def policy_maker(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Progress
 from moe_runtime.checkpoints.transformers_private import cache_name
 from moe_runtime.inference.expert_layer import OffloadedExperts
+from moe_runtime.memory.store import ExpertStore
 from moe_runtime.memory.tiers import TierStore
 from moe_runtime.types import ExpertKey
 
@@ -74,19 +75,18 @@ def _before_use(model: Any) -> Iterator[None]:
 
 def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None) -> None:
     """Fills the slots of all tiers with experts."""
-    store = modules[0].store
-    assert store is not None, "the model is loaded"
-    lower = store.fetcher.lower if isinstance(store, TierStore) else None
+    stores = [cast(ExpertStore[Any], module.store) for module in modules]
+    lowers = [s.fetcher.lower if isinstance(s, TierStore) else None for s in stores]
     wanted = [
         [key.expert for key in m._keys if m.partition is None or m.partition.owns(key)]
         for m in modules
     ]
-    counts = [store.slots_of(module.layer) for module in modules]
+    counts = [store.slots_of(m.layer) for m, store in zip(modules, stores, strict=True)]
     rest = [
         num_slots + (lower.slots_of(m.layer) if lower else 0)
-        for m, num_slots in zip(modules, counts, strict=True)
+        for m, lower, num_slots in zip(modules, lowers, counts, strict=True)
     ]
-    slot_bytes, num_done = store.stats().slot_bytes, 0
+    slot_bytes, num_done = stores[0].stats().slot_bytes, 0
     total_bytes = sum(len(own[:most]) for own, most in zip(wanted, rest, strict=True)) * slot_bytes
 
     def count() -> None:
@@ -95,7 +95,8 @@ def read_experts(modules: Sequence[OffloadedExperts], progress: Progress | None)
         if progress is not None:
             progress("warming up", num_done * slot_bytes, total_bytes)
 
-    for module, experts, num_slots, most in zip(modules, wanted, counts, rest, strict=True):
+    places = zip(modules, lowers, wanted, counts, rest, strict=True)
+    for module, lower, experts, num_slots, most in places:
         with closing(module.each(experts[:num_slots], num_tokens=1)) as arriving:
             for _ in arriving:
                 count()

@@ -421,7 +421,12 @@ class WindowStream:
     Args:
         context: C; a window is C + 1 tokens, inputs and targets overlap.
         seed: of the orders; different for each source.
+
+    Attributes:
+        is_shifted: the windows of an epoch begin at a random token.
     """
+
+    is_shifted = True
 
     def __init__(self, ids: Ids, *, context: int, seed: Sequence[int]) -> None:
         if len(ids) < context + 1:
@@ -450,7 +455,8 @@ class WindowStream:
             return
         random = np.random.default_rng([*self._seed, epoch])
         spare = len(self._ids) - self.windows_per_epoch * self._context - 1
-        self._offset = int(random.integers(min(spare, self._context - 1) + 1))
+        offset = int(random.integers(min(spare, self._context - 1) + 1))
+        self._offset = offset if self.is_shifted else 0
         self._order = random.permutation(self.windows_per_epoch)
         self._epoch = epoch
 
@@ -505,6 +511,12 @@ class Batches:
                 f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
         self._taken = list(taken)
+
+    def repeat_windows(self) -> None:
+        """Gives every epoch the same windows, in another order; call it before the first."""
+        for stream in self._windows:
+            if isinstance(stream, WindowStream):
+                stream.is_shifted = False
 
     def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
         """The next windows, `[N, C + 1]` ids, or `[N, C + 1, 3]` with positions and roles."""

@@ -263,6 +263,7 @@ class Trainer:
                 stack.callback(self.trace.close)
             if self._shards is not None:
                 stack.callback(self._shards.saves.close)
+            stack.callback(self._ranks.close)
             self.optimizer.close()
 
     def save(self) -> None:

@@ -34,7 +34,7 @@ from moe_runtime.training.checkpoint import (
 from moe_runtime.training.config_tree import leaves
 from moe_runtime.training.data import Batches, TokenStreams
 from moe_runtime.training.metrics import METRICS_FILE, JsonLines, MetricsSink, TensorBoard
-from moe_runtime.training.run_config import LoopConfig, ParallelConfig
+from moe_runtime.training.run_config import LoopConfig, ParallelConfig, ResearchConfig
 from moe_runtime.training.sharded import read_progress
 
 SUMMARY_FILE = "summary.json"
@@ -112,6 +112,9 @@ class PreparedRun:
         kept["optimizer.course"] = COURSE
         if (wire := flat.get("parallel.wire", "exact")) != "exact":
             kept["parallel.wire"] = wire  # the one key of [parallel] that changes numbers
+        # checkpoints from before these keys have none of them
+        plain = dict(leaves(dataclasses.asdict(ResearchConfig()), "research.")).items()
+        kept = {name: value for name, value in kept.items() if (name, value) not in plain}
         for name, stream in self.streams.items():
             kept[f"{_TEXT}{name!r}"] = stream.fingerprint
         return kept

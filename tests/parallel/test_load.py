@@ -13,6 +13,7 @@ from parallel_load import (
     divided,
     gradients,
     half_loaded,
+    moved,
     outputs,
     refusal,
     refusal_of,
@@ -145,6 +146,23 @@ def test_the_routing_of_a_run_balances_the_next_one(checkpoint, tmp_path, ranks)
         # of each token that was decoded one by one
         assert loads_LE.sum(axis=1).tolist() == [10 * TOP_K] * NUM_LAYERS
         assert num_copies == NUM_EXPERTS // 8
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_experts_move_while_loads_change(fits, checkpoint, tmp_path, ranks):
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    if not fits:
+        smallest = inspect_checkpoint(checkpoint, max_tokens=64).smallest_budget_bytes
+        options["host_memory"] = smallest + 100_000
+    alone = outputs(str(checkpoint), options)
+    (first, looks), (second, same) = ranks(2).run(moved, str(checkpoint), str(tmp_path), options)
+    assert_same([first, second], alone)
+    assert visits(first["stats"]) + visits(second["stats"]) == visits(alone["stats"])
+    assert len(looks) == 4
+    assert looks == same
+    assert looks[0] != [[[0]] * 4 + [[1]] * 4] * NUM_LAYERS
+    for holders in (layer for look in looks for layer in look):
+        assert sorted(rank for (rank,) in holders) == [0] * 4 + [1] * 4
 
 
 def test_a_placement_map_changes_no_bit(checkpoint, tmp_path, ranks):

@@ -50,11 +50,14 @@ class EmulatedDevice:
         pinned: addresses of host memory that was pinned; nothing else may be copied from.
         faults: raised by copies that are about to begin, one each.
         late_faults: raised by waits for copies that run, one each.
+        place: where its tensors are, for torch.
         num_drains: how often somebody waited for everything.
         num_waits: how often a stream was told to go on behind a copy.
         hesitate: called by who is about to wait on the host: what happens before that, happens.
         computing: the streams that said so, by their numbers.
     """
+
+    place = torch.device("cpu")
 
     def __init__(self, *, bytes_per_s: float = 1e9, latency_s: float = 1e-5) -> None:
         self.now_s = 0.0

@@ -80,7 +80,8 @@ class EmulatedRecorder(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._made: dict[int, torch.Tensor] = {}  # by the addresses of their memory
-        self._begin()
+        self._graph: EmulatedGraph | None = None
+        self.begin()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         start = launching._launch
         self._patch = patch.object(
@@ -104,23 +105,28 @@ class EmulatedRecorder(TorchDispatchMode):
         # whoever looks may do so outside of inference mode
         with _disable_current_modes(), torch.inference_mode(False):
             told = EmulatedTold(self._device, *sources)
+        assert self._graph is not None
         self._graph.work.append(told.begin)
         return told
 
     def cut(self) -> EmulatedGraph:
         done = self.end()
-        self._begin()
+        self.begin()
         return done
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self._graph = EmulatedGraph(self._made)
         self._device.graphs.add(self._graph)
 
     def end(self) -> EmulatedGraph:
-        return self._graph
+        done, self._graph = self._graph, None
+        assert done is not None
+        return done
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._graph is None:  # between two graphs
+            return func(*args, **kwargs)
         if func._schema.name in WAITS:
             raise RuntimeError(f"{func} cannot be recorded")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -145,6 +151,9 @@ class EmulatedRecorder(TorchDispatchMode):
         return found
 
     def _record(self, launch: Callable[[], object], arguments: dict[str, Any]) -> None:
+        if self._graph is None:
+            launch()
+            return
         with _disable_current_modes():
             for value in arguments.values():
                 if isinstance(value, torch.Tensor) and value.numel() <= MOST_COUNTED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import moe_runtime
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
+from moe_runtime.inference.device.cards import Card, divide_cards, give_stores, open_cards
 from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decoding_model import capture_decoding
 from moe_runtime.inference.device.device_experts import (
@@ -25,8 +26,8 @@ from moe_runtime.inference.device.device_experts import (
     experts_on_device,
     open_device_stores,
 )
-from moe_runtime.inference.device.misses import MissPlan, MissSpeeds, open_misses
-from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
+from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
+from moe_runtime.inference.expert_layer import bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle
 from moe_runtime.memory.source import ExpertSource, Slab
 from moe_runtime.policies.eviction import LRU, LayerShares, even_shares
@@ -81,13 +82,15 @@ def load_on_emulated_device(
     misses: str = "device",
     max_tokens: int = 64,
     host_slots: int | None = None,
+    card_slots: Sequence[int] = (),
     **options: Any,
 ) -> Any:
     """A model on the CPU whose experts are computed from slots of an emulated device.
 
     The host has two slots more than the device unless it is said how many. Other options of
     ``load`` say who listens to it. Its ``moe`` is the handle of the two stores. With ``misses``
-    ``"all-on-cpu"`` each plan is that the CPU computes everything.
+    ``"all-on-cpu"`` each plan is that the CPU computes everything. With ``card_slots`` there are
+    several devices of so many slots, which divide the layers.
     """
     with ExitStack() as patches:
         patches.enter_context(patch.object(loading, "OffloadedExperts", DeviceExperts))
@@ -102,7 +105,7 @@ def load_on_emulated_device(
         model: Any = moe_runtime.load(checkpoint, device="cpu", **options)
     facts = model.moe.facts
     model.moe.close()
-    experts, device = map_of(checkpoint, dtype), EagerDevice()
+    experts = map_of(checkpoint, dtype)
     there = experts_on_device(experts)
     num_slots = slots_a_layer * len(experts.modules)
     plans = {
@@ -112,27 +115,37 @@ def load_on_emulated_device(
             ("host", experts, host_slots or num_slots + 2),
         )
     }
-    stores = open_device_stores(
-        ExpertSource(experts.layouts, io_threads=2),
-        Slab(plans["host"].num_slots, plans["host"].slot_bytes),
-        plans,
+    here, slot_maps = EagerDevice.place, {"host": experts, "device": there}
+    cards = [Card(here, range(len(experts.modules)), plans)]
+    if card_slots:
+        each = [dataclasses.replace(plans["device"], num_slots=number) for number in card_slots]
+        cards = divide_cards([here] * len(each), each, plans["host"], there)
+
+    def open_stores(source: Any, slab: Any, own: Any, maps: Any, *rest: Any) -> Any:
+        plans, new_policy, _ = rest
+        both = maps | {"host": own}
+        return open_device_stores(
+            source, slab, plans, new_policy, both, (None, None), EagerDevice()
+        )
+
+    opened = open_cards(
+        cards,
+        [ExpertSource(card.own(experts).layouts, io_threads=2) for card in cards],
+        [Slab(card.plans["host"].num_slots, experts.slot_bytes) for card in cards],
+        experts,
+        slot_maps,
         lambda plan: LayerShares(LRU, even_shares(plan.num_slots, len(experts.modules))),
-        {"host": experts, "device": there},
-        (None, None),
-        device,
+        open_stores,
     )
-    for module in model.modules():
-        if isinstance(module, OffloadedExperts):
-            module.store = stores[0]
-    if misses != "device":
-        modules = experts_modules_of(model)
-        open_misses(modules, *stores, bind_slots(experts))
-        for module in modules if misses == "all-on-cpu" else ():
-            module.misses.speeds = ComputesAll()
-    capture_decoding(model, experts_modules_of(model))
-    model._steps._stores = [*stores]
+    modules = experts_modules_of(model)
+    give_stores(cards, opened, modules, None if misses == "device" else bind_slots(experts))
+    for module in modules if misses == "all-on-cpu" else ():
+        assert module.misses is not None
+        module.misses.speeds = ComputesAll()
+    capture_decoding(model, modules)
+    model._steps._stores = [store for stores in opened for store in stores]
     facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])
-    model.moe = RuntimeHandle(stores[0], facts, host_store=stores[1])
+    model.moe = RuntimeHandle(opened[0][0], facts, host_store=opened[0][1], others=opened[1:])
     return model
 
 

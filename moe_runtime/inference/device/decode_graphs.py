@@ -6,6 +6,7 @@ With a static cache every step is the same work on the same memory.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
@@ -29,7 +30,8 @@ from moe_runtime.checkpoints.transformers_private import (
 )
 from moe_runtime.config import PrefetchMode
 from moe_runtime.inference.budget import bytes_for_recordings, most_recorded_bytes, recorded_bytes
-from moe_runtime.inference.device.device_experts import DeviceExperts, Found, Routed
+from moe_runtime.inference.device.device_experts import DeviceExperts, Routed
+from moe_runtime.inference.device.recorded_layers import CrossedLayer, RecordedLayer
 from moe_runtime.inference.device.static_caches import StaticCaches, is_filled, tensors_of
 from moe_runtime.inference.kv_cache import cache_of
 from moe_runtime.kernels.expert_fetch import fetch_experts
@@ -72,6 +74,7 @@ class RecordedStep:
         assert isinstance(store, DeviceStore)
         self.key, self.others = call.key, WeakKeyDictionary[Any, Any]()
         self._store = store
+        self._stores: Any = [*dict.fromkeys(module.store for module in modules)]
         self._cache = weakref.ref(call.cache)
         self._kept = call.cache if keeps_cache else None
         self._inputs = {name: tensor.clone() for name, tensor in call.tensors.items()}
@@ -99,8 +102,9 @@ class RecordedStep:
         in_parts = isinstance(self._experts, ExpertsInParts)
         self.num_bytes = recorded_bytes(*kind, num_tokens, in_parts=in_parts)
         self.most_bytes = most_recorded_bytes(*kind)
-        store.recorded_reserve_bytes = bytes_for_recordings(*kind)
-        store.recorded_bytes = store.device.recorded_bytes()
+        for each in self._stores:
+            each.recorded_reserve_bytes = bytes_for_recordings(*kind)
+            each.recorded_bytes = each.device.recorded_bytes()
         self._structure = Structure(model)
         self._memory = memory_of(call.cache)
         self._kind = type(output)
@@ -132,7 +136,9 @@ class RecordedStep:
     def replay(self, call: StepCall) -> Any:
         """The output of the step for the tokens of a call, in new memory. None, with nothing
         computed, if experts are not where the recording needs them."""
-        with self._store.device.replaying():
+        with contextlib.ExitStack() as stack:
+            for store in self._stores:
+                stack.enter_context(store.device.replaying())
             _copy([*self._inputs.values()], [call.tensors[name] for name in self._inputs])
             is_queued = self._experts.replay(self._last)
             if self._experts.is_over:
@@ -444,7 +450,10 @@ def experts_of_step(
 ) -> ResidentExperts | FetchedExperts | ExpertsInParts:
     """The way to record a step now."""
     # makes the stacks outside the recording
-    found = {m.layer: store.with_residents(m.layer, lambda r: r.stack) for m in modules}
+    stores: Any = {module.layer: module.store for module in modules}
+    found = {n: each.with_residents(n, lambda r: r.stack) for n, each in stores.items()}
+    if any(each is not store for each in stores.values()):
+        return ExpertsInParts(store, modules, num_choices, reads_ahead=False)
     if all(map(_is_quiet, modules)) and all(each.are_all for each in found.values()):
         return ResidentExperts(store, modules, found)
     tables = _tables(store, modules, num_choices)
@@ -608,7 +617,10 @@ class FetchedExperts(_OneGraph):
 
 
 class ExpertsInParts:
-    """A step in several graphs; the host queues a layer's misses between two of them."""
+    """A step in several graphs; the host queues a layer's misses between two of them.
+
+    Over several GPUs it stays so, and waits for no layer whose experts are all resident.
+    """
 
     is_over = is_one_graph = False
     way = "cut_steps"
@@ -626,14 +638,19 @@ class ExpertsInParts:
         self._unread: list[ExpertKey] = []
         self._layers: list[RecordedLayer] = []
         self._num_replays = 0
-        upload = store.device.upload
-        self._tables = {m.layer: upload(np.full((2, m.num_experts), -1, np.int32)) for m in modules}
+        self._tables = dict[int, torch.Tensor]()
+        for module in modules:
+            assert isinstance(module.store, DeviceStore)
+            upload = module.store.device.upload
+            self._tables[module.layer] = upload(np.full((2, module.num_experts), -1, np.int32))
+        self._may_be_one_graph = all(module.store is store for module in modules)
 
     def record(
         self, experts: DeviceExperts, routed: Routed, recorder: CudaRecorder
     ) -> torch.Tensor:
         tables_2E = self._tables[experts.layer]
-        self._layers.append(RecordedLayer(experts, routed, recorder, tables_2E))
+        kind = RecordedLayer if experts.store is self._store else CrossedLayer
+        self._layers.append(kind(experts, routed, recorder, tables_2E))
         return self._layers[-1].sums()
 
     def end(self) -> None:
@@ -644,6 +661,9 @@ class ExpertsInParts:
         self._layers[0].prepare()
         are_all = [layer.replay() for layer in self._layers]
         last.replay()
+        if not self._may_be_one_graph:
+            self.is_one_graph = all(are_all) and all(map(_is_quiet, self._modules))
+            return True
         if all(are_all) and all(map(_is_quiet, self._modules)):
             self.is_over = all(each.are_all for each in self._found())
         elif self._num_replays % MOST_REFUSED == MOST_REFUSED - 1:
@@ -679,72 +699,3 @@ def _used(modules: Sequence[DeviceExperts], ids_LTK: torch.Tensor) -> list[Exper
         return [key for m, (ids,) in layers for key in m.keys_of(dict.fromkeys(ids))]
     layers = zip(modules, ids_LTK, strict=True)
     return [key for m, ids_TK in layers for key in m.keys_of(m.rows_of(ids_TK))]
-
-
-class RecordedLayer:
-    """The experts of one layer in a recorded step in parts.
-
-    Attributes:
-        arrived_E: slots of arrived experts.
-        following: the next layer, which is prepared while the device computes this one.
-    """
-
-    following: RecordedLayer | None = None
-
-    def __init__(
-        self,
-        experts: DeviceExperts,
-        routed: Routed,
-        recorder: CudaRecorder,
-        tables_2E: torch.Tensor,
-    ) -> None:
-        """Records residents and arrivals; a replay first fills their slots in ``tables_2E``."""
-        assert isinstance(experts.store, DeviceStore)
-        assert experts.store.stacks is not None, "the layer has a stack"
-        self._experts, self._routed, self._store = experts, routed, experts.store
-        self._residents_E, self.arrived_E = tables_2E
-        self._listed: Residents | None = None
-        self._products = experts.products(routed)
-        self.sums, self.takes_rows = self._products.sums, self._products.takes_rows
-        self.give = self._products.give
-        stack_over = partial(experts.store.stacks.stack_over, experts.layer)
-        may_plan = experts.misses is not None and self.takes_rows
-        self._host_copy = recorder.tell(routed.ids_TK, *[routed.hidden_TD][:may_plan])
-        self._is_counted = True
-        self._products.add(stack_over(self._residents_E))
-        self._at_once = recorder.cut()
-        self._products.add(stack_over(self.arrived_E))
-        self._arrivals = recorder.cut()
-
-    def add(self, experts: Any) -> None:
-        self._arrivals.replay()
-
-    def replay(self) -> bool:
-        """Replays routing and residents, and queues missing experts. Returns whether all were
-        resident."""
-        self._experts.complete(self, self._routed, self._launch)
-        return self._listed is not None and self._listed.are_all
-
-    def prepare(self) -> None:
-        """Drops the choices of the last step; call it before each replay."""
-        self._host_copy.settle()
-        if not self._is_counted:
-            self._store.count_behind(self._host_copy)
-        self._host_copy.forget()
-        self._is_counted = False
-
-    def _launch(self) -> tuple[Residents, Found]:
-        residents = self._store.with_residents(self._experts.layer, self._list_and_replay)
-        if self.following is not None:
-            self.following.prepare()
-        return residents, self._experts.found(self, self._routed, self._host_copy, self._used)
-
-    def _used(self) -> list[ExpertKey]:
-        self._is_counted = True
-        return self._experts.keys_of_rows(self._host_copy.numbers)
-
-    def _list_and_replay(self, residents: Residents) -> None:
-        if residents is not self._listed:
-            self._store.device.upload(residents.slots, self._residents_E)
-            self._listed = residents
-        self._at_once.replay()

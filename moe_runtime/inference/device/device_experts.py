@@ -6,22 +6,24 @@ Shape suffixes: T tokens, K top-k, E experts, D model.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_runtime.checkpoints.expert_map import ExpertMap
+from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.inference.budget import MemoryPlan
 from moe_runtime.inference.device.misses import HostPart, Misses
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots, has_kernel
 from moe_runtime.inference.steps import LayerRouting
 from moe_runtime.kernels.expert_mlp import ExpertWeights, QuantizedExperts, StackedExperts
 from moe_runtime.kernels.expert_mlp.slotted import SlottedProducts
+from moe_runtime.kernels.linear.gpu import reads_packed
 from moe_runtime.kernels.quantized import QuantizedMatrix, QuantizedStack
 from moe_runtime.memory.device.cuda_device import CudaDevice, CudaTold, Event
 from moe_runtime.memory.device.device_layout import (
@@ -37,6 +39,9 @@ from moe_runtime.memory.store import ExpertStore, StoreListener
 from moe_runtime.memory.tiers import LowerStore, ReturningSource, TierFetcher
 from moe_runtime.policies.eviction import LayerShares
 from moe_runtime.types import ExpertKey
+
+if TYPE_CHECKING:
+    from moe_runtime.checkpoints.formats import Weight
 
 _FEW_CHOICES = 64
 """Most choices for which lists of rows are faster than arrays."""
@@ -80,10 +85,20 @@ class DeviceExperts(OffloadedExperts):
     """
 
     misses: Misses | None = None
+    card: torch.device | None = None  # that has the experts, if the model is on another
     recording: Callable[[DeviceExperts, Routed], torch.Tensor] | None = None
 
     def _make_step_kernel(self, weights: ExpertWeights) -> None:
         """None: the host's kernel cannot read device memory."""
+
+    def _forward_general(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        routed, forward = (hidden_states, top_k_index, top_k_weights), super()._forward_general
+        if self.card is None or self.recording is not None:
+            return forward(*routed)
+        there = (tensor.to(self.card, non_blocking=True) for tensor in routed)
+        return forward(*there).to(hidden_states.device, non_blocking=True)
 
     def forward_without_grad(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -277,6 +292,14 @@ def experts_on_device(experts: ExpertMap) -> ExpertMap:
         for key, layout in experts.layouts.items()
     }
     return replace(experts, layouts=layouts)
+
+
+def keep_readable(packed: dict[str, str], entries: Mapping[str, Weight]) -> None:
+    """Keeps only dense weights that a GPU multiplies without unpacking in ``packed``."""
+    for name in [*packed]:
+        weight = entries[name]
+        if isinstance(weight, TensorEntry) or not reads_packed(weight.format):
+            del packed[name]
 
 
 def policy_of_device(plans: dict[str, MemoryPlan], experts: ExpertMap) -> str:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from moe_runtime.kernels.expert_mlp import ExpertWeights
 from moe_runtime.memory.source import FileVersion
 from moe_runtime.memory.store import ExpertStore
 from moe_runtime.policies.eviction.base import PolicyChoice
-from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats
+from moe_runtime.types import ExpertCounters, ModelSignature, RuntimeStats, StoreStats
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
@@ -371,19 +371,23 @@ class RuntimeHandle:
         facts: LoadedFacts,
         *,
         host_store: ExpertStore[Tensor] | None = None,
+        others: Sequence[tuple[ExpertStore[ExpertWeights], ExpertStore[Tensor] | None]] = (),
         recorder: RoutingRecord | None = None,
         prefetcher: Prefetcher | None = None,
         timeline: Timeline | None = None,
         learning: KeptLearning | None = None,
         drafts: DraftControl | None = None,
     ) -> None:
-        """Owns the stores, recorder and prefetcher from now on. Raises CheckpointError: another
-        process is writing the trace or the timeline."""
+        """Owns the stores, recorder and prefetcher from now on; ``others`` are stores of further
+        GPUs. Raises CheckpointError: another process is writing the trace or the timeline."""
         self.facts = facts
         self.recorder = recorder
         self.prefetcher = prefetcher
         self._store = store
         self._host_store = host_store
+        above = store, *(tiers[0] for tiers in others)
+        below = host_store, *(tiers[1] for tiers in others)
+        self._above, self._below = [*above], [each for each in below if each is not None]
         self._timeline = timeline
         self._learning = learning
         self.drafts = drafts
@@ -401,7 +405,8 @@ class RuntimeHandle:
     def stats(self) -> RuntimeStats:
         """Counters since loading or `reset_stats`."""
         facts = self.facts
-        fastest, slowest = self._store.stats(), (self._host_store or self._store).stats()
+        fastest = added([store.stats() for store in self._above])
+        slowest = added([store.stats() for store in self._below or self._above])
         counted = {f.name: getattr(fastest, f.name) for f in dataclasses.fields(ExpertCounters)}
         counted["readahead_bytes"] = slowest.readahead_bytes
         if self.drafts is not None:
@@ -431,11 +436,10 @@ class RuntimeHandle:
 
     def reset_stats(self) -> None:
         """Sets all counters to zero."""
-        self._store.reset_stats()
+        for store in (*self._above, *self._below):
+            store.reset_stats()
         if self.prefetcher is not None:
             self.prefetcher.reset_stats()
-        if self._host_store is not None:
-            self._host_store.reset_stats()
         if self.drafts is not None:
             self.drafts.reset_counts()
 
@@ -446,9 +450,8 @@ class RuntimeHandle:
             AssertionError: one is violated.
             MoERuntimeError: the process is a fork of the one that loaded the model.
         """
-        self._store.check()
-        if self._host_store is not None:
-            self._host_store.check()
+        for store in (*self._above, *self._below):
+            store.check()
 
     def close(self) -> None:
         """Ends reads, frees the experts' memory and completes trace and timeline. Does nothing in a
@@ -460,7 +463,8 @@ class RuntimeHandle:
             for part in (self.recorder, self._timeline, self._learning, self.draft_model):
                 if part is not None:
                     stack.callback(part.close)
-            self._store.close()
+            for store in self._above:
+                stack.callback(store.close)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_copy()
@@ -470,6 +474,18 @@ class RuntimeHandle:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_OF_ONE_EXPERT = {"slot_bytes", "miss_cpu_s", "miss_copy_s", "miss_return_s", "miss_launch_s"}
+
+
+def added(parts: Sequence[StoreStats]) -> StoreStats:
+    """Counters of several stores together; of figures of one expert, the largest."""
+    found = {}
+    for field in dataclasses.fields(StoreStats):
+        values = [getattr(part, field.name) for part in parts]
+        found[field.name] = max(values) if field.name in _OF_ONE_EXPERT else sum(values)
+    return StoreStats(**found)
 
 
 def is_resizable(handle: RuntimeHandle) -> bool:

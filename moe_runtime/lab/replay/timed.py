@@ -312,7 +312,7 @@ class _Replay:
         policy, victim = self._policy, None
         if isinstance(policy, LayerShares) and policy.room(incoming.layer) <= reserved:
             victim = policy.victim_within(incoming.layer, may_go, incoming)
-        return policy.victim(may_go, incoming) if victim is None else victim
+        return policy.checked_victim(may_go, incoming) if victim is None else victim
 
     def _room(self) -> int:
         return self._num_slots - len(self._policy) - len(self._guesses)

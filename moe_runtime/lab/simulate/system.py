@@ -22,6 +22,7 @@ import numpy as np
 
 from moe_runtime.errors import CapacityError
 from moe_runtime.files import read_toml
+from moe_runtime.lab.simulate.pipeline import most_held
 from moe_runtime.lab.simulate.scaling import (
     Imbalance,
     LayerSchedule,
@@ -476,7 +477,11 @@ class TrainLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPrediction:
-    """Seconds of a step by its parts, and the throughput that failures leave."""
+    """Seconds of a step by its parts, and the throughput that failures leave.
+
+    Attributes:
+        held_micro_batches: most micro-batches whose activations a stage holds at once.
+    """
 
     layout: TrainLayout
     layers_s: float
@@ -486,6 +491,7 @@ class TrainPrediction:
     checkpoint_s: float
     checkpoint_every_s: float
     useful_share: float
+    held_micro_batches: int = 1
 
     @property
     def step_s(self) -> float:
@@ -506,7 +512,7 @@ def simulate_training(
     """Predicts a training step, and the share of time that failures leave.
 
     A pipeline has one forward and one backward pass in turn (1F1B). Layers keep their inputs and
-    compute the rest again.
+    compute the rest again. With ``host_bytes_per_s``, inputs that wait are offloaded (PipeOffload).
 
     Args:
         checkpoint_every_s: None for the interval that loses least.
@@ -531,8 +537,19 @@ def simulate_training(
     dense, experts = of_stage.dense_parameters, steps.expert_bytes / model.bytes_per_weight
     held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
+    # a backward pass begins with another forward pass, and has twice the products
+    transfer_s = math.inf
+    if cluster.host_bytes_per_s is not None:
+        transfer_s = of_stage.num_layers * inputs / cluster.host_bytes_per_s
+    held_micro_batches = most_held(
+        stages,
+        layout.micro_batches,
+        forward_s=micro_batch_s / 4,
+        backward_s=3 * micro_batch_s / 4,
+        transfer_s=transfer_s,
+    )
     # the first micro-batch is in the working share
-    waiting = min(layout.micro_batches, stages) - 1
+    waiting = held_micro_batches - 1
     room = cluster.memory_bytes * (1 - WORKING_SHARE)
     room -= waiting * of_stage.num_layers * inputs
     # Where weights and gradients of the dense part have no room, ranks have parts of these too.
@@ -568,6 +585,7 @@ def simulate_training(
         checkpoint_s=checkpoint_s,
         checkpoint_every_s=every_s,
         useful_share=share,
+        held_micro_batches=held_micro_batches,
     )
 
 

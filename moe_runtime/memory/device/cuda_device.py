@@ -132,7 +132,7 @@ class CudaRecorder:
         torch.cuda.synchronize(self._place)
         self._within.__enter__()
         try:
-            self._begin()
+            self.begin()
         except BaseException:
             self._within.__exit__(None, None, None)
             raise
@@ -160,11 +160,11 @@ class CudaRecorder:
     def cut(self) -> torch.cuda.CUDAGraph:
         """Ends a graph and begins the next one."""
         done = self.end()
-        self._begin()
+        self.begin()
         return done
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """Ends the last graph; raises RuntimeError if some work cannot be recorded."""
+        """Ends a graph; raises RuntimeError if some work cannot be recorded."""
         graph = self._graph
         assert graph is not None
         if self._sources:
@@ -174,7 +174,9 @@ class CudaRecorder:
         self._graph = None
         return graph
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begins a graph after ``end``; what was queued in between is done."""
+        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads may copy meanwhile

@@ -30,7 +30,8 @@ from moe_runtime.checkpoints.safetensors_index import TensorEntry
 from moe_runtime.errors import UnsupportedUseError
 from moe_runtime.inference.budget import reserve_for
 from moe_runtime.inference.cpu import step_layers
-from moe_runtime.inference.loading import keep_readable, signature_of
+from moe_runtime.inference.device.device_experts import keep_readable
+from moe_runtime.inference.loading import signature_of
 from moe_runtime.kernels.native import native_library
 from moe_runtime.kernels.quantized import WeightFormat
 

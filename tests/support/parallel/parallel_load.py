@@ -16,6 +16,7 @@ import moe_runtime
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.errors import CheckpointError, RankFailureError, UnsupportedUseError
 from moe_runtime.inference import expert_partition, loading
+from moe_runtime.inference.expert_partition import ExpertPartition
 from moe_runtime.memory.source import ExpertSource
 
 PROMPT = torch.arange(40).mul(37).remainder(300)[None]
@@ -151,3 +152,21 @@ def balanced(path: str, caches: str) -> list[Any]:
         found = [outputs(path, {"policy": "auto", "teach": False}) for _ in range(2)]
     kept = [file.parent.name for file in cache.rglob("*.npz")]
     return [found, [call.args[2:] for call in divide.call_args_list], kept]
+
+
+def moved(path: str, caches: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """As `outputs`, with a look at the loads before every third pass; and where experts lay after
+    each."""
+    looks: list[Any] = []
+    rebalance = ExpertPartition._rebalance
+
+    def note(partition: ExpertPartition) -> None:
+        rebalance(partition)
+        looks.append([*partition._holders])
+
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(Path(caches, str(dist.get_rank())))}),
+        mock.patch.object(expert_partition, "PASSES_FOR_A_LOOK", 3),
+        mock.patch.object(ExpertPartition, "_rebalance", note),
+    ):
+        return outputs(path, {"policy": "auto", "teach": False, **options}), looks
