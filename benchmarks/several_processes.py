@@ -220,6 +220,7 @@ def main(options: Namespace) -> int:
     names = ("shape", "host_memory", "prompts", "prompt_tokens", "new_tokens", "rounds")
     settings = chosen(options, *names) | {"weights": "random"}
     file = f"several-processes-{options.part}"
+    file += f"-{options.shape}" * (options.part == "reads")
     if options.part == "plans":
         settings = {"model": "pocket", "rounds": options.rounds}
     results = ScriptResults("several-processes", options, settings, METRICS, file=file)

@@ -31,6 +31,9 @@ SERVED = {"cards-h800": (64, (1.0, 125.0)), "server": (16, (0.01, 0.25))}
 REQUESTS, PROMPT, NEW = 1000, 1024, 256
 TRAINED = (384, 4096)
 TOKENS = 8192
+PIPELINE = TrainLayout(stages=61, expert_ranks=8, tokens=TOKENS, micro_batches=244)
+HOST_LINKS = {"no": None, "a slow": 1e9, "a": 2.5e10}
+"""Bytes a second between a card and its host, of two bad lanes and of PCIe 4.0 x16; assumed."""
 FAILURE_DAYS = 1000
 RESTART_S = 300.0
 
@@ -42,6 +45,7 @@ def main(options: Namespace) -> int:
     metrics = facts("s", "between_tokens_s") | facts("tokens/s", "tokens_per_s")
     metrics |= facts("bytes", "expert_bytes", "dense_bytes") | facts("count", "kv_tokens")
     metrics |= facts("share", "resident_share", "lost_share")
+    metrics |= facts("bytes", "held_bytes") | facts("count", "held_micro_batches")
     results = ScriptResults("trillion", options, settings, metrics, machine="simulated")
     model = read_model(MACHINES / "model-1t.toml")
     for machine, (ranks, rates) in SERVED.items():
@@ -69,6 +73,17 @@ def main(options: Namespace) -> int:
         for name, one in (("training", trained), ("training in the best layout", best)):
             lost = {"tokens_per_s": one.tokens_per_s, "lost_share": 1 - one.useful_share}
             results.add(f"{name} on {ranks} of cards-h800", [lost])
+    ranks = PIPELINE.stages * PIPELINE.expert_ranks
+    inputs = TOKENS * model.model_dim * model.bytes_per_activation  # of a layer, a stage has one
+    for name, host_bytes_per_s in HOST_LINKS.items():
+        some = replace(cards, num_ranks=ranks, host_bytes_per_s=host_bytes_per_s)
+        piped = simulate_training(some, model, layout=PIPELINE)
+        kept = {
+            "tokens_per_s": piped.tokens_per_s,
+            "held_micro_batches": piped.held_micro_batches,
+            "held_bytes": piped.held_micro_batches * inputs,
+        }
+        results.add(f"{PIPELINE.stages} stages with {name} link to the host", [kept])
     return results.finish()
 
 

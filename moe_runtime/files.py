@@ -483,6 +483,12 @@ def make_folders(folder: Path) -> None:
     sync_folder(place.parent)
 
 
+def make_private_folder(folder: Path) -> None:
+    """Makes a folder that only its owner can read, for files that reveal requests."""
+    make_folders(folder)
+    os.chmod(folder, 0o700)
+
+
 def sync_folder(folder: Path) -> None:
     """Flushes a folder's entries to the disk, so that a rename survives a power cut; else warns."""
     try:

@@ -10,6 +10,8 @@ import json
 import math
 import tempfile
 import tomllib
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +19,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from moe_runtime.benchmarks import suite
 from moe_runtime.errors import MoERuntimeError, named_failure
 from moe_runtime.files import read_toml, remove_or_warn
+from moe_runtime.research.runs import equip
 from moe_runtime.training import config_tree
 from moe_runtime.training.metrics import EvaluationRecord, Record, StepRecord
 from moe_runtime.training.offload.checkpoint import remove_own_files
@@ -40,15 +44,22 @@ _OVERWRITTEN = {
     "parallel": "one process trains",
 }
 """Keys that are equal in all trainings, and why."""
+_STEP_METRICS = ("loss", "max_load", "dropped_share", "read_bytes", "written_bytes")
 METRICS = {
     "loss": suite.Metric("nats"),
     "held_out_loss": suite.Metric("nats"),
     "max_load": suite.Metric("share"),
     "dropped_share": suite.Metric("share"),
     "state_bytes_per_parameter": suite.Metric("bytes"),
+    "activation_bytes": suite.Metric("bytes"),
+    "read_bytes": suite.Metric("bytes"),
+    "written_bytes": suite.Metric("bytes"),
     "tokens_per_s": suite.Metric("tokens/s", "more"),
 }
-"""Step metrics are means over the last fifth of the steps; bytes are those of offloaded experts."""
+"""Step metrics are means over the last fifth of the steps; states are those of offloaded experts.
+
+Activations are the most that a backward pass of these steps needs, with experts in memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +138,43 @@ def _blamed(name: str, path: Path | None = None) -> Iterator[None]:
         raise ValueError(f"{file}{variant}{error}") from None
 
 
+class _Kept:
+    """A tensor that autograd keeps; counted until it is freed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # the graph that keeps it must not be kept by it
+
+
+class KeptActivations:
+    """Counts bytes that autograd keeps for backward passes: whole storages, each once.
+
+    Attributes:
+        most: bytes at any time, without the model's parameters and buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [*model.parameters(), *model.buffers()]
+        self._own = {tensor.untyped_storage()._cdata for tensor in own}
+        self._held = Counter[int]()
+        self._now = self.most = 0
+
+    def counting(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+
+    def _pack(self, tensor: Tensor) -> _Kept:
+        kept, storage = _Kept(tensor), tensor.untyped_storage()
+        if storage._cdata not in self._own:
+            self._add(storage._cdata, storage.nbytes(), 1)
+            weakref.finalize(kept, self._add, storage._cdata, storage.nbytes(), -1).atexit = False
+        return kept
+
+    def _add(self, storage: int, num_bytes: int, times: int) -> None:
+        before = self._held[storage] > 0
+        self._held[storage] += times
+        self._now += num_bytes * ((self._held[storage] > 0) - before)
+        self.most = max(self.most, self._now)
+
+
 class TrainedVariant(suite.BenchSystem):
     """A variant under training; its losses are compared with the base configuration's."""
 
@@ -146,24 +194,25 @@ class TrainedVariant(suite.BenchSystem):
         self._output, self._storage, self._is_stopping = output, storage, is_stopping
         self._num_threads = num_threads
         with _blamed(self.name):
-            preparation = self._prepare(0)
+            preparation, _ = equip(self._prepare(0))
             self._state_bytes = _state_bytes(preparation)
         self.device = preparation.device
 
     def repeat(self) -> Mapping[str, suite.Number]:
         records: list[Record] = []
         with suite.peer_failures(MoERuntimeError, OSError):
-            is_complete = self._train(records)
+            is_complete, activation_bytes = self._train(records)
         if not is_complete:
             raise suite.StoppedRepetitionError(f"{self.name}: stopped")
         steps = [one for one in records if isinstance(one, StepRecord)]
         held_out = [one.held_out_mean for one in records if isinstance(one, EvaluationRecord)]
         self.losses.append([one.loss for one in steps])
-        last = steps[-max(1, len(steps) // 5) :]
+        last = steps[-_num_last(len(steps)) :]
         found = {
-            **{name: _mean_of(last, name) for name in ("loss", "max_load", "dropped_share")},
+            **{name: _mean_of(last, name) for name in _STEP_METRICS},
             "held_out_loss": held_out[-1] if held_out else None,
             "state_bytes_per_parameter": self._state_bytes,
+            "activation_bytes": activation_bytes,
             "tokens_per_s": steps[-1].tokens / sum(one.step_s for one in steps),
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -191,12 +240,32 @@ class TrainedVariant(suite.BenchSystem):
         )
         return prepare(replace(config, run=run), self._place)
 
-    def _train(self, records: list[Record]) -> bool:
-        """Train one run and append its records; return whether it completed."""
-        preparation = self._prepare(len(self.losses))
+    def _train(self, records: list[Record]) -> tuple[bool, int | None]:
+        """Train one run and append its records; return whether it completed, and activations."""
+        preparation, make = equip(self._prepare(len(self.losses)))
+        run = preparation.config.run
+        uncounted = run.steps - _num_last(run.steps)
         try:
-            with contextlib.closing(start(preparation, resume=False)) as trainer:
-                return trainer.train(should_stop=self._is_stopping, on_record=records.append)
+            with (
+                contextlib.closing(
+                    start(preparation, resume=False, make_optimizer=make)
+                ) as trainer,
+                contextlib.ExitStack() as counted,
+            ):
+                kept = KeptActivations(preparation.model) if run.host_memory is None else None
+
+                def count_from(step: int) -> None:
+                    if step == uncounted and kept is not None:
+                        counted.enter_context(kept.counting())
+
+                def note(record: Record) -> None:
+                    records.append(record)
+                    if isinstance(record, StepRecord):
+                        count_from(record.step)
+
+                count_from(0)
+                is_complete = trainer.train(should_stop=self._is_stopping, on_record=note)
+                return is_complete, kept and kept.most
         finally:
             # The next run reads the same encoded text, and nothing else.
             remove_or_warn(preparation.checkpoints, "no run goes on from it")
@@ -211,6 +280,11 @@ def _state_bytes(preparation: Preparation) -> float | None:
         return None
     plan = offload_plan(config, model, OneRank(), preparation.device)
     return plan["disk_bytes"] / sum(p.numel() for p in expert_parameters(find_sites(model)))
+
+
+def _num_last(num_steps: int) -> int:
+    """The last fifth of the steps, of which metrics are."""
+    return max(1, num_steps // 5)
 
 
 def _mean_of(records: Sequence[StepRecord], name: str) -> float | None:

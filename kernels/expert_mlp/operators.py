@@ -271,6 +271,8 @@ class _ExpertMlp(torch.autograd.Function):
         experts, rows, ctx.activation = batch.experts, batch.rows, batch.activation
         with without_autocast(x_TD.device.type):
             out_TD, kept = path_of(ctx.impl, x_TD).forward(batch, keeps=keeps)
+        if keeps and not any(ctx.needs_input_grad[2 : 2 + experts.num_inputs]):
+            x_TD = x_TD.new_empty(1).expand_as(x_TD)  # frozen experts need its shape alone
         ctx.save_for_backward(x_TD, weights_TK, kept, *rows, *parameters, experts.slot_of_expert)
         ctx.kind, ctx.names, ctx.static = type(experts), experts.names, experts.static()
         return out_TD

@@ -343,6 +343,7 @@ class StageModule(nn.Module):
     Stages pass on the residual stream and, for gates that read the previous gate's scores (MoE++),
     these scores. Each stage adds its gates' losses to the gradients. ``found`` has this stage's
     shares of the losses of every call; the cross-entropy is 0 in all stages but the last.
+    ``saving`` is a context for each forward pass, in which autograd keeps its tensors.
     """
 
     def __init__(
@@ -358,6 +359,7 @@ class StageModule(nn.Module):
         self.model = model
         self.stage = stage
         self.found: list[Losses] = []
+        self.saving: Callable[[], AbstractContextManager[object]] = nullcontext
         self._autocast = autocast
         own = stage.blocks(len(model.blocks))
         _refuse(model)
@@ -380,7 +382,7 @@ class StageModule(nn.Module):
         """The input of the next stage for windows `[B, C + 1]`; the loss in the last stage."""
         ids_BC, targets_BC = windows[:, :-1], windows[:, 1:]
         model = self.model
-        with self._autocast():
+        with self._autocast(), self.saving():
             x, *scores = (model.embed(ids_BC),) if self.stage.is_first else received
             x, logits = model.through_blocks(x, ids_BC, scores[0] if scores else None)
             if self.stage.is_last:

@@ -280,10 +280,12 @@ class ExpertMap:
     weight_mapping: list[private.WeightTransform] = field(default_factory=list)
     type_names: list[str] = field(default_factory=list)  # types of experts in the files, each once
     unused: dict[str, str] = field(default_factory=dict)  # by model name
+    least_slot_bytes: int = 0  # for experts that other processes hold now
 
     @property
     def slot_bytes(self) -> int:
-        return max(layout.slot_bytes for layout in self.layouts.values())
+        own_bytes = max(layout.slot_bytes for layout in self.layouts.values())
+        return max(own_bytes, self.least_slot_bytes)
 
     @property
     def scratch_bytes(self) -> int:

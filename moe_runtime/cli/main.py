@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a bug of ours, 2 something that the user or the machine ca
 """
 
 import contextlib
+import errno
 import functools
 import importlib
 import sys
@@ -34,7 +35,12 @@ from moe_runtime.cli.commands.serve import serve
 from moe_runtime.cli.commands.simulate import simulate_app
 from moe_runtime.cli.commands.train import train
 from moe_runtime.cli.console import Session, one_line, print_json, require_address_space
-from moe_runtime.cli.stopping import StopRequest, release_broken_streams, terminable
+from moe_runtime.cli.stopping import (
+    StopRequest,
+    release_broken_streams,
+    streams_on_full_disks,
+    terminable,
+)
 from moe_runtime.cli.strict import StrictCommand, expanded, option
 from moe_runtime.errors import MoERuntimeError, text_of
 from moe_runtime.lazy import own_code_files, place_in_own_code
@@ -246,6 +252,8 @@ def describe(error: Exception, broken: Sequence[str] = ()) -> tuple[int, str]:
             "raise the ulimit"
         )
     if isinstance(error, OSError) and error.strerror:
+        if error.errno == errno.ENOSPC:
+            broken = broken or streams_on_full_disks()
         is_stream = broken and error.filename is None
         where = f"{' and '.join(broken)} cannot be written: " if is_stream else ""
         return 2, one_line(f"{where}{text_of(error)}")

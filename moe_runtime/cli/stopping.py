@@ -9,6 +9,7 @@ import io
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -103,6 +104,18 @@ def _is_broken(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(number, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def streams_on_full_disks() -> list[str]:
+    """Names of streams that are files on a full disk. Without a buffer nothing else tells that
+    they cannot be written: `release_broken_streams` then finds them sound."""
+    found = []
+    for name in _NAMES[1:]:
+        with contextlib.suppress(io.UnsupportedOperation):  # it leads to no file
+            number = getattr(sys, name).fileno()
+            if stat.S_ISREG(os.fstat(number).st_mode) and not os.fstatvfs(number).f_bavail:
+                found.append(name)
+    return found
 
 
 class TextOutput:

@@ -31,6 +31,7 @@ OUTPUTS = frozenset({"--csv", "--markdown", "--output", "--plot", "--png", "--ti
 """Options that name a file or folder to write; other options with paths name inputs."""
 _WITH_OTHERS = frozenset({"run", "serve", "generate", "chat", "train", "finetune", "dispatch"})
 """Commands that the processes of `torchrun` run together."""
+_MAY_BE_INFINITE = frozenset({"--max-slowdown"})
 FOLDER = "DIR"
 """The metavar of an output that is a folder."""
 _DEBUG = Annotated[bool, typer.Option("--debug", help="Show a traceback on errors.")]
@@ -215,7 +216,8 @@ class StrictCommand(TyperCommand):
             value, word = ctx.params.get(param.name), written.get(param.name)
             for text in value if isinstance(value, list | tuple) else [value]:
                 _require_utf8(text, param)
-            if isinstance(value, float) and not math.isfinite(value):
+            is_limit = value == math.inf and param.opts[0] in _MAY_BE_INFINITE
+            if isinstance(value, float) and not (math.isfinite(value) or is_limit):
                 raise typer.BadParameter(
                     f"expected a finite number, got {value}", param_hint=param.opts[0]
                 )
@@ -281,11 +283,12 @@ def _shown(param: Any) -> str:
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
     """The files that a parameter's values name; of a folder the files of its checkpoint."""
     value = ctx.params.get(param.name)
-    is_text = param.param_type_name == "option" and param.multiple
-    if OUTPUTS.intersection(param.opts) or is_text:
+    if OUTPUTS.intersection(param.opts):
         return
+    # other texts that may be repeated are prompts, peers and the like
+    is_text = param.param_type_name == "option" and param.multiple and param.metavar != "FILE"
     for one in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(one, str | Path) and one:
+        if isinstance(one, Path if is_text else str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
             if os.path.isdir(path):
                 from moe_runtime.checkpoints.opening import files_of

@@ -350,11 +350,15 @@ class OffloadedExperts(AbsentParameters):
         if step is None or adapters_R is not None or not step.rows(*rows_of_experts):
             expert_ffn(*rows_of_experts, activation=activation, adapters_R=adapters_R)
 
+    def _num_own(self) -> int:
+        owns = None if self.partition is None else self.partition.owns
+        return len(self._keys) if owns is None else sum(map(owns, self._keys))
+
     def _lease_and_run(self, routing: LayerRouting, use: Callable[[Any], None]) -> None:
         """Leases experts and calls ``use`` with groups of ``(key, weights)`` as they arrive."""
         assert self.store is not None
         streaming = len(routing.ids_TK) > 1 and len(routing.keys) > self.store.slots_of(self.layer)
-        visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * len(self._keys)
+        visits_all = streaming and len(routing.keys) >= _NEARLY_ALL * self._num_own()
         listeners = () if _is_recomputing() else self.listeners.demand_listeners
         with self.store.lease(routing.keys, streaming=streaming) as lease:
             is_later = lease.computes_residents_first
@@ -362,7 +366,8 @@ class OffloadedExperts(AbsentParameters):
                 listener.demanded(routing)
             for group in lease:
                 if visits_all and lease.all_started:
-                    self.store.read_ahead(self._following)
+                    owns = None if self.partition is None else self.partition.owns
+                    self.store.read_ahead([*filter(owns, self._following)])
                 if self._step_kernel is None:
                     self._step_kernel = self._make_step_kernel(group[0][1])
                 use(group)

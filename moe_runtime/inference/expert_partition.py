@@ -9,11 +9,13 @@ Shape suffixes: R routed rows, D model.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,9 +34,14 @@ from moe_runtime.parallel.communication.transport import (
     software_facts,
 )
 from moe_runtime.parallel.placement_map import PlacementMap, load_placement_map, resize_layer
+from moe_runtime.parallel.slots import ExpertSlots
+from moe_runtime.policies.placement.base import count_by_layer
 from moe_runtime.policies.placement.shares import Holders, hold_by_shares, shares_of_ranks
 from moe_runtime.policies.prediction import Event, Guess, Predictor
 from moe_runtime.types import ExpertKey, ModelSignature, RuntimeStats
+
+if TYPE_CHECKING:
+    from moe_runtime.parallel.parallel_experts import RebalanceRule
 
 _SUMMED = (
     *("hits", "late_hits", "misses", "bytes_read", "readahead_bytes", "expert_slots"),
@@ -46,6 +53,8 @@ _SLOWEST = ("stall_s", "load_s", "predict_s")
 COUNTED = (*_SUMMED, *_SLOWEST)
 """Statistics that differ between the processes of a model."""
 
+PASSES_FOR_A_LOOK = 512
+"""Forward passes between two looks at the loads."""
 EXPERTS_FOR_A_COPY = 8
 """A layer has at most one copy for this many experts; DeepSeek-V3 has 32 for 256."""
 _MEASURED_BYTES = 64 * 2**20
@@ -73,7 +82,7 @@ class ExpertPartition:
         self.transport = transport
         self.group = transport if isinstance(transport, ElasticGroup) else None
         self.is_first = transport.rank == 0 if self.group is None else self.group.is_first
-        self._held: dict[str, list[list[int]]] = {}  # experts by lasting name and layer
+        self._held_by: dict[str, list[list[int]]] = {}  # experts by lasting name and layer
         self._holders: Holders
         if placement is not None:
             self._holders = []
@@ -88,6 +97,9 @@ class ExpertPartition:
             )
         else:
             self._holders = holders or hold_by_shares(experts_of_layer, [1] * size)
+        self._loads: list[np.ndarray] = []
+        self._rules: dict[int, RebalanceRule] = {}
+        self._passes = 0
         busy = {rank for layer in self._holders for held_by in layer for rank in held_by}
         if len(busy) < size:
             idle = min(set(range(size)) - busy)
@@ -111,15 +123,15 @@ class ExpertPartition:
         """Ranks by layer and expert; a process that stays keeps what it holds, as far as shares
         allow."""
         sizes = [*map(len, self._holders)]
-        before = self._held or {names[0]: [[*range(size)] for size in sizes]}
+        before = self._held_by or {names[0]: [[*range(size)] for size in sizes]}
         known = [*names, *(name for name in before if name not in names)]
         self._num_moved, holders = 0, []
-        self._held = {name: [] for name in names}
+        self._held_by = {name: [] for name in names}
         for layer, size in enumerate(sizes):
             held = [before[name][layer] if name in before else [] for name in known]
             ranks = resize_layer(held, len(names), [1.0] * size)
             for name, had, has in zip(names, held, ranks, strict=False):
-                self._held[name].append(has)
+                self._held_by[name].append(has)
                 self._num_moved += len({*has} - {*had})
             owner = {expert: rank for rank, has in enumerate(ranks) for expert in has}
             holders.append([[owner[expert]] for expert in range(size)])
@@ -130,6 +142,13 @@ class ExpertPartition:
 
     def own_rows(self, layer: int, rows: Mapping[int, list[int]]) -> dict[int, list[int]]:
         """The visited experts that this process computes, with their rows."""
+        if self._rules:
+            self._passes += layer == 0
+            if layer == 0 and self._passes % PASSES_FOR_A_LOOK == 0:
+                self._rebalance()
+            loads_E = self._loads[layer]
+            for expert, own in rows.items():
+                loads_E[expert] += len(own)
         computed_by = self._computed_by(layer, rows)
         return {e: rows[e] for e in rows if computed_by[e] == self.transport.rank}
 
@@ -152,6 +171,48 @@ class ExpertPartition:
             rank = chosen[expert] = min(holders[expert], key=lambda r: (num_rows[r], r))
             num_rows[rank] += len(rows[expert])
         return chosen
+
+    def follow_loads(self) -> None:
+        """From now on experts move where EPLB's placement by the latest loads is better balanced.
+
+        The first process decides. A process reads experts that come to it when tokens need them.
+        Layers with another number of experts in each process stay.
+        """
+        from moe_runtime.parallel.parallel_experts import RebalanceRule
+
+        self._loads = [np.zeros(len(held)) for held in self._holders]
+        for layer in range(len(self._holders)):
+            numbers = {len(held) for held in self._held(layer)}
+            if len(numbers) == 1:
+                self._rules[layer] = RebalanceRule(numbers.pop() * self.transport.size)
+
+    @property
+    def follows_loads(self) -> bool:
+        """Whether this process may get any expert."""
+        return bool(self._rules)
+
+    def _held(self, layer: int) -> list[list[int]]:
+        """The experts of each process."""
+        holders, size = self._holders[layer], self.transport.size
+        return [[e for e, ranks in enumerate(holders) if r in ranks] for r in range(size)]
+
+    def _rebalance(self) -> None:
+        moved: dict[int, list[list[int]]] = {}
+        if self.transport.rank == 0:
+            for layer, rule in self._rules.items():
+                num_experts = len(self._holders[layer])
+                slots = ExpertSlots.from_ranks(self._held(layer), num_experts)
+                if (new := rule.look(self._loads[layer], slots)[0]) is not None:
+                    held = [new.experts_of(rank) for rank in range(self.transport.size)]
+                    moved[layer] = [
+                        [rank for rank, own in enumerate(held) if expert in own]
+                        for expert in range(num_experts)
+                    ]
+        for loads_E in self._loads:
+            loads_E[:] = 0
+        arrived = _from_first(self.transport, json.dumps([*moved.items()]).encode())
+        for layer, holders in json.loads(arrived):
+            self._holders[layer] = holders
 
     def require_same_model(
         self, checkpoint: Checkpoint, experts: ExpertMap, place: torch.device
@@ -212,7 +273,7 @@ def divide_experts(
     placement: str | Path | None,
     num_slots: int,
     measure: Callable[[], int] | None = None,
-    find_loads: Callable[[], np.ndarray | None] = lambda: None,
+    recorded: Path | None = None,
 ) -> ExpertPartition | None:
     """Narrows ``experts`` to the share of this process; None for a single process.
 
@@ -222,7 +283,7 @@ def divide_experts(
     Args:
         num_slots: experts that fit in the memory of this process.
         measure: the speed of this process; None in all of them if they have one processor.
-        find_loads: ``[L, E]`` from earlier runs, or None; called in the first process.
+        recorded: the checkpoint, if loads are those of the routing that its runs kept.
 
     Raises:
         CheckpointError: the map is damaged, or for another model or number of processes.
@@ -245,7 +306,7 @@ def divide_experts(
     sizes = [module.num_experts for module in experts.modules]
     holders = None
     if placed is None and not is_elastic and transport.size <= min(sizes):
-        loads_LE = loads_of_first(transport, find_loads)
+        loads_LE = _kept_loads(transport, signature, recorded)
         room, wanted = [number for (number,) in numbers_of_all(transport, [num_slots])], sum(sizes)
         num_copies = 0
         if loads_LE is not None:
@@ -258,22 +319,35 @@ def divide_experts(
         shares = shares_of_ranks(room, speeds, wanted)
         holders = hold_by_shares(sizes, shares, loads_LE, num_copies)
     partition = ExpertPartition(transport, sizes, placed, holders)
+    experts.least_slot_bytes = experts.slot_bytes
     if not is_elastic:
         experts.layouts = {key: lay for key, lay in experts.layouts.items() if partition.owns(key)}
     return partition
 
 
-def loads_of_first(
-    transport: Transport, find: Callable[[], np.ndarray | None]
+def _kept_loads(
+    transport: Transport, signature: ModelSignature, recorded: Path | None
 ) -> np.ndarray | None:
-    """Loads ``[L, E]`` that the first process finds, in all of them; a collective call."""
-    found = find() if transport.rank == 0 else None
-    packed = b"" if found is None else found.astype(np.int64).tobytes()
-    messages = dict.fromkeys(range(transport.size), packed) if packed else {}
-    arrived, (num_layers, *_) = exchange_bytes(
-        transport, messages, note=0 if found is None else len(found)
-    )
-    return np.frombuffer(arrived[0], np.int64).reshape(num_layers, -1) if arrived else None
+    """``[L, E]`` tokens of each expert in the latest routing that the first process has; a
+    collective call."""
+    if recorded is None:
+        return None
+    from moe_runtime.lab.traces.recent import read_recent
+
+    packed = b""
+    recent = read_recent(signature, recorded) if transport.rank == 0 else None
+    if recent is not None:
+        ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
+        packed = count_by_layer(ids_LTK, signature.num_experts).tobytes()
+    arrived = _from_first(transport, packed)
+    return np.frombuffer(arrived, np.int64).reshape(signature.num_layers, -1) if arrived else None
+
+
+def _from_first(transport: Transport, message: bytes) -> bytes:
+    """What the first process sends to all; a collective call."""
+    is_sent = transport.rank == 0 and message
+    messages = dict.fromkeys(range(transport.size), message) if is_sent else {}
+    return exchange_bytes(transport, messages)[0].get(0, b"")
 
 
 def measure_products(place: torch.device, dtype: torch.dtype) -> int:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import torch
 
 from moe_runtime.checkpoints.checkpoint import Checkpoint, Progress
@@ -41,6 +40,7 @@ from moe_runtime.config import (
 )
 from moe_runtime.errors import CapacityError
 from moe_runtime.inference.budget import (
+    ENTRY_BYTES,
     MIN_SLOTS,
     Context,
     MemoryPlan,
@@ -63,7 +63,12 @@ from moe_runtime.inference.cpu.attention import (
     use_single_query_attention,
 )
 from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
-from moe_runtime.inference.device.cards import open_cards, plan_cards, require_one_process
+from moe_runtime.inference.device.cards import (
+    give_stores,
+    open_cards,
+    plan_cards,
+    require_one_process,
+)
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
@@ -194,8 +199,9 @@ def load(
         teach: with ``policy="auto"``: after the model is closed, and once enough routing is kept, a
             process of the lowest priority trains the policy ``reuse`` on it.
         progress: called with the current work, the bytes done and the total bytes.
-        group: processes that divide the experts, each within its own budget. All load the same
-            model with the same options and make the same calls. The output has the bits of a single
+        group: processes that divide the experts, each within its own budget; those of one machine
+            hold the other weights once. All load the same model with the same options, except the
+            budgets, and make the same calls. The output has the bits of a single
             process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
         placement: file with the experts of each process. By default shares of memory, or of speed
             if all experts fit; ``policy="auto"`` balances them by the latest routing.
@@ -264,11 +270,11 @@ def load(
     dense_bytes = whole_bytes = experts.dense_bytes(checkpoint.dtype)
     embedding_bytes = experts.embedding_bytes if place.type == "cpu" else 0
     partition, neighbours, num_here = None, None, 1
+    # codes differ in size by their values, and a device has weights of its own
+    may_share = place.type == "cpu" and cache_code == "none"
     if transport is not None:
         from moe_runtime.inference.shared_weights import Neighbours
 
-        # codes differ in size by their values, and a device has weights of its own
-        may_share = place.type == "cpu" and cache_code == "none"
         neighbours = Neighbours(transport, may_share=may_share)
         dense_bytes, embedding_bytes = map(neighbours.own_bytes, (dense_bytes, embedding_bytes))
         num_here = neighbours.num_processes
@@ -277,7 +283,7 @@ def load(
         free["device"] = available_device_bytes(place)
     in_pass = most_in_pass(model, place)
     kept: dict[str, Any] = {"kv_cache": kv_cache, "in_pass": in_pass}
-    dense = dense_bytes, embedding_bytes
+    dense, all_layouts = (dense_bytes, embedding_bytes), experts.layouts
     if transport is not None:
         from moe_runtime.inference.expert_partition import divide_experts, measure_products
 
@@ -295,7 +301,7 @@ def load(
             placement,
             num_slots,
             measure if num_here < transport.size else None,
-            partial(kept_loads, signature, checkpoint.folder, policy),
+            checkpoint.folder if policy == AUTO else None,
         )
     is_first = partition is None or partition.is_first
     drafting = plan_draft(draft, checkpoint, model, progress)
@@ -313,6 +319,10 @@ def load(
             predictor, model, blocks, signature, checkpoint.folder, expert_bytes
         )
     extra_bytes = table_bytes + set_aside_bytes
+    follows = policy == AUTO and placement is None and may_share
+    if partition is not None and partition.group is None and follows:
+        partition.follow_loads()
+        extra_bytes += ENTRY_BYTES * (len(all_layouts) - len(experts.layouts))
     if own_adapter is not None:
         tokens = min(planned_tokens, in_pass or planned_tokens)
         extra_bytes += own_adapter.bytes_beside(model, tokens)
@@ -339,6 +349,7 @@ def load(
     # before weights are loaded, so that the memory of the choice is free again
     tier, folder = "device" if "device" in plans else "host", checkpoint.folder
     num_slots = sum(card.plans[tier].num_slots for card in cards)
+    is_lacking = num_slots < len(experts.layouts)
     choice = resolve_policy(policy, shares, signature, folder, num_slots, experts.slot_bytes)
     if len(cards) > 1:
         choice = replace(choice, adaptive=False)
@@ -351,16 +362,17 @@ def load(
     stored = experts.embeddings if is_stored else {}
     with sharing:
         slabs = [Slab(c.plans["host"].num_slots, plans["host"].slot_bytes) for c in cards]
-        slab = slabs[0]
         # weights that only have their form take memory until they are shared
-        with touched_meanwhile(slab) if reads else nullcontext():
+        with touched_meanwhile(slabs[0]) if reads else nullcontext():
             finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache, fills=reads)
     elsewhere_bytes = 0
     if neighbours is not None:
-        with touched_meanwhile(slab):
+        with touched_meanwhile(slabs[0]):
             neighbours.wait()
         held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
         elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
+    if partition is not None and partition.follows_loads:
+        experts.layouts = all_layouts
     sources = [ExpertSource(c.own(experts).layouts, io_threads=io_threads) for c in cards]
     checkpoint.require_unchanged()
     new_policy = policy_maker(choice, signature, experts.layouts)
@@ -376,17 +388,11 @@ def load(
     stores: list[ExpertStore[Any]] = [s for tiers in opened for s in tiers if s is not None]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
     listeners = steps.listeners
-    for card, tiers in zip(cards, opened, strict=True):
-        own = [modules[layer] for layer in card.layers]
-        for module in own:
-            module.store, module.partition, module.listeners = tiers[0], partition, listeners
-            module.list_parameters(checkpoint.dtype, place)
-            if card.place != place:
-                cast(Any, module).card = card.place
-        if misses not in ("device", STAND_IN):
-            from moe_runtime.inference.device.misses import open_misses
-
-            open_misses(own, *tiers, bind_slots(slot_maps["host"]))
+    is_planned = misses not in ("device", STAND_IN)
+    give_stores(cards, opened, modules, bind_slots(slot_maps["host"]) if is_planned else None)
+    for module in modules:
+        module.partition, module.listeners = partition, listeners
+        module.list_parameters(checkpoint.dtype, place)
     apply_rules(rules, model, blocks, modules, store)
     versions = {version for source in sources for version in source.versions()}
     as_loaded_model(model, folder, versions, steps, max_tokens, in_pass)
@@ -417,7 +423,6 @@ def load(
     for listener in filter(None, (TokenLimit(max_tokens, in_pass), times, policies, learning)):
         listeners.add(listener)
     # a policy matters only if some experts have no slot; processes are balanced by the record
-    is_lacking = num_slots < len(experts.layouts)
     is_auto = policy == AUTO and (is_lacking or partition is not None)
     if is_first and (is_auto or trace is not None):
         largest = max(layout.tensor_bytes for layout in experts.layouts.values())
@@ -763,18 +768,6 @@ def resolve_policy(
     if shares == AUTO:
         return chosen
     return replace(chosen, adaptive=shares == "adaptive")
-
-
-def kept_loads(signature: ModelSignature, checkpoint: Path, policy: str) -> np.ndarray | None:
-    """``[L, E]`` tokens of each expert in the latest routing, which ``policy="auto"`` keeps."""
-    from moe_runtime.lab.traces.recent import read_recent
-    from moe_runtime.policies.placement.base import count_by_layer
-
-    recent = read_recent(signature, checkpoint) if policy == AUTO else None
-    if recent is None:
-        return None
-    ids_LTK = recent.expert_ids.swapaxes(0, 1).astype(np.int64)
-    return count_by_layer(ids_LTK, signature.num_experts)
 
 
 def policy_maker(

@@ -44,6 +44,8 @@ class Cluster:
             processors; None for all of them.
         memory_bytes: of a rank; `memory_bytes_per_s` and `disk_bytes_per_s` are those at which it
             reads weights.
+        host_bytes_per_s: between a rank's memory and that of its host, each direction; None if
+            activations do not leave the rank.
     """
 
     num_ranks: int
@@ -57,6 +59,7 @@ class Cluster:
     memory_bytes: float = float("inf")
     memory_bytes_per_s: float = float("inf")
     disk_bytes_per_s: float = float("inf")
+    host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.ranks_per_node < 1:
@@ -69,6 +72,7 @@ class Cluster:
             )
         rates = (self.flops_per_s, self.copy_bytes_per_s, self.memory_bytes)
         rates += (self.memory_bytes_per_s, self.disk_bytes_per_s)
+        rates += () if self.host_bytes_per_s is None else (self.host_bytes_per_s,)
         if not (min(rates) > 0 and self.launch_s >= 0):
             raise ValueError("rates must be positive and launch_s must not be negative")
         if self.processors_per_node is not None and self.processors_per_node < 1:

@@ -19,7 +19,7 @@ import torch
 from moe_runtime.errors import MoERuntimeWarning
 from moe_runtime.files import (
     PARTIAL_SUFFIX,
-    make_folders,
+    make_private_folder,
     new_held,
     partial_name,
     remove_unless_held,
@@ -54,7 +54,7 @@ class DigestFiles:
         self._most_bytes = most_bytes
         self._what = what
         try:
-            self._make_folder()
+            make_private_folder(self.folder)
         except OSError as error:
             raise ValueError(f"--prefix-disk: {error.filename}: {error.strerror}") from None
         try:
@@ -103,7 +103,7 @@ class DigestFiles:
         try:
             self._take_room(num_bytes)
         except FileNotFoundError:  # another process emptied the cache
-            self._make_folder()
+            make_private_folder(self.folder)
             self._take_room(num_bytes)
         partial = partial_name(file)
         try:
@@ -120,10 +120,6 @@ class DigestFiles:
         for file in reversed(path):
             with contextlib.suppress(OSError):
                 os.utime(file)
-
-    def _make_folder(self) -> None:
-        make_folders(self.folder)
-        os.chmod(self.folder, 0o700)  # the files reveal requests
 
     def _take_room(self, num_bytes: int) -> None:
         """Adds a file to the total size, which all processes share, and evicts others if needed."""

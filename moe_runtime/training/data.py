@@ -12,6 +12,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import tempfile
 import warnings
@@ -70,17 +71,19 @@ class Corpus:
 def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> Corpus:
     """Reads and divides the text of a source.
 
-    The documents of `held_out_files`, if given, are held out. Otherwise a digest of its path
-    decides for each of 20 or more documents, so that more files never move an old one to the other
-    side. Of fewer documents, the end of each is held out.
+    The documents of `held_out_files`, if given, are held out, even if `files` has them too.
+    Otherwise a digest of its path decides for each of 20 or more documents, so that more files
+    never move an old one to the other side. Of fewer documents, the end of each is held out.
     """
     separator = data.document_separator
-    documents = list(_documents(_find_texts(name, source.files, folder), folder, separator))
+    paths = training_files(name, source, folder)
+    documents = list(_documents(_require_texts(name, paths), folder, separator))
     if not documents:
         raise ValueError(f"source {name!r}: no usable text, all of its files are empty")
     if source.held_out_files:
-        held_out_paths = _find_texts(name, source.held_out_files, folder)
-        held_out = [text for _, text in _documents(held_out_paths, folder, separator)]
+        held_out_paths = find_files(name, source.held_out_files, folder)
+        found = _documents(_require_texts(name, held_out_paths), folder, separator)
+        held_out = [text for _, text in found]
         if not held_out:
             raise ValueError(f"source {name!r}: held_out_files hold no text, all are empty")
         return Corpus(tuple(text for _, text in documents), tuple(held_out))
@@ -121,8 +124,21 @@ def find_files(
     return sorted(found)
 
 
-def _find_texts(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
-    found = find_files(name, patterns, folder)
+def training_files(name: str, source: SourceConfig, folder: Path) -> list[Path]:
+    """The files of a source without those that are held out."""
+    found = find_files(name, source.files, folder)
+    if not source.held_out_files:
+        return found
+    held_out = set(map(os.path.realpath, find_files(name, source.held_out_files, folder)))
+    kept = [file for file in found if os.path.realpath(file) not in held_out]
+    if not kept:
+        raise ValueError(
+            f"source {name!r}: all of its files are held out, none is left to train on"
+        )
+    return kept
+
+
+def _require_texts(name: str, found: list[Path]) -> list[Path]:
     for file in found:
         if file.suffix.lower() in _RECORDS:
             raise _holds_records(f"source {name!r}: {file}")
@@ -405,7 +421,12 @@ class WindowStream:
     Args:
         context: C; a window is C + 1 tokens, inputs and targets overlap.
         seed: of the orders; different for each source.
+
+    Attributes:
+        is_shifted: the windows of an epoch begin at a random token.
     """
+
+    is_shifted = True
 
     def __init__(self, ids: Ids, *, context: int, seed: Sequence[int]) -> None:
         if len(ids) < context + 1:
@@ -434,7 +455,8 @@ class WindowStream:
             return
         random = np.random.default_rng([*self._seed, epoch])
         spare = len(self._ids) - self.windows_per_epoch * self._context - 1
-        self._offset = int(random.integers(min(spare, self._context - 1) + 1))
+        offset = int(random.integers(min(spare, self._context - 1) + 1))
+        self._offset = offset if self.is_shifted else 0
         self._order = random.permutation(self.windows_per_epoch)
         self._epoch = epoch
 
@@ -489,6 +511,12 @@ class Batches:
                 f"expected the position of {len(self._windows)} sources, got {len(taken)}"
             )
         self._taken = list(taken)
+
+    def repeat_windows(self) -> None:
+        """Gives every epoch the same windows, in another order; call it before the first."""
+        for stream in self._windows:
+            if isinstance(stream, WindowStream):
+                stream.is_shifted = False
 
     def draw(self, num_windows: int) -> npt.NDArray[np.int64]:
         """The next windows, `[N, C + 1]` ids, or `[N, C + 1, 3]` with positions and roles."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -211,6 +211,14 @@ def _total(parts: Sequence[Losses], factor: int) -> Losses:
     return Losses(**values)
 
 
+class Offload(Protocol):
+    """Moves activations of a stage out of memory, for one forward pass after another."""
+
+    def saving(self) -> contextlib.AbstractContextManager[object]: ...
+
+    def close(self) -> None: ...
+
+
 class OneRank:
     """A process that trains alone.
 
@@ -305,6 +313,9 @@ class OneRank:
 
     def barrier(self) -> None:
         self.any(False)
+
+    def close(self) -> None:
+        """Ends background work of this process."""
 
 
 class Processes(OneRank):
@@ -415,6 +426,7 @@ class SeveralRanks(Processes):
         folder: base of relative paths.
         make_experts: makes a layer's experts, as `ParallelExperts` does, if they are sparse or
             switching.
+        make_offload: makes what offloads activations of a stage, as `StageOffload` does.
 
     Raises:
         ValueError: the layout or the number of parts does not fit the number of processes.
@@ -427,6 +439,7 @@ class SeveralRanks(Processes):
         config: TrainConfig,
         folder: Path = Path(),
         make_experts: "Callable[..., ParallelExperts] | None" = None,
+        make_offload: "Callable[..., Offload] | None" = None,
     ) -> None:
         import torch.distributed as dist
 
@@ -447,7 +460,11 @@ class SeveralRanks(Processes):
         config.refuse_idle_copies(layout.ep)
         if make_experts is None and own.experts in _MADE_ELSEWHERE:
             raise ValueError(f"experts that are {own.experts} need a make_experts that makes them")
-        self._make_experts = make_experts
+        if make_offload is None and own.offload:
+            raise ValueError("parallel.offload needs a make_offload that makes what offloads")
+        self._make_experts, self._make_offload = make_experts, make_offload
+        self._offload: Offload | None = None
+        self._output = folder / config.run.output
         self._map = None
         if own.placement is not None:
             self._map = load_placement_map(folder / own.placement)
@@ -614,8 +631,17 @@ class SeveralRanks(Processes):
         ]
         if len(stages) > 1:
             keep_stages(model, stages)
+        if self._make_offload is not None and self._config.parallel.offload:
+            parts = self._config.data.micro_batches // self.num_data_ranks
+            place = self._output / f"activations-{self.rank}"
+            self._offload = self._make_offload(place, stages[0], parts, self._config.parallel)
+            stages[0].saving = self._offload.saving
         self.pipeline = Pipeline(stages, group, schedule=order, loss_scale=scale)
         return stages
+
+    def close(self) -> None:
+        if self._offload is not None:
+            self._offload.close()
 
     def reduce_gradients(self, named: Mapping[str, Tensor]) -> None:
         dense, experts = _divided(named)
@@ -663,6 +689,8 @@ def _refuse(config: TrainConfig, num_data_ranks: int) -> None:
     from moe_runtime.models.lm.parallel import check_layout, check_stages
 
     data, own = config.data, config.parallel
+    if config.is_research:
+        raise ValueError("the keys of [research] are for one process; leave them or torchrun out")
     if data.micro_batches % num_data_ranks:
         raise ValueError(
             f"data.micro_batches ({data.micro_batches}) must be a multiple of the {num_data_ranks} "

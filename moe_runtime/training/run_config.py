@@ -342,6 +342,9 @@ class ParallelConfig:
             keeps the activations of at most `pp` of them) or gpipe (all forward, then all
             backward). Two others compute gradients of weights instead of waiting: zero_bubble
             (ZB1P), and zbv, which gives a process two stages, equally far from both ends.
+        offload: share of a stage's micro-batches whose activations lie in a file of the run's
+            folder until their backward pass, first those that wait longest (PipeOffload). For
+            1f1b and gpipe, without `tp` and `zero`.
         zero: parts of the dense model that FSDP2 shards over the processes, besides `tp` and `pp`:
             0 nothing, 1 the optimizer's states, 2 gradients too (reduced for each micro-batch; with
             `pp`, 1 does this too), 3 parameters too.
@@ -372,6 +375,7 @@ class ParallelConfig:
     cp: int = 1
     pp: int = 1
     schedule: PipelineSchedule = "1f1b"
+    offload: float = 0.0
     zero: int = 0
     overlap: int | Literal["auto"] = 1
     transport: ExchangeName = "flat"
@@ -390,6 +394,14 @@ class ParallelConfig:
             _at_least(1, self, "overlap")
         if self.zero > 3:
             raise ValueError(f"zero must be at most 3, got {self.zero}")
+        if not 0 <= self.offload <= 1:
+            raise ValueError(f"offload must lie in [0, 1], got {self.offload}")
+        is_plain = self.pp > 1 and self.schedule in ("1f1b", "gpipe") and self.tp == 1
+        if self.offload and not (is_plain and self.zero == 0):
+            raise ValueError(
+                "offload is for a pipeline: give pp above 1 and the schedule 1f1b or gpipe, and "
+                "leave tp and zero out"
+            )
         self._refuse_exchanges()
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
@@ -465,12 +477,90 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryConfig:
+    """Memory layers in the place of dense feed-forward networks; they share rows off memory.
+
+    Attributes:
+        layers: numbers of dense layers.
+        keys: of each half; there are as many rows as pairs.
+        heads: queries of a token.
+        top_k: rows of a query.
+        key_size: width of a query; even.
+    """
+
+    layers: tuple[int, ...]
+    keys: int = 64
+    heads: int = 2
+    top_k: int = 8
+    key_size: int = 32
+
+    def __post_init__(self) -> None:
+        _at_least(1, self, "keys", "heads", "top_k")
+        _at_least(2, self, "key_size")
+        if not self.layers or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"layers must name some layers once, got {list(self.layers)}")
+        if self.key_size % 2:
+            raise ValueError(f"key_size must be even, got {self.key_size}")
+        if self.top_k > self.keys:
+            raise ValueError(f"top_k ({self.top_k}) must be at most keys ({self.keys})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecompileConfig:
+    """Alterations of the model between steps; as it is, experts run in buffers of one size.
+
+    Attributes:
+        adapt_capacity: each layer's buffers follow what its gate needs, from
+            `model.moe.capacity_factor` on.
+        reuse_at: share of tokens whose experts are those of the last epoch, from which on tokens go
+            where they went then; 0 never. Every epoch then has the same windows of text.
+    """
+
+    adapt_capacity: bool = False
+    reuse_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reuse_at <= 1:
+            raise ValueError(f"reuse_at must lie in [0, 1], got {self.reuse_at}")
+        if self.reuse_at and self.adapt_capacity:
+            raise ValueError(
+                "reuse_at and adapt_capacity do not go together; leave one of them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResearchConfig:
+    """Reproductions of papers (`moe_runtime.research`), for one process with experts in memory.
+
+    All of them change what is trained. A run has one of them.
+
+    Attributes:
+        frozen_share: share of the weights of each kind that a step leaves alone: those that changed
+            least when they were last trained (SlimFit). Their inputs are not kept. 0 trains all.
+        memory: layers that look rows up (Memory Layers).
+        recompile: triggers that alter the model between steps (DynaMoE).
+    """
+
+    frozen_share: float = 0.0
+    memory: MemoryConfig | None = None
+    recompile: RecompileConfig | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__slots__ if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} do not go together; leave one of them out")
+        if not 0 <= self.frozen_share < 1:
+            raise ValueError(f"frozen_share must lie in [0, 1), got {self.frozen_share}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A whole training run.
 
     Attributes:
         model: its architecture; `vocab_size` is the tokenizer's.
         parallel: division of the model among processes.
+        research: reproductions of papers.
     """
 
     run: RunConfig
@@ -479,6 +569,7 @@ class TrainConfig:
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    research: ResearchConfig = field(default_factory=ResearchConfig)
 
     def __post_init__(self) -> None:
         if self.data.context > self.model.max_positions:
@@ -487,6 +578,11 @@ class TrainConfig:
                 f"({self.model.max_positions})"
             )
         own = self.parallel
+        if own.offload and self.run.recompute:
+            raise ValueError(
+                "run.recompute keeps no activations that parallel.offload could move; leave one of "
+                "them out"
+            )
         is_counted = own.experts == "rebalanced" or not self.run.compile
         if own.rebalance_every != _REBALANCE_EVERY and not is_counted:
             raise ValueError(
@@ -498,6 +594,26 @@ class TrainConfig:
                 "run.lost_stage rebuilds a stage between two others: give parallel.pp of at least "
                 f"3 and a schedule other than zbv, got pp {own.pp} and {own.schedule}"
             )
+        for name in ("host_memory", "compile", "snapshot_every") if self.is_research else ():
+            if getattr(self.run, name):
+                raise ValueError(f"run.{name} cannot be combined with the keys of [research]")
+        memory, model = self.research.memory, self.model
+        if self.research.recompile is not None and (model.moe is None or self.run.recompute):
+            raise ValueError(
+                "research.recompile is for models with experts, and run.recompute repeats calls of "
+                "the gates; leave one of them out"
+            )
+        pairs = model.moe is not None and model.moe.shortcut is not None
+        for layer in () if memory is None else memory.layers:
+            if pairs or not 0 <= layer < model.num_layers or model.is_routed(layer):
+                raise ValueError(
+                    f"research.memory.layers must name dense layers of model.dense_layers, or of a "
+                    f"model without experts; got {layer}"
+                )
+
+    @property
+    def is_research(self) -> bool:
+        return self.research != ResearchConfig()
 
     def may_move(self, size: int) -> bool:
         """Whether experts that `size` ranks divide can move by load."""

@@ -176,6 +176,7 @@ def start(
     resume: bool,
     reschedule: bool = False,
     ranks: OneRank | None = None,
+    make_optimizer: Callable[..., Optimizer] = Optimizer,
 ) -> Trainer:
     """A trainer at the beginning of the run, or at its last checkpoint.
 
@@ -184,8 +185,12 @@ def start(
         reschedule: the number of steps, the course of the learning rate and the short sequences may
             differ from the checkpoint's; further steps follow the new ones.
         ranks: the processes that train together; their number may differ from the checkpoint's.
+        make_optimizer: makes that of a model in memory, of the arguments of `Optimizer`. For the
+            keys of `[research]` it is the second result of `moe_runtime.research.runs.equip`.
     """
     ranks = ranks or OneRank()
+    if preparation.config.is_research and make_optimizer is Optimizer:
+        raise ValueError("the keys of [research] need a make_optimizer that follows them")
     if ranks.size > 1:
         ranks.require_shared(preparation.output)
     model, config = preparation.model, preparation.config
@@ -194,7 +199,7 @@ def start(
     shards = snapshots = take = None
     if run.host_memory is None:
         ranks.spread(model)
-        optimizer = Optimizer(model, config.optimizer, ranks)
+        optimizer = make_optimizer(model, config.optimizer, ranks)
         shards = ShardedCheckpoints(model, optimizer, ranks, names)
         makes = run.lost_stage == "neighbours"
         snapshots = Snapshots(preparation.output, shards, ranks, approximates=makes)
@@ -215,18 +220,21 @@ def start(
         optimizer = _offloaded_optimizer(preparation, ranks, resumes=found is not None)
         if saved is not None:
             take = partial(_take_off_memory, optimizer, model, saved)
-    trainer = Trainer(
-        preparation,
-        model,
-        optimizer,
-        sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
-        ranks=ranks,
-        shards=shards if ranks.size > 1 else None,
-        snapshots=snapshots,
-        trace=_open_trace(preparation, ranks, 0 if found is None else found[1].step),
-    )
-    if found is not None:
-        trainer.resume(*found, shards, take=take)
+    with contextlib.ExitStack() as refused:
+        refused.callback(optimizer.close)
+        trainer = Trainer(
+            preparation,
+            model,
+            optimizer,
+            sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
+            ranks=ranks,
+            shards=shards if ranks.size > 1 else None,
+            snapshots=snapshots,
+            trace=_open_trace(preparation, ranks, 0 if found is None else found[1].step),
+        )
+        if found is not None:
+            trainer.resume(*found, shards, take=take)
+        refused.pop_all()
     return trainer
 
 

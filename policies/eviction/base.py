@@ -113,6 +113,14 @@ class EvictionPolicy(ABC, Generic[K]):
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...
 
+    def checked_victim(self, evictable: Evictable, incoming: K) -> K | None:
+        """The victim; a ValueError if the policy does not hold it or may not evict it."""
+        key = self.victim(evictable, incoming)
+        if key is not None and not (key in self and evictable(key)):
+            problem = "may not be evicted now" if key in self else "is not held"
+            raise ValueError(f"{type(self).__name__}.victim chose {key}, which {problem}")
+        return key
+
     def access(self, keys: Sequence[K], num_slots: int) -> int:
         """Serves one event of a demand-filled cache, as a store does with leases.
 
@@ -125,14 +133,15 @@ class EvictionPolicy(ABC, Generic[K]):
             How many of the keys were held.
         """
         missing = [key for key in keys if key not in self]
-        num_hits = len(keys) - len(missing)
+        num_hits, num_before = len(keys) - len(missing), len(self)
         if self.may_decline:
-            self._keep_the_best(keys, missing, num_slots)
+            self._require_held(num_before + self._keep_the_best(keys, missing, num_slots))
             return num_hits
         missing = missing[max(0, len(keys) - self.most_held(keys, num_slots)) :]
         in_use = frozenset(keys)
-        for key in missing[max(0, num_slots - len(self)) :]:
-            victim = self.victim(lambda held: held not in in_use, key)
+        evicting = missing[max(0, num_slots - len(self)) :]
+        for key in evicting:
+            victim = self.checked_victim(lambda held: held not in in_use, key)
             if victim is None:
                 raise ValueError(
                     f"{type(self).__name__}.victim found no key, but some may be evicted"
@@ -144,20 +153,33 @@ class EvictionPolicy(ABC, Generic[K]):
                 self.insert(key)
             elif key in self:
                 self.touch(key)
+        self._require_held(num_before - len(evicting) + len(kept))
         return num_hits
 
-    def _keep_the_best(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> None:
+    def _require_held(self, number: int) -> None:
+        if len(self) != number:
+            raise ValueError(
+                f"{type(self).__name__} has the length {len(self)}, but was given {number} keys "
+                "that were not removed"
+            )
+
+    def _keep_the_best(self, keys: Sequence[K], missing: Sequence[K], num_slots: int) -> int:
+        """Returns how many more keys are held than before."""
+        num_more = 0
         for key in keys:
             if key in self:
                 self.touch(key)
         for key in missing:
             if len(self) >= num_slots:
-                victim = self.victim(lambda _: True, key)
+                victim = self.checked_victim(lambda _: True, key)
                 if victim is None or self.declines(key, victim):
                     self.decline(key)
                     continue
                 self.remove(victim)
+                num_more -= 1
             self.insert(key)
+            num_more += 1
+        return num_more
 
 
 Maker = Callable[[], EvictionPolicy[ExpertKey]]
@@ -264,18 +286,18 @@ class LayerShares(EvictionPolicy[ExpertKey]):
     def victim(self, evictable: Evictable, incoming: ExpertKey) -> ExpertKey | None:
         """Chooses from the incoming key's layer if that is full, else from the fullest layer."""
         if self.room(incoming.layer) == 0:
-            own = self.layers[incoming.layer].victim(evictable, incoming)
+            own = self.layers[incoming.layer].checked_victim(evictable, incoming)
             if own is not None:
                 return own
         surplus = [len(held) - share for held, share in zip(self.layers, self._shares, strict=True)]
         layers = sorted(range(len(self.layers)), key=surplus.__getitem__, reverse=True)
-        victims = (self.layers[layer].victim(evictable, incoming) for layer in layers)
+        victims = (self.layers[n].checked_victim(evictable, incoming) for n in layers)
         return next((key for key in victims if key is not None), None)
 
     def victim_within(
         self, layer: int, evictable: Evictable, incoming: ExpertKey
     ) -> ExpertKey | None:
-        return self.layers[layer].victim(evictable, incoming)
+        return self.layers[layer].checked_victim(evictable, incoming)
 
     def check(self) -> None:
         for policy in self.layers:

@@ -107,7 +107,7 @@ CASES = {
             "max_running": ("--max-running 3", ("most_running", 3)),
             "max_waiting": ("--max-waiting 5", ("most_waiting", 5)),
             "step_tokens": ("--step-tokens 241", ("prompt_tokens", 241)),
-            "max_slowdown": ("--max-slowdown 2.25", ("max_slowdown", 2.25)),
+            "max_slowdown": ("--max-slowdown inf", ("max_slowdown", float("inf"))),
             "exact": ("--exact", ("exact", True)),
             "decode_rows": ("--decode-rows 7", ("decode_rows", 7)),
             "prefix_cache": ("--no-prefix-cache", ("reuses_prefixes", False)),

@@ -68,7 +68,12 @@ def test_code_that_does_not_fit_is_refused_in_a_line(code, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("victim", "said"),
-    [("1 / 0", "first_in.py:20: ZeroDivisionError"), ("None", "FirstIn.victim found no")],
+    [
+        ("1 / 0", "first_in.py:20: ZeroDivisionError"),
+        ("None", "FirstIn.victim found no"),
+        ("(9, 9)", "FirstIn.victim chose (9, 9), which is not held"),
+        ("[*self.held][-1]", "which may not be evicted now"),
+    ],
 )
 @pytest.mark.parametrize("command", ["run", "replay"])
 def test_faults_of_own_code_end_in_a_line_that_names_it(command, victim, said, own_files, capsys):
@@ -79,6 +84,14 @@ def test_faults_of_own_code_end_in_a_line_that_names_it(command, victim, said, o
     given = {"run": RUN, "replay": ("replay", "trace.npz", "--num-experts", "16")}[command]
     assert main([*given, "--policy", str(file)]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_hits_of_a_policy_that_miscounts_its_keys_are_refused(own_files, capsys):
+    file = own_files / "first_in.py"
+    file.write_text(file.read_text().replace("return len(self.held)", "return 0"))
+    np.savez("trace.npz", ids=np.random.default_rng(0).integers(0, 16, (40, 6, 2)))
+    assert main(["replay", "trace.npz", "--num-experts", "16", "--policy", str(file)]) == 2
+    assert "FirstIn has the length 0, but was given 2" in capsys.readouterr().err
 
 
 def test_predictors_need_a_name_and_files_must_be_there(tmp_path, capsys):

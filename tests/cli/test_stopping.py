@@ -2,18 +2,20 @@
 
 import contextlib
 import io
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moe_runtime.checkpoints.packing import staging_of, writer
-from moe_runtime.cli.main import main
+from moe_runtime.cli.main import describe, main
 from moe_runtime.cli.stopping import stop_on_signals, terminable
 from moe_runtime.models.pocket import pocket_path
 
@@ -271,3 +273,13 @@ def test_an_interrupt_of_the_end_gives_an_exit_code(tmp_path, where, code):
         [sys.executable, "-P", str(starter), where], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, "result\n", "")
+
+
+def test_a_full_disk_is_named_by_the_stream_without_a_buffer(tmp_path, monkeypatch):
+    problem = OSError(28, "No space left on device")
+    with (tmp_path / "text").open("w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=0))
+        code, line = describe(problem)
+    assert (code, line) == (2, "stdout cannot be written: No space left on device")

@@ -67,10 +67,15 @@ def require_switches(row: list[str]) -> None:
             require_sound(f"{command.removeprefix('moe-runtime ')} {text}")
         elif text.startswith("moe_runtime."):
             name_of(text)
-        elif text.startswith(("run.", "model.")):
+        elif text.startswith(("run.", "model.", "research.", "parallel.")):
             require_key(text)
         else:
-            assert text in GATES or text in {"panels", "update_stride", "parallel"}, text
+            assert text in GATES or text in {
+                "panels",
+                "update_stride",
+                "parallel",
+                "host_bytes_per_s",
+            }, text
     for option, value in re.findall(r"--(policy|predictor|algorithm) ([\w-]+)", row[2]):
         if option == "algorithm":
             check_algorithm(value, ALGORITHMS)

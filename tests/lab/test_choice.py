@@ -142,6 +142,13 @@ def test_a_run_writes_now_and_then_and_adds_nothing_twice():
     assert kept_routing().expert_ids[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 1]
 
 
+def test_others_cannot_read_what_was_said(cache):
+    folder = recent_path(MODEL, CHECKPOINT).parent
+    folder.mkdir(parents=True, mode=0o755)  # of an earlier version
+    record(3)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_damaged_or_unwritable_cache_fails_nothing(cache):
     record(3)
     path = recent_path(MODEL, CHECKPOINT)

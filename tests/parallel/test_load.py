@@ -13,6 +13,7 @@ from parallel_load import (
     divided,
     gradients,
     half_loaded,
+    moved,
     outputs,
     refusal,
     refusal_of,
@@ -105,13 +106,6 @@ def test_processes_of_a_machine_hold_dense_weights_once(checkpoint, ranks):
     assert second["changed"] == ["lm_head.weight"]
 
 
-def test_a_process_without_shared_weights_does_not_wait_for_them(checkpoint, ranks):
-    (first, _), (second, seconds) = ranks(2).run(half_loaded, str(checkpoint))
-    assert first == "damaged"
-    assert second == "rank 0 did not load the dense weights that this process shares"
-    assert seconds < 30
-
-
 def test_processes_with_less_memory_hold_fewer_experts(checkpoint, ranks):
     """In proportion, if not all experts fit."""
     found = inspect_checkpoint(checkpoint, max_tokens=64)
@@ -145,6 +139,23 @@ def test_the_routing_of_a_run_balances_the_next_one(checkpoint, tmp_path, ranks)
         # of each token that was decoded one by one
         assert loads_LE.sum(axis=1).tolist() == [10 * TOP_K] * NUM_LAYERS
         assert num_copies == NUM_EXPERTS // 8
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_experts_move_while_loads_change(fits, checkpoint, tmp_path, ranks):
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    if not fits:
+        smallest = inspect_checkpoint(checkpoint, max_tokens=64).smallest_budget_bytes
+        options["host_memory"] = smallest + 100_000
+    alone = outputs(str(checkpoint), options)
+    (first, looks), (second, same) = ranks(2).run(moved, str(checkpoint), str(tmp_path), options)
+    assert_same([first, second], alone)
+    assert visits(first["stats"]) + visits(second["stats"]) == visits(alone["stats"])
+    assert len(looks) == 4
+    assert looks == same
+    assert looks[0] != [[[0]] * 4 + [[1]] * 4] * NUM_LAYERS
+    for holders in (layer for look in looks for layer in look):
+        assert sorted(rank for (rank,) in holders) == [0] * 4 + [1] * 4
 
 
 def test_a_placement_map_changes_no_bit(checkpoint, tmp_path, ranks):
@@ -259,3 +270,14 @@ def test_statistics_add_up(checkpoint):
     assert both.bytes_read == 2 * stats.bytes_read
     assert both.stall_s == slower.stall_s
     assert both.expert_bytes == stats.expert_bytes
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_process_without_shared_weights_does_not_wait_for_them(is_killed, checkpoint, ranks):
+    pool = ranks(2)
+    (_, first), (_, (second, seconds)) = pool.try_run(half_loaded, str(checkpoint), is_killed)
+    assert first == "rank 0 ended" if is_killed else first[0] == "damaged"
+    assert second == "rank 0 did not load the dense weights that this process shares"
+    assert seconds < 30
+    if is_killed:
+        pool.close()

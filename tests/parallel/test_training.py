@@ -20,6 +20,7 @@ from parallel_runs import (
     stalled,
     train,
     train_compiled,
+    train_offloaded,
     train_with_links,
 )
 from rank_pool import RankFailed, RankPool
@@ -105,6 +106,25 @@ def test_gradients_of_weights_after_those_of_inputs(schedule, deeper, tmp_path, 
     split = ("parallel.pp=2", f"parallel.schedule={schedule}")
     ranks(2).run(train, str(write_run(tmp_path, config=DEEPER)), split, 2)
     assert_same_records(training_records(tmp_path / "out"), deeper)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_offloaded_activations_change_no_bit_and_take_no_memory(schedule, tmp_path, ranks):
+    """The first of two stages, of four micro-batches: none, half, and all leave."""
+    found, most = [], []
+    for share in ("0.01", "0.5", "1.0"):
+        path = write_run(tmp_path / share, config=DEEPER)
+        split = ("parallel.pp=2", f"parallel.schedule={schedule}", f"parallel.offload={share}")
+        most.append(ranks(2).run(train_offloaded, str(path), split, 1))
+        found.append(training_records(tmp_path / share / "out"))
+        assert not [*(tmp_path / share).rglob("activations*")]
+    assert found[0] == found[1] == found[2]
+    (none, last), (half, _), (every, last_again) = most
+    assert every == 0
+    # small tensors of all micro-batches are the same
+    assert 0 <= 2 * half - none < none / 10
+    # with 1f1b the last stage goes back at once
+    assert (last_again == last) == (schedule == "1f1b")
 
 
 GIVEN_LINKS = {
@@ -239,6 +259,7 @@ MOVING = ("parallel.experts=auto", "parallel.copies=1")
 ZBV = ("parallel.pp=2", "parallel.schedule=zbv")
 NEEDS_EXPERTS_THAT_MOVE = "(1) need experts that move, and auto leaves them static"
 REFUSED = {
+    ("research.frozen_share=0.5",): "the keys of [research] are for one process",
     ("data.micro_batches=1",): "data.micro_batches (1) must be a multiple of the 2 processes",
     (AWAY, "parallel.tp=2"): "run.host_memory and parallel.tp (2) do not go together yet",
     (AWAY, "parallel.zero=3"): "run.host_memory and parallel.zero do not go together yet",

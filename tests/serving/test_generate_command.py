@@ -223,10 +223,15 @@ def test_answers_computed_in_another_way_are_not_gone_on_with(tmp_path, monkeypa
 
     monkeypatch.setattr(AnswerFile, "__init__", note)
     words = ["generate", str(pocket_path()), "--prompts", str(prompts), "-o", str(tmp_path / "o")]
-    for dtype in ("auto", "bfloat16", "float32"):
-        assert main([*words, "--dtype", dtype]) == 2
-    assert asked[0] == asked[1]  # the checkpoint's own type is bf16
-    assert len({*asked}) == 2
+    others = (
+        *("--dtype float32", "--kv-cache int8", "--activations int8", "--skip-below 0.3"),
+        *("--routing cache-aware:0.1", "--misses stand-in"),
+    )
+    # the checkpoint's own type is bf16, and where a miss is computed is no loss
+    for same in ("--dtype auto", "--dtype bfloat16", "--misses auto", *others):
+        assert main([*words, *same.split()]) == 2
+    assert asked[0] == asked[1] == asked[2]
+    assert len({*asked}) == 1 + len(others)
 
 
 def test_the_table_has_the_reasons_if_asked_and_failures_their_code(tmp_path, monkeypatch, capsys):

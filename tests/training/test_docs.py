@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from statistics import fmean
 
+import pytest
+
 from moe_runtime.training.config_tree import read_tree
 from moe_runtime.training.run_config import TrainConfig
 
@@ -39,3 +41,18 @@ def test_the_table_of_shortcuts_is_that_of_its_results_file():
             for metric in ("loss", "held_out_loss")
         ]
         assert f"| {row} | {losses[0]:.3f} | {losses[1]:.3f} |" in text
+
+
+@pytest.mark.parametrize("name", ["slimfit", "memory"])
+def test_tables_of_reproductions_are_those_of_their_results(name):
+    file = PAGE.parents[1] / "benchmarks" / "results" / f"ablation-{name}-intel-xeon-2c-24g.json"
+    text = PAGE.read_text()
+    for one in json.loads(file.read_text())["measurements"]:
+        means = {key: fmean(run[key] for run in one["repetitions"]) for key in one["summary"]}
+        row = "none" if one["system"] == "as configured" else one["system"]
+        cells = [row, *(f"{means[key]:.3f}" for key in ("loss", "held_out_loss"))]
+        cells.append(f"{means['activation_bytes'] / 1e6:.2f} MB")
+        if name == "memory":
+            moved = [f"{means.get(f'{way}_bytes', 0) / 1e3:.0f}" for way in ("read", "written")]
+            cells.append("–" if row == "none" else f"{' + '.join(moved)} kB")
+        assert f"| {' | '.join(cells)} |" in text

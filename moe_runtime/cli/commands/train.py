@@ -81,15 +81,19 @@ def train(
         output = folder / config.run.output
         stack.enter_context(run_folder(output, storage or None, is_used=is_used))
         with console.loading_bar() as progress:
+            from moe_runtime.research.runs import equip
             from moe_runtime.training.ranks import OneRank, SeveralRanks
-            from moe_runtime.training.train_run import prepare
+            from moe_runtime.training.train_run import prepare, start
 
             is_alone = group is None or group.size() == 1
             if is_alone:
                 config.parallel.refuse_alone()
                 ranks = OneRank()
             else:
-                ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
+                from moe_runtime.research.pipeoffload import StageOffload
+
+                own = config.parallel
+                ranks = SeveralRanks(config, folder, experts_maker(own), StageOffload)
             with ranks.first_alone():
                 preparation = prepare(
                     config,
@@ -97,6 +101,7 @@ def train(
                     on_stage=lambda stage: progress(stage, 0, 0),
                     keeps_text=not dry_run,
                 )
+            preparation, make = equip(preparation)
         if dry_run:
             plan = _plan(preparation, ranks)
             if as_json:
@@ -104,7 +109,8 @@ def train(
             else:
                 console.print_rows("what would be trained", _plan_rows(plan), to_stderr=False)
             return
-        summary, exit_code = _train(preparation, ranks, resume=resume, reschedule=reschedule)
+        begin = partial(start, resume=resume, reschedule=reschedule, make_optimizer=make)
+        summary, exit_code = _train(preparation, ranks, begin)
         show_outcome(summary, as_json=as_json)
     if exit_code:  # not within the group of processes, which ends in order
         raise typer.Exit(exit_code)
@@ -133,13 +139,13 @@ def experts_maker(parallel: "ParallelConfig") -> "Callable[..., ParallelExperts]
 
 
 def _train(
-    preparation: "Preparation", ranks: "OneRank", *, resume: bool, reschedule: bool
+    preparation: "Preparation", ranks: "OneRank", begin: "Callable[..., Trainer]"
 ) -> tuple[dict[str, Any], int]:
     """Trains and exports; returns the summary, in the first process, and the exit code."""
-    from moe_runtime.training.train_run import finish, start
+    from moe_runtime.training.train_run import finish
 
     plan = _offload_plan(preparation, ranks)
-    trainer = start(preparation, resume=resume, reschedule=reschedule, ranks=ranks)
+    trainer = begin(preparation, ranks=ranks)
     with contextlib.closing(trainer):
         if ranks.exchange:
             console.say_line(f"by measured links, {ranks.exchange}")
@@ -170,6 +176,8 @@ def _export_family(preparation: "Preparation") -> tuple[str | None, str]:
     """The architecture of the exported model, or None and the reason."""
     from moe_runtime.models.lm.export import hugging_face_family
 
+    if preparation.config.research.memory is not None:
+        return None, "no Hugging Face architecture has layers with a memory"
     try:
         return hugging_face_family(preparation.config.model), ""
     except UnsupportedModelError as error:

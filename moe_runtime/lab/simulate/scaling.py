@@ -380,7 +380,7 @@ ASSUMED = Cluster(
 _RATES = {
     *("ranks_per_node", "processors_per_node"),
     *("flops_per_s", "launch_s", "copy_bytes_per_s"),
-    *("memory_bytes", "memory_bytes_per_s", "disk_bytes_per_s"),
+    *("memory_bytes", "memory_bytes_per_s", "disk_bytes_per_s", "host_bytes_per_s"),
 }
 _LINKS = ("intra", "inter")
 _LINK_KEYS = {"alpha_s", "bytes_per_s", "occupies_compute"}

@@ -15,13 +15,14 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
 from moe_runtime.errors import CapacityError
 from moe_runtime.files import read_toml
+from moe_runtime.lab.simulate.pipeline import most_held
 from moe_runtime.lab.simulate.scaling import (
     Imbalance,
     LayerSchedule,
@@ -146,7 +147,7 @@ class SimulatedSteps:
         Args:
             tokens: of each rank.
             context: tokens of each rank whose keys and values are read.
-            is_training: forward and backward.
+            is_training: forward, forward again, and backward.
         """
         read_s = context * self.model.kv_bytes_per_token / self.cluster.memory_bytes_per_s
         if tokens <= 0:
@@ -163,11 +164,16 @@ class SimulatedSteps:
             schedules = [LayerSchedule()]
             if self.cluster.num_nodes > 1 and self.cluster.local_ranks > 1:
                 schedules.append(LayerSchedule(hierarchical=True))
-            # A backward pass has twice the products, and sends gradients as the other sends rows.
-            layers = [self._layer(tokens, products) for products in (1, 2)[: 1 + is_training]]
+            # Training computes a layer, computes it again for the backward pass, and goes back with
+            # twice the products; gradients travel as rows do.
+            layers = {1: 2, 2: 1} if is_training else {1: 1}  # passes by their products
             seconds = sum(
-                min(predict_layer(self.cluster, layer, one).layer_s for one in schedules)
-                for layer in layers
+                passes
+                * min(
+                    predict_layer(self.cluster, self._layer(tokens, products), one).layer_s
+                    for one in schedules
+                )
+                for products, passes in layers.items()
             )
             self._known[key] = self.model.num_layers * seconds
         return self._known[key]
@@ -231,7 +237,8 @@ class Arrivals:
 
     @property
     def rate(self) -> float:
-        return len(self.at_s) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+        """Requests a second; 0 of a single one."""
+        return (len(self.at_s) - 1) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
 
 
 def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
@@ -243,7 +250,9 @@ def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
         try:
             columns = reader.fieldnames or ()
             for row in reader if set(names) <= set(columns) else ():
-                at_s = datetime.fromisoformat(row[names[0]][:26]).timestamp()
+                at = datetime.fromisoformat(row[names[0]][:26])
+                # a time zone of this machine may have hours that come twice
+                at_s = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
                 prompt, new = (max(1, int(row[name])) for name in names[1:])
                 if max(prompt, new) > MOST_TOKENS:
                     raise ValueError
@@ -468,7 +477,11 @@ class TrainLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainPrediction:
-    """Seconds of a step by its parts, and the throughput that failures leave."""
+    """Seconds of a step by its parts, and the throughput that failures leave.
+
+    Attributes:
+        held_micro_batches: most micro-batches whose activations a stage holds at once.
+    """
 
     layout: TrainLayout
     layers_s: float
@@ -478,6 +491,7 @@ class TrainPrediction:
     checkpoint_s: float
     checkpoint_every_s: float
     useful_share: float
+    held_micro_batches: int = 1
 
     @property
     def step_s(self) -> float:
@@ -498,7 +512,7 @@ def simulate_training(
     """Predicts a training step, and the share of time that failures leave.
 
     A pipeline has one forward and one backward pass in turn (1F1B). Layers keep their inputs and
-    compute the rest again.
+    compute the rest again. With ``host_bytes_per_s``, inputs that wait are offloaded (PipeOffload).
 
     Args:
         checkpoint_every_s: None for the interval that loses least.
@@ -523,8 +537,19 @@ def simulate_training(
     dense, experts = of_stage.dense_parameters, steps.expert_bytes / model.bytes_per_weight
     held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
+    # a backward pass begins with another forward pass, and has twice the products
+    transfer_s = math.inf
+    if cluster.host_bytes_per_s is not None:
+        transfer_s = of_stage.num_layers * inputs / cluster.host_bytes_per_s
+    held_micro_batches = most_held(
+        stages,
+        layout.micro_batches,
+        forward_s=micro_batch_s / 4,
+        backward_s=3 * micro_batch_s / 4,
+        transfer_s=transfer_s,
+    )
     # the first micro-batch is in the working share
-    waiting = min(layout.micro_batches, stages) - 1
+    waiting = held_micro_batches - 1
     room = cluster.memory_bytes * (1 - WORKING_SHARE)
     room -= waiting * of_stage.num_layers * inputs
     # Where weights and gradients of the dense part have no room, ranks have parts of these too.
@@ -560,6 +585,7 @@ def simulate_training(
         checkpoint_s=checkpoint_s,
         checkpoint_every_s=every_s,
         useful_share=share,
+        held_micro_batches=held_micro_batches,
     )
 
 

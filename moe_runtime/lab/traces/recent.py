@@ -17,7 +17,7 @@ import numpy as np
 import platformdirs
 
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
-from moe_runtime.files import make_folders
+from moe_runtime.files import make_private_folder
 from moe_runtime.lab.traces.format import Trace, join_traces, one_step, read_trace, write_trace
 from moe_runtime.types import ModelSignature
 
@@ -176,7 +176,7 @@ class RecentRouting:
         # requests are numbered anew, or the numbers would grow for as long as the cache lives
         requests = np.unique(kept.token_request, return_inverse=True)[1].astype(np.int32)
         with contextlib.suppress(OSError, CheckpointError):
-            make_folders(self._path.parent)
+            make_private_folder(self._path.parent)  # token ids are text
             write_trace(self._path, replace(kept, token_request=requests))
         return kept
 

@@ -26,7 +26,7 @@ from moe_runtime.checkpoints.opening import (
     read_generation_config,
 )
 from moe_runtime.checkpoints.strict_json import parse_value
-from moe_runtime.config import parse_budget
+from moe_runtime.config import STAND_IN, parse_budget
 from moe_runtime.errors import CheckpointError, text_of
 from moe_runtime.inference.budget import (
     available_device_bytes,
@@ -285,6 +285,11 @@ def _shown(value: Any) -> str:
 
 
 _HASH_DIGITS = 32
+_EXACT: Mapping[str, Any] = {
+    **{"activations": "exact", "kv_cache": "exact", "misses": "device"},
+    **{"routing": "exact", "skip_below": 0.0},
+}
+"""Options of `moe_runtime.load` that lose precision, and their values that lose none."""
 ROOM_SHARE = 4
 """If experts lack room, tokens get a fourth of the budget without the dense weights."""
 
@@ -621,10 +626,7 @@ def run_batch(
     lines = read_lines(text, settings.file, max_new_tokens=settings.max_new_tokens)
     batch = Batch(lines, settings, progress)
     checkpoint = open_checkpoint(settings.model, settings.loading["dtype"], progress=progress)
-    arithmetic = str(checkpoint.dtype)
-    if settings.loading.get("adapter") is not None:
-        arithmetic += AdapterFolder(settings.loading["adapter"]).digest()
-    jobs = batch.jobs(arithmetic)
+    jobs = batch.jobs(_arithmetic_of(str(checkpoint.dtype), settings.loading))
     with AnswerFile(settings.output, {job.id: n for n, job in enumerate(jobs)}) as answers:
         left = {n: job for n, job in enumerate(jobs) if n not in answers.answered}
         outcome = BatchOutcome(
@@ -647,6 +649,17 @@ def run_batch(
         if not outcome.is_interrupted:
             answers.finish()
     return outcome
+
+
+def _arithmetic_of(dtype: str, loading: Mapping[str, Any]) -> str:
+    """What the answers of a model depend on besides its weights: type, adapter, lossy options."""
+    found = dtype
+    if loading.get("adapter") is not None:
+        found += AdapterFolder(loading["adapter"]).digest()
+    lossy = {name: loading.get(name, exact) for name, exact in _EXACT.items()}
+    lossy["misses"] = STAND_IN if loading.get("misses") == STAND_IN else "device"
+    changed = {name: value for name, value in lossy.items() if value != _EXACT[name]}
+    return found + (json.dumps(changed) if changed else "")
 
 
 def _answer_here(batch: Batch, room: int, work: BatchWork) -> None:

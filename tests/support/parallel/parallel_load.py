@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import moe_runtime
 from moe_runtime.checkpoints.absent import AbsentTensor
 from moe_runtime.errors import CheckpointError, RankFailureError, UnsupportedUseError
 from moe_runtime.inference import expert_partition, loading
+from moe_runtime.inference.expert_partition import ExpertPartition
 from moe_runtime.memory.source import ExpertSource
 
 PROMPT = torch.arange(40).mul(37).remainder(300)[None]
@@ -109,10 +111,13 @@ def shared(path: str) -> dict[str, Any]:
         }
 
 
-def half_loaded(path: str) -> tuple[str, float]:
-    """The error of a load in which the process that reads the dense weights fails, and seconds."""
+def half_loaded(path: str, is_killed: bool) -> tuple[str, float]:
+    """The error of a load in which the process that reads the dense weights fails, or is killed,
+    and seconds."""
     rank, begun_s = dist.get_rank(), time.monotonic()
     fail = mock.Mock(side_effect=CheckpointError("damaged"))
+    if is_killed:
+        fail.side_effect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     with mock.patch.object(loading, "finish_dense", loading.finish_dense if rank else fail):
         try:
             moe_runtime.load(path, device="cpu", max_tokens=64, group=dist.group.WORLD)
@@ -151,3 +156,21 @@ def balanced(path: str, caches: str) -> list[Any]:
         found = [outputs(path, {"policy": "auto", "teach": False}) for _ in range(2)]
     kept = [file.parent.name for file in cache.rglob("*.npz")]
     return [found, [call.args[2:] for call in divide.call_args_list], kept]
+
+
+def moved(path: str, caches: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """As `outputs`, with a look at the loads before every third pass; and where experts lay after
+    each."""
+    looks: list[Any] = []
+    rebalance = ExpertPartition._rebalance
+
+    def note(partition: ExpertPartition) -> None:
+        rebalance(partition)
+        looks.append([*partition._holders])
+
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(Path(caches, str(dist.get_rank())))}),
+        mock.patch.object(expert_partition, "PASSES_FOR_A_LOOK", 3),
+        mock.patch.object(ExpertPartition, "_rebalance", note),
+    ):
+        return outputs(path, {"policy": "auto", "teach": False, **options}), looks

@@ -20,6 +20,7 @@ from finetuning_runs import config_of
 from finetuning_runs import train as finetune
 from torch import Tensor
 
+from moe_runtime.benchmarks.cases.ablation import KeptActivations
 from moe_runtime.cli.commands.train import experts_maker
 from moe_runtime.digests import digest_of_file
 from moe_runtime.errors import CapacityError, CheckpointError, MoERuntimeWarning, RankFailureError
@@ -27,6 +28,8 @@ from moe_runtime.models.lm.blocks import ShortcutBlocks
 from moe_runtime.models.lm.model import LanguageModel
 from moe_runtime.parallel.cluster import Link
 from moe_runtime.parallel.dispatching import AsyncAllToAll
+from moe_runtime.research import pipeoffload
+from moe_runtime.research.pipeoffload import StageOffload
 from moe_runtime.training import exchange_choice
 from moe_runtime.training.checkpoint import checkpoints_in, load_checkpoint
 from moe_runtime.training.config_tree import read_tree
@@ -67,7 +70,7 @@ def train(
         ranks = OneRank()
         if dist.is_initialized():
             folder = Path(path).parent
-            ranks = SeveralRanks(config, folder, experts_maker(config.parallel))
+            ranks = SeveralRanks(config, folder, experts_maker(config.parallel), StageOffload)
         with ranks.first_alone():
             preparation = prepare(config, Path(path).parent)
         trainer = start(preparation, resume=resume, ranks=ranks)
@@ -89,6 +92,25 @@ def train(
         return sum(here for _, here in own) / sum(everywhere for everywhere, _ in own)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def train_offloaded(path: str, settings: tuple[str, ...], until: int) -> int:
+    """As `train`; the most bytes that autograd kept in memory of micro-batches."""
+    plain, kept = StageOffload.saving, list[KeptActivations]()
+
+    def saving(self: StageOffload) -> contextlib.AbstractContextManager[object]:
+        found = plain(self)
+        if not isinstance(found, contextlib.nullcontext) or not torch.is_grad_enabled():
+            return found
+        kept.append(kept[0] if kept else KeptActivations(self._module))
+        return kept[0].counting()
+
+    with (
+        mock.patch.object(pipeoffload, "SMALLEST_BYTES", 1),
+        mock.patch.object(StageOffload, "saving", saving),
+    ):
+        train(path, settings, until)
+    return kept[0].most if kept else 0
 
 
 def train_with_links(
