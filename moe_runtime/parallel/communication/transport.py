@@ -97,6 +97,10 @@ class FlatTransport:
         self.rank, self.size = self._watch.rank, self._watch.size
         self._what = what
 
+    def meet(self, within_s: float) -> None:
+        """Waits for the other processes of the group; raises RankFailureError: one did not come."""
+        self._watch.meet(within_s)
+
     def leave(self) -> None:
         """Ends the group for this process; others that wait for it in the group go on."""
         self._watch.leave()
@@ -362,7 +366,9 @@ def open_transport(store: Store, rank: int, size: int, *, meet_s: float) -> Tran
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, backend)
     group._set_default_backend(kind)
-    return FlatTransport(group)
+    transport = FlatTransport(group)
+    transport.meet(meet_s)
+    return transport
 
 
 def exchange_bytes(

@@ -241,7 +241,7 @@ class CollectiveMonitor:
     def _start(
         self, what: str, collective: Callable[[], dist.Work | None]
     ) -> tuple[dist.Work, int]:
-        self._meet()
+        self.meet(self.timeout_s)
         self._step += 1
         try:
             work = collective()
@@ -317,16 +317,16 @@ class CollectiveMonitor:
             with contextlib.suppress(RuntimeError):
                 self._notes.remove()
 
-    def _meet(self) -> None:
+    def meet(self, within_s: float) -> None:
         """Waits for all addresses, once; refuses a rank of another protocol before messages."""
         if self._met is not None:
             return
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + within_s
         keys = [f"moe/process/{rank}" for rank in range(self.size)]
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
-                raise self._named(missing, f"did not arrive within {self.timeout_s:g} s")
+                raise self._named(missing, f"did not arrive within {within_s:g} s")
             time.sleep(_POLL_S)
         members, protocols = zip(*(self._value(key).split() for key in keys), strict=True)
         theirs_P1 = torch.tensor([int(protocol) for protocol in protocols]).view(-1, 1)
