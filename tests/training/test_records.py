@@ -419,6 +419,24 @@ def test_command(tmp_path, capsys, monkeypatch):
         assert expected in line
 
 
+@pytest.mark.parametrize(("records", "unseen"), [(10, 2), (11, 0), (3, 0)])
+def test_a_dry_run_counts_rows_that_are_never_drawn(records, unseen, tmp_path, capsys):
+    """Records that each fill a row, told apart by their first ids; four rows a step."""
+    folder, file = checkpoint_of(MIXTRAL, tmp_path / "first"), tmp_path / "ids.jsonl"
+    ids = [[number, *range(20, 36)] for number in range(records)]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
+    words = ["finetune", str(folder), str(file), "--context", "16", "--sequences", "4"]
+    words += ["--held-out-share", "0", "--host-memory", "1GiB", "-o", str(tmp_path / "out")]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    examples = Examples.of([(row, [True] * 17) for row in ids], shares_rows=True)
+    stream = ExampleStream(examples, context=16, seed=(0, 0))
+    drawn = {int(stream.window(number)[0, 0]) for number in range(4 * plan["steps"])}
+    assert plan["unseen_rows"] == records - len(drawn) == unseen
+    assert main([*words, "--dry-run"]) == 0
+    assert f"{unseen} never trained on" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "is_chat"),
     [
