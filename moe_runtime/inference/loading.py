@@ -199,8 +199,9 @@ def load(
         teach: with ``policy="auto"``: after the model is closed, and once enough routing is kept, a
             process of the lowest priority trains the policy ``reuse`` on it.
         progress: called with the current work, the bytes done and the total bytes.
-        group: processes that divide the experts, each within its own budget. All load the same
-            model with the same options and make the same calls. The output has the bits of a single
+        group: processes that divide the experts, each within its own budget; those of one machine
+            hold the other weights once. All load the same model with the same options, except the
+            budgets, and make the same calls. The output has the bits of a single
             process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
         placement: file with the experts of each process. By default shares of memory, or of speed
             if all experts fit; ``policy="auto"`` balances them by the latest routing.
