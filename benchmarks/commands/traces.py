@@ -85,7 +85,7 @@ def bench_policies(
         trained = read_predictor(predictor, recorded.signature)
     asked = Experiment(
         policies=names,
-        capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
+        capacities=shares or usual_capacities(recorded.signature, scope),
         scope=scope,
         training=training,
         reset_per_sequence=reset,
@@ -191,7 +191,7 @@ def bench_predictors(
         max_tokens=max_tokens,
         seed=seed,
         machine=machine,
-        capacities=list(dict.fromkeys(shares or usual_capacities(signature, "per-layer"))),
+        capacities=shares or usual_capacities(signature, "per-layer"),
     )
     settings = {
         **trace_settings(", ".join(path.name for path in traces), routes.num_tokens, signature),

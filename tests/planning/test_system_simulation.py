@@ -113,7 +113,9 @@ def test_a_request_alone_takes_a_step_for_each_token():
     asked = Arrivals(np.array([0.0, 50.0]), np.array([5, 12]), np.array([4, 1]))
     found = simulate_serving(machine(1), MODEL, asked, step_tokens=5, times=ConstantSteps)
     assert found.first_s.tolist() == [1.0, 3.0]
-    assert found.between_s.tolist() == [1.0, 0.0]
+    assert found.between_s.tolist() == [1.0, pytest.approx(math.nan, nan_ok=True)]
+    assert found.met(3.0, 1.0) == 1, "one token has nothing between"
+    assert found.met(3.0, 0.5) == 0.5
     assert found.tokens_per_s == pytest.approx(5 / 53)
 
 
@@ -317,6 +319,8 @@ def test_files(tmp_path):
     assert found.at_s.tolist() == pytest.approx([0.0, 1.0], abs=1e-5)
     assert (found.prompt.tolist(), found.new.tolist()) == ([5, 7], [1, 2])
     assert found.faster(2).at_s[1] == pytest.approx(0.5, abs=1e-5)
+    assert Arrivals(np.array([0.0, 1.0, 3.0]), *np.ones((2, 3))).rate == pytest.approx(2 / 3)
+    assert Arrivals(np.zeros(3), *np.ones((2, 3))).rate == math.inf
     for text, said in (
         ("a,b\n1,2\n", "expected the columns TIMESTAMP"),
         (head + "now,1,2\n", "line 2: expected a time and two counts"),

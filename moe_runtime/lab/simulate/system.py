@@ -237,8 +237,9 @@ class Arrivals:
 
     @property
     def rate(self) -> float:
-        """Requests a second; 0 of a single one."""
-        return (len(self.at_s) - 1) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+        """Requests a second; infinite where all come at once."""
+        seconds = float(self.at_s[-1] - self.at_s[0])
+        return (len(self.at_s) - 1) / seconds if seconds else math.inf
 
 
 def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
@@ -283,7 +284,8 @@ def poisson_arrivals(
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ServePrediction:
-    """``[N]`` seconds to the first token and between later ones of each request; of all ranks."""
+    """``[N]`` seconds to the first token and between later ones of each request, NaN where there
+    are none; of all ranks."""
 
     first_s: np.ndarray
     between_s: np.ndarray
@@ -292,7 +294,7 @@ class ServePrediction:
 
     def met(self, first_s: float, between_s: float) -> float:
         """Share of requests within both limits."""
-        return float(((self.first_s <= first_s) & (self.between_s <= between_s)).mean())
+        return float(((self.first_s <= first_s) & ~(self.between_s > between_s)).mean())
 
 
 @dataclass(slots=True)
@@ -451,7 +453,9 @@ def simulate_serving(
         num_failures = readers.num_failures + makers.num_failures
     return ServePrediction(
         first_s=first_s - arrivals.at_s,
-        between_s=(last_s - first_s) / np.maximum(arrivals.new - 1, 1),
+        between_s=np.where(
+            arrivals.new > 1, (last_s - first_s) / np.maximum(arrivals.new - 1, 1), np.nan
+        ),
         tokens_per_s=float(arrivals.new.sum() / (last_s.max() - arrivals.at_s[0])),
         num_failures=num_failures,
     )
