@@ -40,11 +40,12 @@ MOST_ERROR = 1.5
 LATE = "no time was left"
 COSTS = ("miss_cpu_s", "miss_copy_s", "miss_return_s", "miss_launch_s")
 WAYS = ("resident_steps", "fetched_steps", "cut_steps")
+RECORDED = ("recorded_bytes", "recorded_reserve_bytes")
 METRICS = {
     **{name: Metric("tokens/s", "more") for name in ("tokens_per_s", "prefill_tokens_per_s")},
     **facts("s", "load_s", "misses_bound_s", "stall_s_a_token", *COSTS),
     **facts("count", *WAYS),
-    **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *gpu.MEMORY),
+    **facts("bytes", "copied_bytes_a_token", "read_bytes_a_token", *gpu.MEMORY, *RECORDED),
     **facts("count", "missed_a_token"),
     **facts("count", "computed_by_cpu_a_token", "same_bits", better="more"),
     **facts("share", "read_of_copy", "of_bound", "hit_rate", better="more"),
@@ -326,7 +327,7 @@ def _experts(stats: Any, tokens: int) -> dict[str, float]:
         "copied_bytes_a_token": stats.copied_bytes / tokens,
         "read_bytes_a_token": stats.bytes_read / tokens,
         "stall_s_a_token": stats.stall_s / tokens,
-        **{name: getattr(stats, name) for name in (*COSTS, *WAYS)},
+        **{name: getattr(stats, name) for name in (*COSTS, *WAYS, *RECORDED)},
     }
 
 

@@ -73,7 +73,11 @@ class _Output:
 
 
 class LikeCheckpoint:
-    """Writes checkpoints with the names and files of the one that the model was read from."""
+    """Writes checkpoints with the names and files of the one that the model was read from.
+
+    Attributes:
+        rounded: tensors around the experts of which the model has fewer digits than the files.
+    """
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, experts: ExpertMap) -> None:
         for entry in checkpoint.entries.values():
@@ -86,7 +90,8 @@ class LikeCheckpoint:
         self._checkpoint = checkpoint
         self._experts = experts
         self._finder = TensorFinder(checkpoint.entries.values())
-        self._dense_tensors({n: t.to("meta") for n, t in model.state_dict().items()})
+        held = self._dense_tensors({n: t.to("meta") for n, t in model.state_dict().items()})
+        self.rounded = [name for name, own in held.items() if _is_rounded(own, experts, name)]
 
     def tensor_bytes(self, state: Mapping[str, Tensor]) -> dict[str, int]:
         """Bytes of each tensor that `write_around_experts` writes, by name."""
@@ -247,6 +252,13 @@ class LikeCheckpoint:
 
     def _expert_names(self) -> set[str]:
         return self._finder.of_experts(self._experts)
+
+
+def _is_rounded(held: Tensor, experts: ExpertMap, name: str) -> bool:
+    dtype = TORCH_DTYPES.get(experts.dense_entries[name].dtype)
+    if dtype is None or not (dtype.is_floating_point and held.is_floating_point()):
+        return False
+    return torch.finfo(held.dtype).eps > torch.finfo(dtype).eps
 
 
 def _write_matrix(descriptor: int, content: Tensor, start: int, stride: tuple[int, ...]) -> None:

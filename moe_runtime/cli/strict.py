@@ -283,11 +283,12 @@ def _shown(param: Any) -> str:
 def _inputs_of(param: Any, ctx: Any) -> Iterator[Path]:
     """The files that a parameter's values name; of a folder the files of its checkpoint."""
     value = ctx.params.get(param.name)
-    is_text = param.param_type_name == "option" and param.multiple
-    if OUTPUTS.intersection(param.opts) or is_text:
+    if OUTPUTS.intersection(param.opts):
         return
+    # other texts that may be repeated are prompts, peers and the like
+    is_text = param.param_type_name == "option" and param.multiple and param.metavar != "FILE"
     for one in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(one, str | Path) and one:
+        if isinstance(one, Path if is_text else str | Path) and one:
             path = Path(at_home(one)) if isinstance(one, str) else one
             if os.path.isdir(path):
                 from moe_runtime.checkpoints.opening import files_of

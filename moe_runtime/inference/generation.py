@@ -5,10 +5,12 @@
 
 import contextlib
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -243,6 +245,13 @@ def encode_messages(
             "this model's tokenizer has no chat template; give a plain prompt, as to moe-runtime "
             "run without --chat"
         )
+
+    def takes_later() -> bool:
+        with contextlib.suppress(CheckpointError), blamed_on("the chat template"):
+            return takes_later_systems(partial(tokenizer.apply_chat_template, tokenize=False))
+        return False
+
+    messages = in_known_roles(messages, template_source(tokenizer), takes_later)
     with blamed_on("this model's chat template cannot be used; give a plain prompt"):
         if pictures is None:
             encoded = tokenizer.apply_chat_template(
@@ -254,6 +263,63 @@ def encode_messages(
     with blamed_on("this model's tokenizer cannot encode the prompt"):
         encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     return _tensors(encoded) | pictures.inputs(encoded["input_ids"][0].tolist())
+
+
+def template_source(tokenizer: Any) -> str:
+    """The source of a tokenizer's chat template, or of all that it has."""
+    found = tokenizer.chat_template
+    return found if isinstance(found, str) else "\n".join(found.values())
+
+
+def template_names(source: str, variable: str) -> bool:
+    """Whether a chat template has this word."""
+    return re.search(rf"\b{re.escape(variable)}\b", source) is not None
+
+
+def in_known_roles(
+    messages: Sequence[dict[str, Any]], source: str, takes_later: Callable[[], bool]
+) -> list[dict[str, Any]]:
+    """A conversation in the roles that a chat template knows.
+
+    `developer` becomes `system` in templates without it. Where `takes_later`, of
+    `takes_later_systems`, is false, the first system messages are merged and later ones are given
+    to the user.
+    """
+    plain = [
+        {**one, "role": "system"}
+        if one["role"] == "developer" and not template_names(source, "developer")
+        else one
+        for one in messages
+    ]
+    merged = _with_systems_first(plain)
+    return plain if merged == plain or takes_later() else merged
+
+
+def takes_later_systems(write: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether a template shows system messages after the first message. Some refuse or omit them;
+    `write` renders a conversation."""
+    turns = (("system", "first"), ("user", "Hi"), ("system", "later"), ("user", "Hi"))
+    return "later" in write([{"role": role, "content": text} for role, text in turns])
+
+
+def _with_systems_first(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merges the first system messages; later ones become messages of the user."""
+    found: list[dict[str, Any]] = []
+    for message in conversation:
+        if message["role"] not in ("system", "developer"):
+            found.append(message)
+            continue
+        last = found[-1] if found else None
+        is_first = last is None or (len(found) == 1 and last["role"] in ("system", "developer"))
+        if last is not None and (is_first or last["role"] == "user"):
+            before, added = last["content"], message["content"]
+            is_text = isinstance(before, str)
+            part = {"type": "text", "text": added}
+            joined = f"{before}\n\n{added}" if is_text else [*before, part]
+            found[-1] = {**last, "content": joined}
+        else:
+            found.append(message if is_first else {**message, "role": "user"})
+    return found
 
 
 def _tensors(encoded: Any) -> dict[str, torch.Tensor]:

@@ -63,7 +63,12 @@ from moe_runtime.inference.cpu.attention import (
     use_single_query_attention,
 )
 from moe_runtime.inference.cpu.step_layers import fuse_attention_layers, use_small_batch_layers
-from moe_runtime.inference.device.cards import open_cards, plan_cards, require_one_process
+from moe_runtime.inference.device.cards import (
+    give_stores,
+    open_cards,
+    plan_cards,
+    require_one_process,
+)
 from moe_runtime.inference.expert_layer import OffloadedExperts, bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import (
     LoadedFacts,
@@ -194,8 +199,9 @@ def load(
         teach: with ``policy="auto"``: after the model is closed, and once enough routing is kept, a
             process of the lowest priority trains the policy ``reuse`` on it.
         progress: called with the current work, the bytes done and the total bytes.
-        group: processes that divide the experts, each within its own budget. All load the same
-            model with the same options and make the same calls. The output has the bits of a single
+        group: processes that divide the experts, each within its own budget; those of one machine
+            hold the other weights once. All load the same model with the same options, except the
+            budgets, and make the same calls. The output has the bits of a single
             process. Shares of memory and ``"auto"`` count for an equal part of a machine's memory.
         placement: file with the experts of each process. By default shares of memory, or of speed
             if all experts fit; ``policy="auto"`` balances them by the latest routing.
@@ -355,13 +361,12 @@ def load(
     stored = experts.embeddings if is_stored else {}
     with sharing:
         slabs = [Slab(c.plans["host"].num_slots, plans["host"].slot_bytes) for c in cards]
-        slab = slabs[0]
         # weights that only have their form take memory until they are shared
-        with touched_meanwhile(slab) if reads else nullcontext():
+        with touched_meanwhile(slabs[0]) if reads else nullcontext():
             finish_dense(model, checkpoint, experts, place, progress, stored, kv_cache, fills=reads)
     elsewhere_bytes = 0
     if neighbours is not None:
-        with touched_meanwhile(slab):
+        with touched_meanwhile(slabs[0]):
             neighbours.wait()
         held_bytes = whole_bytes - (experts.embedding_bytes if is_stored else 0)
         elsewhere_bytes = held_bytes - neighbours.own_bytes(held_bytes)
@@ -382,17 +387,11 @@ def load(
     stores: list[ExpertStore[Any]] = [s for tiers in opened for s in tiers if s is not None]
     steps = Steps(stores, [*inspect.signature(model.forward).parameters])
     listeners = steps.listeners
-    for card, tiers in zip(cards, opened, strict=True):
-        own = [modules[layer] for layer in card.layers]
-        for module in own:
-            module.store, module.partition, module.listeners = tiers[0], partition, listeners
-            module.list_parameters(checkpoint.dtype, place)
-            if card.place != place:
-                cast(Any, module).card = card.place
-        if misses not in ("device", STAND_IN):
-            from moe_runtime.inference.device.misses import open_misses
-
-            open_misses(own, *tiers, bind_slots(slot_maps["host"]))
+    is_planned = misses not in ("device", STAND_IN)
+    give_stores(cards, opened, modules, bind_slots(slot_maps["host"]) if is_planned else None)
+    for module in modules:
+        module.partition, module.listeners = partition, listeners
+        module.list_parameters(checkpoint.dtype, place)
     apply_rules(rules, model, blocks, modules, store)
     versions = {version for source in sources for version in source.versions()}
     as_loaded_model(model, folder, versions, steps, max_tokens, in_pass)

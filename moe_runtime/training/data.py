@@ -12,6 +12,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 import tempfile
 import warnings
@@ -70,17 +71,19 @@ class Corpus:
 def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> Corpus:
     """Reads and divides the text of a source.
 
-    The documents of `held_out_files`, if given, are held out. Otherwise a digest of its path
-    decides for each of 20 or more documents, so that more files never move an old one to the other
-    side. Of fewer documents, the end of each is held out.
+    The documents of `held_out_files`, if given, are held out, even if `files` has them too.
+    Otherwise a digest of its path decides for each of 20 or more documents, so that more files
+    never move an old one to the other side. Of fewer documents, the end of each is held out.
     """
     separator = data.document_separator
-    documents = list(_documents(_find_texts(name, source.files, folder), folder, separator))
+    paths = training_files(name, source, folder)
+    documents = list(_documents(_require_texts(name, paths), folder, separator))
     if not documents:
         raise ValueError(f"source {name!r}: no usable text, all of its files are empty")
     if source.held_out_files:
-        held_out_paths = _find_texts(name, source.held_out_files, folder)
-        held_out = [text for _, text in _documents(held_out_paths, folder, separator)]
+        held_out_paths = find_files(name, source.held_out_files, folder)
+        found = _documents(_require_texts(name, held_out_paths), folder, separator)
+        held_out = [text for _, text in found]
         if not held_out:
             raise ValueError(f"source {name!r}: held_out_files hold no text, all are empty")
         return Corpus(tuple(text for _, text in documents), tuple(held_out))
@@ -121,8 +124,21 @@ def find_files(
     return sorted(found)
 
 
-def _find_texts(name: str, patterns: Sequence[str], folder: Path) -> list[Path]:
-    found = find_files(name, patterns, folder)
+def training_files(name: str, source: SourceConfig, folder: Path) -> list[Path]:
+    """The files of a source without those that are held out."""
+    found = find_files(name, source.files, folder)
+    if not source.held_out_files:
+        return found
+    held_out = set(map(os.path.realpath, find_files(name, source.held_out_files, folder)))
+    kept = [file for file in found if os.path.realpath(file) not in held_out]
+    if not kept:
+        raise ValueError(
+            f"source {name!r}: all of its files are held out, none is left to train on"
+        )
+    return kept
+
+
+def _require_texts(name: str, found: list[Path]) -> list[Path]:
     for file in found:
         if file.suffix.lower() in _RECORDS:
             raise _holds_records(f"source {name!r}: {file}")

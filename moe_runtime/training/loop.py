@@ -388,8 +388,7 @@ class Trainer:
         """
         recorded = contextlib.nullcontext()
         if self.trace is not None:
-            ids = windows if windows.ndim == 2 else windows[..., 0]
-            recorded = self.trace.micro_batch(ids[:, :-1])
+            recorded = self.trace.micro_batch(windows[:, :-1])
         with recorded, self._autocast():
             losses = self._losses(windows)
         losses = replace(losses, cross_entropy=losses.cross_entropy * weight)

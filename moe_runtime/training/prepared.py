@@ -71,6 +71,8 @@ _SCHEDULE = frozenset(
 )
 
 
+_TEXT = "text of source "
+"""Begins the settings of sources, which are in the order of the configuration."""
 COURSE = "half a cosine to behind the last step"
 """A setting that a resumed run shares with its checkpoint."""
 
@@ -114,7 +116,7 @@ class PreparedRun:
         plain = dict(leaves(dataclasses.asdict(ResearchConfig()), "research.")).items()
         kept = {name: value for name, value in kept.items() if (name, value) not in plain}
         for name, stream in self.streams.items():
-            kept[f"text of source {name!r}"] = stream.fingerprint
+            kept[f"{_TEXT}{name!r}"] = stream.fingerprint
         return kept
 
     @property
@@ -150,6 +152,12 @@ class PreparedRun:
                 saved.pop(name, None)
                 current.pop(name, None)
         check_settings(last, saved, current, schedule=_SCHEDULE, reschedule=reschedule)
+        before, now = ([n.removeprefix(_TEXT) for n in s if _TEXT in n] for s in (saved, current))
+        if before != now:  # positions and seeds of sources are by their places
+            raise CheckpointError(
+                f"{last}: was made with data.sources in the order {', '.join(before)}, now it is "
+                f"{', '.join(now)}; restore it, or choose another output folder"
+            )
         steps, data = self.config.run.steps, self.config.data
         expected = (state.step * data.tokens_per_step, state.step * data.sequences_per_step)
         if (state.tokens, sum(state.taken)) != expected:

@@ -20,6 +20,7 @@ from moe_runtime.errors import UnsupportedModelError
 from moe_runtime.lab.traces.recorder import TraceRecorder
 from moe_runtime.models.lm.config import LanguageModelConfig
 from moe_runtime.models.lm.export import hugging_face_family
+from moe_runtime.training.examples import PADDING, READ
 from moe_runtime.training.run_config import LoopConfig
 from moe_runtime.types import ModelSignature
 
@@ -29,9 +30,10 @@ _COPIES = 2
 
 @dataclass(slots=True)
 class _Pass:
-    """The forward pass of one micro-batch: ids of its tokens `[B, C]`, and its layers' choices."""
+    """The forward pass of one micro-batch: its windows as by `Batches.draw`, without the last
+    column, and its layers' choices."""
 
-    ids_BC: np.ndarray
+    windows: np.ndarray
     routings: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
@@ -63,12 +65,13 @@ class TrainingTrace:
         ]
 
     @contextlib.contextmanager
-    def micro_batch(self, ids_BC: Tensor) -> Iterator[None]:
-        """The block is the forward pass of a micro-batch with these token ids."""
+    def micro_batch(self, windows: Tensor) -> Iterator[None]:
+        """The block is the forward pass of a micro-batch: ids `[B, C]`, or rows `[B, C, 3]` of
+        documents, whose padding is not recorded."""
         if not self._hooks:
             yield
             return
-        self._passes.append(_Pass(ids_BC.numpy()))
+        self._passes.append(_Pass(windows.numpy()))
         token = self._current.set(self._passes[-1])
         try:
             yield
@@ -102,17 +105,23 @@ class TrainingTrace:
         found.routings.append((layer, ids, weights_TK.detach().float().cpu().numpy()))
 
     def _record(self, found: _Pass, step: int) -> None:
-        rows, columns = found.ids_BC.shape
-        self._recorder.begin_request(num_sequences=rows)
+        windows = found.windows
+        if windows.ndim == 2:
+            positions = np.broadcast_to(np.arange(windows.shape[1]), windows.shape)
+            windows = np.stack([windows, positions, np.full_like(windows, READ)], axis=-1)
+        ids, positions, roles = windows[..., :3].reshape(-1, 3).T
+        is_token = roles != PADDING
+        sequences = np.cumsum(positions[is_token] == 0) - 1
+        self._recorder.begin_request(num_sequences=int(sequences[-1]) + 1)
         self._recorder.begin_step(
             phase="train",
-            token_ids=found.ids_BC.reshape(-1),
-            positions=np.tile(np.arange(columns), rows),
-            sequences=np.repeat(np.arange(rows), columns),
+            token_ids=ids[is_token],
+            positions=positions[is_token],
+            sequences=sequences,
             update=step,
         )
-        for layer, ids, weights in found.routings:
-            self._recorder.routing(layer, ids, weights)
+        for layer, chosen, weights in found.routings:
+            self._recorder.routing(layer, chosen[is_token], weights[is_token])
 
 
 def signature_of_config(config: LanguageModelConfig) -> ModelSignature:

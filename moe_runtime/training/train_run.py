@@ -220,18 +220,21 @@ def start(
         optimizer = _offloaded_optimizer(preparation, ranks, resumes=found is not None)
         if saved is not None:
             take = partial(_take_off_memory, optimizer, model, saved)
-    trainer = Trainer(
-        preparation,
-        model,
-        optimizer,
-        sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
-        ranks=ranks,
-        shards=shards if ranks.size > 1 else None,
-        snapshots=snapshots,
-        trace=_open_trace(preparation, ranks, 0 if found is None else found[1].step),
-    )
-    if found is not None:
-        trainer.resume(*found, shards, take=take)
+    with contextlib.ExitStack() as refused:
+        refused.callback(optimizer.close)
+        trainer = Trainer(
+            preparation,
+            model,
+            optimizer,
+            sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
+            ranks=ranks,
+            shards=shards if ranks.size > 1 else None,
+            snapshots=snapshots,
+            trace=_open_trace(preparation, ranks, 0 if found is None else found[1].step),
+        )
+        if found is not None:
+            trainer.resume(*found, shards, take=take)
+        refused.pop_all()
     return trainer
 
 

@@ -60,7 +60,7 @@ def score_placement(
     windows = np.stack(
         [
             count_by_layer(part, placement.num_gpus)
-            for part in np.array_split(by_layer, num_windows, axis=1)
+            for part in np.array_split(by_layer, min(num_windows, len(ids)), axis=1)
         ]
     )
     balance = _ratio(loads.mean(axis=1), loads.max(axis=1))

@@ -149,6 +149,18 @@ class Estimator(ABC):
         A row sums to about K.
         """
 
+    def checked_estimate(self, contexts: Contexts, now: int, layer: int) -> np.ndarray:
+        """As `estimate`, whose code may be a user's."""
+        chance_BE = self.estimate(contexts, now, layer)
+        shape, expected = np.shape(chance_BE), (len(contexts), self.shape.num_experts)
+        if shape != expected or not np.isfinite(chance_BE).all():
+            found = f"shape {shape}" if shape != expected else "NaN or infinity"
+            raise ValueError(
+                f"{type(self).__name__}.estimate must give finite probabilities of shape "
+                f"{expected}, got {found}"
+            )
+        return chance_BE
+
     def guess(
         self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0
     ) -> tuple[list[int], list[float]]:
@@ -157,15 +169,7 @@ class Estimator(ABC):
         ``least``."""
         numbers, chances = list[int](), list[float]()
         for layer in layers:
-            chance_BE = self.estimate(contexts, now, layer)
-            shape, expected = np.shape(chance_BE), (len(contexts), self.shape.num_experts)
-            if shape != expected or not np.isfinite(chance_BE).all():
-                found = f"shape {shape}" if shape != expected else "NaN or infinity"
-                raise ValueError(
-                    f"{type(self).__name__}.estimate must give finite probabilities of shape "
-                    f"{expected}, got {found}"
-                )
-            chance_E = of_any(chance_BE)
+            chance_E = of_any(self.checked_estimate(contexts, now, layer))
             best = np.argsort(-chance_E, kind="stable")[:width]
             best = best[chance_E[best] >= least]
             numbers += (layer * self.shape.num_experts + best).tolist()

@@ -196,6 +196,7 @@ INPUTS = {
         (["run", "MODEL", "-p", "x", "--trace"], "MODEL/model.safetensors"),
         (["run", "MODEL", "--prompts", "FILE", "--trace"], "FILE"),
         (["run", "MODEL", "--prompt-file", "FILE", "--timeline"], "FILE"),
+        (["run", "MODEL", "-p", "x", "--image", "FILE", "--trace"], "FILE"),
     ],
     "report": [
         (["report", "TRACE", "--output"], "TRACE"),
@@ -206,6 +207,7 @@ INPUTS = {
     "finetune": [
         (["finetune", "MODEL", "FILE", "--dry-run", "--trace"], "FILE"),
         (["finetune", "MODEL", "FILE", "--dry-run", "--trace"], "MODEL/tokenizer.json"),
+        (["finetune", "MODEL", "x", "--held-out", "FILE", "--dry-run", "--trace"], "FILE"),
         (["finetune", "MODEL", "FILE", "--dry-run", "--output"], "MODEL"),
         (["finetune", "MODEL", "FILE", "--dry-run", "--output"], "MODEL/run"),
     ],

@@ -95,6 +95,15 @@ def test_scopes_shares_and_resets(trace, capsys, words):
     assert outcome["rows"]
 
 
+def test_a_reset_that_would_be_left_out_is_refused(trace, capsys):
+    for more, expected in (
+        (["--bandwidth", "1GB"], "modelled time (bandwidth) goes on over all of them"),
+        (["--side-by-side", "2"], "a step of this trace has tokens of several"),
+    ):
+        assert main(["replay", trace, "--reset", *more]) == 2
+        assert expected in capsys.readouterr().err
+
+
 def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
     """With a pool over all layers, LEC reads less than LRU where one layer's experts are dear."""
     args = ["replay", trace, "--json", "--policy", "lec,gdsf", "--capacity", "50%"]

@@ -134,6 +134,7 @@ def test_a_service_by_rate_and_ranks(sizes, capsys):
         assert calm["first_token_s"]["p95"] < busy["first_token_s"]["p95"]
         assert calm["tokens_per_s"] < busy["tokens_per_s"]
     assert found[1]["tokens_per_s"] < found[3]["tokens_per_s"]
+    assert [one["requests_per_s"] for one in found] == [1, 200_000] * 2
     assert all(one["good_share"] == 1 for one in found)
     strict = points_of([*words, "--first-token", "1e-6"], capsys)
     assert [one["good_share"] for one in strict] == [0, 0]
@@ -152,8 +153,8 @@ def test_recorded_arrivals(sizes, tmp_path, capsys):
         points_of([*words, *more], capsys)[0]
         for more in ([], ["--rates", "4"], ["--prefill-ranks", "2"])
     )
-    assert plain["requests_per_s"] == pytest.approx(60 / 59)
-    assert fast["requests_per_s"] == pytest.approx(4 * 60 / 59)
+    assert plain["requests_per_s"] == pytest.approx(1)  # one each second
+    assert fast["requests_per_s"] == pytest.approx(4)
     assert apart["requests_per_s"] == plain["requests_per_s"]
     assert main(["simulate", *words, "--requests", "9"]) == 2
     assert "--requests is for requests that --arrivals does not name" in capsys.readouterr().err

@@ -101,15 +101,21 @@ def test_demand_interrupts_a_prefetch_which_goes_on_later():
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "belady", "belady-bypass", "reuse"])
-def test_without_prefetch_the_hits_are_those_of_the_plain_replay(policy):
+@pytest.mark.parametrize("has_shares", [False, True])
+def test_without_prefetch_the_hits_are_those_of_the_plain_replay(policy, has_shares):
     shape = Shape(num_layers=3, num_experts=8, top_k=2)
     workload = workload_of(trace_of(make_routes(shape, num_sequences=3, length=30)))
+    # layers fill their shares together, as the first tokens visit other experts
+    num_slots = 6 if has_shares else 11
 
     def make(events):
-        return make_global_policy(policy, setting=Setting(shape=shape, future=events))
+        setting = Setting(shape=shape, future=events)
+        if has_shares:
+            return make_policy(policy, num_slots=num_slots, setting=setting)
+        return make_global_policy(policy, setting=setting)
 
-    plain = replay_demand(workload, make, 11)
-    timed = replay_timed(workload, make(workload.keys), 11, MACHINE)
+    plain = replay_demand(workload, make, num_slots)
+    timed = replay_timed(workload, make(workload.keys), num_slots, MACHINE)
     assert timed.total.hits == plain.num_hits
     assert timed.total.misses == plain.num_accesses - plain.num_hits
     assert timed.total.prefetches == 0

@@ -1,5 +1,6 @@
 """Checkpoints after kills, power cuts, full and damaged disks, and with other budgets."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -128,6 +129,7 @@ def test_power_cut_loses_nothing_that_a_checkpoint_names(tmp_path, monkeypatch, 
         training.optimizer.records.wait_for_transfers()
         for file in files:
             file.lose_power()
+        training.close()
         files.clear()
     monkeypatch.undo()
     assert run(folder, 0.3) == expected
@@ -211,6 +213,8 @@ def test_disk_fails_while_training(tmp_path, monkeypatch, call, code, kind, mess
         _ = [(training.backward(parts), training.step()) for _ in range(3)]
     assert "\n" not in str(failure.value)
     monkeypatch.undo()
+    with contextlib.suppress(MoERuntimeError):
+        training.close()
     assert len(losses) == 3
     assert run(folder, share) == expected
 
@@ -233,6 +237,8 @@ def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
     with pytest.raises((CapacityError, OSError), match="No space left"):
         training.wait()
     monkeypatch.undo()
+    with contextlib.suppress(MoERuntimeError, OSError):
+        training.close()
     assert not list(folder.glob("*.partial"))
     assert run(folder, 0.3) == expected
 

@@ -1,16 +1,20 @@
 """Offloaded training gives the bits of training in memory, for every tier."""
 
+from functools import partial
+
 import pytest
 import torch
 from moe_families import Family
 from offloaded_models import (
     EXPERTS,
     LAYERS,
+    Stack,
     assert_same_parameters,
     batches,
     here,
     offloaded,
     rate_of,
+    save,
     stack,
     train_in_memory,
     train_offloaded,
@@ -18,6 +22,8 @@ from offloaded_models import (
 from tiny_checkpoints import PROMPT, tiny_model
 
 import moe_runtime
+from moe_runtime.errors import CheckpointError, UnsupportedUseError
+from moe_runtime.training.offload import OffloadedTraining
 from moe_runtime.training.optimizer import DenseAdamW
 from moe_runtime.types import ExpertKey
 
@@ -42,6 +48,118 @@ def test_plain_backward_and_step(tmp_path):
         training.check()
     assert_same_parameters(training, expected)
     training.close()
+
+
+def both(tmp_path, share: float) -> tuple[Stack, DenseAdamW, Stack, OffloadedTraining]:
+    """The same model in memory with its optimizer, and offloaded; nothing waits for a norm."""
+    expected, model = stack(), stack()
+    adamw = moe_runtime.AdamW().dense(dict(expected.named_parameters()))
+    return (
+        expected,
+        adamw,
+        model,
+        offloaded(model, moe_runtime.AdamW(), tmp_path, experts_in_memory=share),
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("first", ["backward", "plain"])
+def test_parts_of_a_step_in_several_backward_calls(tmp_path, first, share):
+    """An expert of several calls takes one step, with the sum of its gradients."""
+    expected, adamw, model, training = both(tmp_path, share)
+    for step, (one, two) in enumerate(windows(3, 2)):
+        for x in (one, two):
+            expected.loss(x).backward()
+        adamw.step(rate_of(step))
+        adamw.forget()
+        if first == "plain":
+            model.loss(one).backward()
+        else:
+            training.backward([partial(model.loss, one)], rate=rate_of(step), is_last=False)
+        training.backward([partial(model.loss, two)], rate=rate_of(step))
+        training.step(rate_of(step))
+        training.check()
+    assert_same_parameters(training, expected)
+    training.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_gradients_after_the_last_ones_are_refused(tmp_path, share):
+    _, _, model, training = both(tmp_path, share)
+    (x,) = batches(1)
+    training.backward([partial(model.loss, x)])
+    with pytest.raises(UnsupportedUseError, match="updated by the last `backward` of this step"):
+        model.loss(x).backward()
+    training.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("by_backward", [False, True])
+def test_gradients_of_other_tensors_alone_train_nothing(tmp_path, share, by_backward):
+    """As in adversarial training: the gradient of an input moves that input."""
+    expected, adamw, model, training = both(tmp_path, share)
+
+    def loss_of(net: Stack, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        if by_backward:
+            net.loss(x).backward(inputs=[x])
+            assert x.grad is not None
+            found = x.grad
+        else:
+            (found,) = torch.autograd.grad(net.loss(x), [x])
+        return net.loss(x.detach() + found.sign())
+
+    for step, x in enumerate(batches(3)):
+        loss_of(expected, x).backward()
+        adamw.step(rate_of(step))
+        adamw.forget()
+        training.backward([partial(loss_of, model, x)], rate=rate_of(step))
+        training.step(rate_of(step))
+        training.check()
+    assert_same_parameters(training, expected)
+    training.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_layer_without_part_in_a_step_is_left_alone(tmp_path, share):
+    """As with stochastic depth. AdamW skips parameters without gradients, and their step counts."""
+
+    def loss_of(net: Stack, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        x = net.first(x)
+        for number, layer in enumerate(net.layers):
+            x = x if number == left_out else x + layer(x)
+        return net.last(x).square().mean()
+
+    expected, model, settings = stack(), stack(), moe_runtime.AdamW(weight_decay=0.1)
+    adamw = settings.dense(dict(expected.named_parameters()))
+    training = offloaded(model, settings, tmp_path, experts_in_memory=share)
+    for step, x in enumerate(batches(6)):
+        left_out = step * step % 4
+        loss_of(expected, x, left_out).backward()
+        adamw.step(rate_of(step))
+        adamw.forget()
+        loss_of(model, x, left_out).backward()
+        training.step(rate_of(step))
+        if step == 3:
+            save(training, tmp_path / "checkpoint", [])
+            training.wait()
+            training.close()
+            state = torch.load(tmp_path / "checkpoint")
+            model = stack()
+            training = offloaded(
+                model, settings, tmp_path, experts_in_memory=0.2, resume=state["optimizer"]
+            )
+            model.load_state_dict(state["model"])
+    assert_same_parameters(training, expected)
+    training.close()
+
+
+def test_a_folder_has_one_training(tmp_path):
+    training = offloaded(stack(), DECAYING, tmp_path, experts_in_memory=0.4)
+    with pytest.raises(CheckpointError, match="another training has its experts there"):
+        offloaded(stack(), DECAYING, tmp_path, experts_in_memory=0.4)
+    training.close()
+    offloaded(stack(), DECAYING, tmp_path, experts_in_memory=0.4).close()
 
 
 def test_recomputed_activations(tmp_path):

@@ -106,13 +106,6 @@ def test_processes_of_a_machine_hold_dense_weights_once(checkpoint, ranks):
     assert second["changed"] == ["lm_head.weight"]
 
 
-def test_a_process_without_shared_weights_does_not_wait_for_them(checkpoint, ranks):
-    (first, _), (second, seconds) = ranks(2).run(half_loaded, str(checkpoint))
-    assert first == "damaged"
-    assert second == "rank 0 did not load the dense weights that this process shares"
-    assert seconds < 30
-
-
 def test_processes_with_less_memory_hold_fewer_experts(checkpoint, ranks):
     """In proportion, if not all experts fit."""
     found = inspect_checkpoint(checkpoint, max_tokens=64)
@@ -277,3 +270,14 @@ def test_statistics_add_up(checkpoint):
     assert both.bytes_read == 2 * stats.bytes_read
     assert both.stall_s == slower.stall_s
     assert both.expert_bytes == stats.expert_bytes
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_process_without_shared_weights_does_not_wait_for_them(is_killed, checkpoint, ranks):
+    pool = ranks(2)
+    (_, first), (_, (second, seconds)) = pool.try_run(half_loaded, str(checkpoint), is_killed)
+    assert first == "rank 0 ended" if is_killed else first[0] == "damaged"
+    assert second == "rank 0 did not load the dense weights that this process shares"
+    assert seconds < 30
+    if is_killed:
+        pool.close()

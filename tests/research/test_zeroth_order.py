@@ -210,8 +210,10 @@ def test_resumes_under_another_budget(tmp_path):
     saved: dict[str, dict] = {}
     training.write(state, lambda copied: copied["own"], saved.update)
     training.close()
+    other = offloaded(stack(), tmp_path, 0.3, ZerothOrder(), resumes=True)
     with pytest.raises(CheckpointError, match="seed"):
-        offloaded(stack(), tmp_path, 0.3, ZerothOrder(), resumes=True).load_state_dict(saved["own"])
+        other.load_state_dict(saved["own"])
+    other.close()
     training = offloaded(model := stack(), tmp_path, 0.7, SETTINGS, resumes=True)
     training.load_state_dict(saved["own"])
     model.load_state_dict(saved["model"])

@@ -18,7 +18,7 @@ import moe_runtime
 from moe_runtime.checkpoints.expert_map import ExpertMap, map_experts
 from moe_runtime.checkpoints.opening import build_on_meta, open_checkpoint
 from moe_runtime.inference import loading
-from moe_runtime.inference.device.cards import Card, divide_cards, open_cards
+from moe_runtime.inference.device.cards import Card, divide_cards, give_stores, open_cards
 from moe_runtime.inference.device.decode_graphs import RecordedStep
 from moe_runtime.inference.device.decoding_model import capture_decoding
 from moe_runtime.inference.device.device_experts import (
@@ -26,7 +26,7 @@ from moe_runtime.inference.device.device_experts import (
     experts_on_device,
     open_device_stores,
 )
-from moe_runtime.inference.device.misses import MissPlan, MissSpeeds, open_misses
+from moe_runtime.inference.device.misses import MissPlan, MissSpeeds
 from moe_runtime.inference.expert_layer import bind_slots
 from moe_runtime.inference.hugging_face.loaded_model import RuntimeHandle
 from moe_runtime.memory.source import ExpertSource, Slab
@@ -138,14 +138,10 @@ def load_on_emulated_device(
         open_stores,
     )
     modules = experts_modules_of(model)
-    for number, (card, stores) in enumerate(zip(cards, opened, strict=True)):
-        own = [modules[layer] for layer in card.layers]
-        for module in own:
-            module.store, module.card = stores[0], here if number else None
-        if misses != "device":
-            open_misses(own, *stores, bind_slots(experts))
-            for module in own if misses == "all-on-cpu" else ():
-                module.misses.speeds = ComputesAll()
+    give_stores(cards, opened, modules, None if misses == "device" else bind_slots(experts))
+    for module in modules if misses == "all-on-cpu" else ():
+        assert module.misses is not None
+        module.misses.speeds = ComputesAll()
     capture_decoding(model, modules)
     model._steps._stores = [store for stores in opened for store in stores]
     facts = dataclasses.replace(facts, host_plan=plans["host"], device_plan=plans["device"])

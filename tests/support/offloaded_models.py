@@ -1,5 +1,6 @@
 """A small model of `MoELayer`s, in memory and offloaded, and the steps that both are trained by."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,7 +149,10 @@ def offloaded(
         **options,
     )
     if resume is not None:
-        training.load_state_dict(resume)
+        with contextlib.ExitStack() as refused:
+            refused.callback(training.close)
+            training.load_state_dict(resume)
+            refused.pop_all()
     return training
 
 

@@ -87,6 +87,10 @@ def test_named_files_are_held_out_and_a_separator_divides_a_file(tmp_path):
     source = SourceConfig(files=("a.txt",), held_out_files=("b.*",))
     corpus = corpus_of(tmp_path, source, data_config(separator="<end>"))
     assert corpus == Corpus(("one", "two", "three"), ("four",))
+    among = SourceConfig(files=("*.txt",), held_out_files=("b.*",))
+    assert corpus_of(tmp_path, among, data_config(separator="<end>")) == corpus
+    with pytest.raises(ValueError, match="all of its files are held out"):
+        corpus_of(tmp_path, SourceConfig(files=("b.txt",), held_out_files=("*",)), data_config())
 
 
 def test_a_file_that_two_patterns_name_is_read_once(tmp_path):

@@ -42,7 +42,7 @@ from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeError
 from moe_runtime.training.finetune.checkpoint_model import take_adapters, write_adapters
 from moe_runtime.training.finetune.finetune_run import FinetunePreparation, finish, prepare, start
-from moe_runtime.training.finetune.settings import LoraConfig
+from moe_runtime.training.finetune.settings import FinetuneConfig, LoraConfig
 
 KINDS = ("gpt_oss-mxfp4", "deepseek_v3-int4", "planes", "qwen2moe-mixed.gguf")
 LONG_KINDS = (
@@ -300,6 +300,25 @@ def test_what_would_change_frozen_weights_is_refused(
         (line,) = [line for line in shown.splitlines() if "error:" in line]
         assert expected in line
         assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_that_would_round_frozen_weights_is_refused(tmp_path: Path) -> None:
+    """Of a float32 checkpoint; with float32 products, what has no adapter keeps its bits."""
+    folder = checkpoint_of(MIXTRAL, tmp_path / "first")
+
+    def merging(precision: str, export: str) -> FinetuneConfig:
+        run = {"precision": precision, "steps": 1, "output": str(tmp_path / precision)}
+        lora = {"rank": 2, "places": ["attention"]}
+        return config_of(folder, tmp_path, run=run, lora=lora, merge=True, export_dtype=export)
+
+    for export in ("auto", "float16", "float32"):
+        with pytest.raises(ValueError, match="merge would write it rounded"):
+            prepare(merging("bfloat16", export))
+    prepare(merging("bfloat16", "bfloat16"))
+    _, summary = finetuned(merging("float32", "auto"))
+    first, merged = (load_file(f / "model.safetensors") for f in (folder, Path(summary["model"])))
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, first[name]) == ("self_attn" not in name), name
 
 
 def test_the_command_says_where_adapters_are(

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from chat_formats import CONVERSATION, FORMATS, HERMES, HERMES_WRITTEN, TOOLS, WITH_TOOLS, Format
-from finetuning_runs import MIXTRAL, checkpoint_of, config_of, resident, run_losses, train
+from finetuning_runs import (
+    MIXTRAL,
+    PARTS,
+    SEQUENCES,
+    checkpoint_of,
+    config_of,
+    resident,
+    run_losses,
+    train,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_families import FAMILIES, Family
@@ -22,6 +31,7 @@ from torch.nn.functional import cross_entropy
 from moe_runtime.cli.main import main
 from moe_runtime.errors import CheckpointError, MoERuntimeWarning
 from moe_runtime.inference.routing_replay import encode_routing, replay_routing
+from moe_runtime.lab.traces import read_trace
 from moe_runtime.training.data import looks_like_chat
 from moe_runtime.training.examples import (
     PADDING,
@@ -77,6 +87,18 @@ def test_tools_and_earlier_answers():
     assert found == written(CHAT, {"messages": joined})
 
 
+def test_answers_of_weight_zero_are_read_alone():
+    for form in (CHAT, FORMATS["marked"]):
+        assert form.written.count("[[") > 1
+        weights = iter((0, 1))
+        messages = [
+            {**own, "weight": next(weights, 1)} if own["role"] == "assistant" else own
+            for own in CONVERSATION
+        ]
+        expected = form.written.replace("[[", "", 1).replace("]]", "", 1)
+        assert written(form, {"messages": messages}) == expected
+
+
 def test_other_kinds_of_records():
     assert written(CHAT, {"prompt": "2+2=", "completion": "4"}) == "2+2=[[4<|im_end|>]]"
     assert written(CHAT, {"text": "a b"}) == "a[[ b<|im_end|>]]"
@@ -97,6 +119,16 @@ def test_other_kinds_of_records():
         *(
             ({"messages": [{"role": "user", "content": own}]}, f"message 1 has .*not text: {came}")
             for own, came in [(["a", {"type": "image"}], "{'type': 'image'}"), (3, "3")]
+        ),
+        ({"messages": CONVERSATION[1:]}, "here: begins with an answer"),
+        ({"messages": [{**CONVERSATION[0], "weight": 2}]}, "message 1 has a weight of 2"),
+        ({"messages": CONVERSATION, "tools": 5}, "expected a list as tools, got 5"),
+        *(
+            (
+                {"messages": CONVERSATION, "chat_template_kwargs": own},
+                f"chat_template_kwargs {came}",
+            )
+            for own, came in [([1], "must be an object"), ({"tokenize": 1}, "cannot set tokenize")]
         ),
         (
             {"prompt": "x"},
@@ -300,6 +332,23 @@ def test_every_target_of_a_step_counts_the_same(tmp_path):
             total += float(cross_entropy(logits, targets, reduction="sum"))
             count += int((targets >= 0).sum())
     assert found == [pytest.approx(total / count, rel=1e-5)]
+
+
+def test_a_trace_has_documents_and_no_padding(tmp_path):
+    file = tmp_path / "routing.npz"
+    run = {"trace": str(file), "steps": 2, "trace_steps": 2}
+    config = chat_config(MIXTRAL, tmp_path, run=run)
+    trainer = start(prepare(config), resume=False)
+    train(trainer, stop_after=2)
+    trainer.close()
+    trace, windows = read_trace(file), torch.from_numpy(prepare(config).batches.draw(2 * SEQUENCES))
+    parts = [trimmed(part)[:, :-1].numpy() for part in windows.chunk(2 * PARTS)]
+    tokens = np.concatenate([part[part[..., 2] != PADDING] for part in parts])
+    assert len(tokens) < sum(part[..., 0].size for part in parts)
+    assert trace.token_id.tolist() == tokens[:, 0].tolist()
+    assert trace.token_position.tolist() == tokens[:, 1].tolist()
+    assert trace.token_request.tolist() == (np.cumsum(tokens[:, 1] == 0) - 1).tolist()
+    assert (trace.expert_ids != trace.absent).all()
 
 
 def test_records_go_on_to_the_bit(tmp_path):

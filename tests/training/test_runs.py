@@ -149,6 +149,15 @@ def test_a_resumed_run_must_be_the_same_run(finished, capsys):
     line = error_of(capsys, finished, "--resume", "--set", "run.steps=1")
     rules.write_text(text)
     assert "text of source 'rules'" in line
+    tables = finished.read_text().partition("[data.sources.tales]")
+    tales, rest = tables[2].split("[data.sources.rules]")
+    rules, tokenizer = rest.split("[tokenizer]")
+    other = finished.with_name("other-order.toml")
+    other.write_text(
+        f"{tables[0]}[data.sources.rules]{rules}[data.sources.tales]{tales}[tokenizer]{tokenizer}"
+    )
+    line = error_of(capsys, other, "--resume", "--set", "run.steps=1")
+    assert "data.sources in the order 'tales', 'rules', now it is 'rules', 'tales'" in line
 
 
 def test_a_run_starts_from_exported_weights(tmp_path, capsys):

@@ -171,7 +171,7 @@ def replay(
             capacities=(
                 usual_capacities(recorded.signature, scope)
                 if capacity is None
-                else parse_shares(capacity)
+                else list(dict.fromkeys(parse_shares(capacity)))
             ),
             scope=scope,
             adaptive=shares == "adaptive",

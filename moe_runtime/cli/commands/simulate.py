@@ -307,7 +307,7 @@ def serve(
                 found.append(
                     {
                         "num_ranks": num_ranks,
-                        "requests_per_s": asked.rate,
+                        "requests_per_s": factor if recorded is None else asked.rate,
                         "tokens_per_s": served.tokens_per_s,
                         "first_token_s": first,
                         "between_tokens_s": between,

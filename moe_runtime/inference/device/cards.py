@@ -147,6 +147,22 @@ def open_cards(
     return found
 
 
+def give_stores(
+    cards: Sequence[Card], opened: Sequence[Stores], modules: Sequence[Any], bind: Any
+) -> None:
+    """Gives each layer the store of its card; with ``bind`` the CPU may compute missing experts."""
+    for card, tiers in zip(cards, opened, strict=True):
+        own = [modules[layer] for layer in card.layers]
+        for module in own:
+            module.store = tiers[0]
+            if card is not cards[0]:
+                module.card = card.place
+        if bind is not None:
+            from moe_runtime.inference.device.misses import open_misses
+
+            open_misses(own, *tiers, bind)
+
+
 def _policy_of(
     new_policy: Callable[[MemoryPlan], LayerShares], layers: Sequence[int], plan: MemoryPlan
 ) -> LayerShares:

@@ -617,7 +617,10 @@ class FetchedExperts(_OneGraph):
 
 
 class ExpertsInParts:
-    """A step in several graphs; the host queues a layer's misses between two of them."""
+    """A step in several graphs; the host queues a layer's misses between two of them.
+
+    Over several GPUs it stays so, and waits for no layer whose experts are all resident.
+    """
 
     is_over = is_one_graph = False
     way = "cut_steps"
@@ -659,6 +662,7 @@ class ExpertsInParts:
         are_all = [layer.replay() for layer in self._layers]
         last.replay()
         if not self._may_be_one_graph:
+            self.is_one_graph = all(are_all) and all(map(_is_quiet, self._modules))
             return True
         if all(are_all) and all(map(_is_quiet, self._modules)):
             self.is_over = all(each.are_all for each in self._found())

@@ -126,7 +126,7 @@ class _Score:
                 if hidden_BLD is not None:
                     contexts.hidden = hidden_BLD[:, now] if now >= 0 else None
                 self._add_layer(
-                    place, layer, contexts, self._estimator.estimate(contexts, now, layer)
+                    place, layer, contexts, self._estimator.checked_estimate(contexts, now, layer)
                 )
 
     def _add_layer(self, place: int, layer: int, contexts: Contexts, chance_BE: np.ndarray) -> None:

@@ -72,6 +72,11 @@ class Experiment:
             raise ValueError(
                 "modelled time knows one size of all experts; leave out one of the two"
             )
+        if self.reset_per_sequence and self.machine is not None:
+            raise ValueError(
+                "reset empties the cache at each request, and modelled time (bandwidth) goes on "
+                "over all of them; leave out one of the two"
+            )
         if asked and self.predictor is None:
             raise ValueError("policy 'predicted' needs a predictor; give --predictor too")
 

@@ -3,12 +3,12 @@
 The policy, the predictor and the admission of guesses are the objects that run live.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import cast
 
 from moe_runtime.lab.traces.workload import Workload
-from moe_runtime.policies.eviction import EvictionPolicy
+from moe_runtime.policies.eviction import EvictionPolicy, LayerShares
 from moe_runtime.policies.prediction.base import Predictor
 from moe_runtime.policies.prefetch import Admission, Controller, PrefetchRules, StepCost, num_needed
 from moe_runtime.types import ExpertKey
@@ -299,11 +299,20 @@ class _Replay:
         """Finds a slot for an expert, evicting another if needed; whether there is one."""
         if self._room() > reserved or self._drop_stale_guess():
             return True
-        victim = self._policy.checked_victim(lambda held: may_go(cast(ExpertKey, held)), incoming)
+        victim = self._victim(lambda held: may_go(cast(ExpertKey, held)), incoming, reserved)
         if victim is None or (not is_guess and self._policy.declines(incoming, victim)):
             return False
         self._policy.remove(victim)
         return True
+
+    def _victim(
+        self, may_go: Callable[[Hashable], bool], incoming: ExpertKey, reserved: int
+    ) -> ExpertKey | None:
+        """The policy's victim; slots reserved for experts of the event are of its layer's share."""
+        policy, victim = self._policy, None
+        if isinstance(policy, LayerShares) and policy.room(incoming.layer) <= reserved:
+            victim = policy.victim_within(incoming.layer, may_go, incoming)
+        return policy.checked_victim(may_go, incoming) if victim is None else victim
 
     def _room(self) -> int:
         return self._num_slots - len(self._policy) - len(self._guesses)

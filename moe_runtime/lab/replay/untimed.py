@@ -65,6 +65,11 @@ def replay_demand(
     sizes: Mapping[ExpertKey, int] | None = None,
 ) -> DemandReplay:
     """Replays without prefetching: every miss is loaded on demand."""
+    if reset_per_sequence and workload.has_mixed_steps:
+        raise ValueError(
+            "reset empties the cache at the beginning of each request, and a step of this trace "
+            "has tokens of several; leave out one of the two"
+        )
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
     counted = None
     if sizes is None:

@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -147,7 +147,7 @@ class SimulatedSteps:
         Args:
             tokens: of each rank.
             context: tokens of each rank whose keys and values are read.
-            is_training: forward and backward.
+            is_training: forward, forward again, and backward.
         """
         read_s = context * self.model.kv_bytes_per_token / self.cluster.memory_bytes_per_s
         if tokens <= 0:
@@ -164,11 +164,16 @@ class SimulatedSteps:
             schedules = [LayerSchedule()]
             if self.cluster.num_nodes > 1 and self.cluster.local_ranks > 1:
                 schedules.append(LayerSchedule(hierarchical=True))
-            # A backward pass has twice the products, and sends gradients as the other sends rows.
-            layers = [self._layer(tokens, products) for products in (1, 2)[: 1 + is_training]]
+            # Training computes a layer, computes it again for the backward pass, and goes back with
+            # twice the products; gradients travel as rows do.
+            layers = {1: 2, 2: 1} if is_training else {1: 1}  # passes by their products
             seconds = sum(
-                min(predict_layer(self.cluster, layer, one).layer_s for one in schedules)
-                for layer in layers
+                passes
+                * min(
+                    predict_layer(self.cluster, self._layer(tokens, products), one).layer_s
+                    for one in schedules
+                )
+                for products, passes in layers.items()
             )
             self._known[key] = self.model.num_layers * seconds
         return self._known[key]
@@ -232,7 +237,8 @@ class Arrivals:
 
     @property
     def rate(self) -> float:
-        return len(self.at_s) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+        """Requests a second; 0 of a single one."""
+        return (len(self.at_s) - 1) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
 
 
 def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
@@ -244,7 +250,9 @@ def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
         try:
             columns = reader.fieldnames or ()
             for row in reader if set(names) <= set(columns) else ():
-                at_s = datetime.fromisoformat(row[names[0]][:26]).timestamp()
+                at = datetime.fromisoformat(row[names[0]][:26])
+                # a time zone of this machine may have hours that come twice
+                at_s = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
                 prompt, new = (max(1, int(row[name])) for name in names[1:])
                 if max(prompt, new) > MOST_TOKENS:
                     raise ValueError
@@ -529,15 +537,15 @@ def simulate_training(
     dense, experts = of_stage.dense_parameters, steps.expert_bytes / model.bytes_per_weight
     held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
-    # a backward pass has twice the products
+    # a backward pass begins with another forward pass, and has twice the products
     transfer_s = math.inf
     if cluster.host_bytes_per_s is not None:
         transfer_s = of_stage.num_layers * inputs / cluster.host_bytes_per_s
     held_micro_batches = most_held(
         stages,
         layout.micro_batches,
-        forward_s=micro_batch_s / 3,
-        backward_s=2 * micro_batch_s / 3,
+        forward_s=micro_batch_s / 4,
+        backward_s=3 * micro_batch_s / 4,
         transfer_s=transfer_s,
     )
     # the first micro-batch is in the working share

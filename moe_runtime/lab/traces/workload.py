@@ -76,6 +76,12 @@ class Workload:
         begins = np.flatnonzero(np.diff(request, prepend=-1))
         return np.unique(np.searchsorted(self.step, begins)).tolist()
 
+    @property
+    def has_mixed_steps(self) -> bool:
+        """Whether a step has tokens of several requests."""
+        changes = np.flatnonzero(np.diff(self.trace.token_request)) + 1
+        return not np.isin(changes, self.trace.step_start).all()
+
     @cached_property
     def _ended(self) -> dict[int, list[int]]:
         """Requests by the first event after their last ones."""

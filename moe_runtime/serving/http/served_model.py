@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moe_runtime.errors import blamed_on
-from moe_runtime.inference.generation import end_token_ids, stop_strings_of, warn_of_unused
+from moe_runtime.inference.generation import (
+    end_token_ids,
+    in_known_roles,
+    stop_strings_of,
+    takes_later_systems,
+    template_names,
+    template_source,
+    warn_of_unused,
+)
 from moe_runtime.inference.pictures import PictureReader
 from moe_runtime.serving.engine import Engine
 from moe_runtime.serving.http.answer_text import Vocabulary, is_harmony, reasoning_marks_of
@@ -52,14 +59,13 @@ class ChatTemplate:
         # Some tokenizers render without Jinja.
         own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         self._process = None if own else process
-        found = tokenizer.chat_template
-        self._source = found if isinstance(found, str) else "\n".join(found.values())
+        self._source = template_source(tokenizer)
         self.is_harmony = is_harmony(self._source)
         self.reasoning = None if self.is_harmony else reasoning_marks_of(self._source)
         self.tools = None if self.is_harmony else tool_format_of(self._source)
 
     def knows(self, variable: str) -> bool:
-        return re.search(rf"\b{re.escape(variable)}\b", self._source) is not None
+        return template_names(self._source, variable)
 
     def render(
         self,
@@ -83,9 +89,7 @@ class ChatTemplate:
         if tools and not self.knows("tools"):
             raise unsupported("tools", "this model's chat template has none")
         conversation = [self._plain(message, at) for at, message in enumerate(messages)]
-        plainer = _with_systems_first(conversation)
-        if plainer != conversation and not self._takes_later_systems:
-            conversation = plainer
+        conversation = in_known_roles(conversation, self._source, lambda: self._takes_later_systems)
         given |= {
             "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
             "add_generation_prompt": add_generation_prompt,
@@ -115,11 +119,10 @@ class ChatTemplate:
 
     @cached_property
     def _takes_later_systems(self) -> bool:
-        # Some templates refuse system messages after the first message, or omit them.
-        turns = (("system", "first"), ("user", "Hi"), ("system", "later"), ("user", "Hi"))
         with contextlib.suppress(ApiError):
-            tried = [{"role": role, "content": text} for role, text in turns]
-            return "later" in self.write(tried, tools=None, add_generation_prompt=True)
+            return takes_later_systems(
+                lambda tried: self.write(tried, tools=None, add_generation_prompt=True)
+            )
         return False
 
     def opens_reasoning(self, prompt: str) -> bool:
@@ -130,8 +133,6 @@ class ChatTemplate:
 
     def _plain(self, message: Message, at: int) -> dict[str, Any]:
         plain = message.model_dump(exclude_none=True)
-        if message.role == "developer" and not self.knows("developer"):
-            plain["role"] = "system"
         content = message.content
         if self.is_harmony and message.reasoning_content and not (content and message.tool_calls):
             # gpt-oss's template has its own name, and accepts only one of the two with calls.
@@ -146,36 +147,13 @@ class ChatTemplate:
         return plain
 
 
-def _with_systems_first(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merges the first system messages; later ones become messages of the user."""
-    found: list[dict[str, Any]] = []
-    for message in conversation:
-        if message["role"] not in ("system", "developer"):
-            found.append(message)
-            continue
-        last = found[-1] if found else None
-        is_first = last is None or (len(found) == 1 and last["role"] in ("system", "developer"))
-        if last is not None and (is_first or last["role"] == "user"):
-            before, added = last["content"], message["content"]
-            is_text = isinstance(before, str)
-            joined = f"{before}\n\n{added}" if is_text else [*before, _text_part(added)]
-            found[-1] = {**last, "content": joined}
-        else:
-            found.append(message if is_first else {**message, "role": "user"})
-    return found
-
-
-def _text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
 def _parts(content: Sequence[TextPart | ImagePart]) -> str | list[dict[str, str]]:
     """Content for templates: one text, or parts if there are pictures."""
     texts = [part.text for part in content if isinstance(part, TextPart)]
     if len(texts) == len(content):
         return "\n".join(texts)
     return [
-        _text_part(part.text) if isinstance(part, TextPart) else {"type": "image"}
+        {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
         for part in content
     ]
 

@@ -417,7 +417,15 @@ def prepare(
     in_experts = sum(
         m.module.get_parameter(name).numel() for m in experts.modules for name in m.parameters
     )
-    is_merged = config.lora is None or config.merge
+    exporter = None
+    if config.lora is None or config.merge:
+        exporter = LikeCheckpoint(model, checkpoint, experts)
+        if exporter.rounded and config.export_dtype != config.run.precision:
+            raise ValueError(
+                f"{exporter.rounded[0]} has more digits in the checkpoint than in bfloat16, and "
+                "merge would write it rounded: give precision float32, or the export dtype "
+                "bfloat16, or leave merge out"
+            )
     idle = 1 - signature.top_k / signature.num_experts
     return FinetunePreparation(
         config=config,
@@ -430,7 +438,7 @@ def prepare(
         model=model,
         experts=experts,
         tokenizer=tokenizer,
-        exporter=LikeCheckpoint(model, checkpoint, experts) if is_merged else None,
+        exporter=exporter,
         sites=sites,
         memory=memory,
         ranks=ranks or OneRank(),
@@ -472,20 +480,23 @@ def start(
     torch.manual_seed(config.run.seed)
     if config.lora is not None:
         optimizer = _frozen(preparation)
-        if config.lora.start is not None and found is None:
-            take_adapters(config.lora.start, model, preparation.sites, config.lora)
     else:
         optimizer = _offloaded(preparation, resumes=found is not None)
-    trainer = Trainer(
-        preparation,
-        CheckpointModel(model),
-        optimizer,
-        sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
-        ranks=ranks,
-        trace=_open_trace(preparation, 0 if found is None else found[1].step),
-    )
-    if found is not None:
-        trainer.resume(*found)
+    with ExitStack() as refused:
+        refused.callback(optimizer.close)
+        if config.lora is not None and config.lora.start is not None and found is None:
+            take_adapters(config.lora.start, model, preparation.sites, config.lora)
+        trainer = Trainer(
+            preparation,
+            CheckpointModel(model),
+            optimizer,
+            sinks=preparation.open_sinks(found) if ranks.rank == 0 else (),
+            ranks=ranks,
+            trace=_open_trace(preparation, 0 if found is None else found[1].step),
+        )
+        if found is not None:
+            trainer.resume(*found)
+        refused.pop_all()
     return trainer
 
 

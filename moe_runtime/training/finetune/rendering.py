@@ -35,6 +35,7 @@ from moe_runtime.training.data import (
     looks_like_chat,
     place_of,
     tokenizer_identity,
+    training_files,
 )
 from moe_runtime.training.examples import Examples
 from moe_runtime.training.finetune.records import as_json, read_records
@@ -52,6 +53,14 @@ class Encoded(NamedTuple):
     routing: npt.NDArray[np.int16] | None = None
 
 
+_NO_VARIABLES = frozenset(
+    (
+        *("conversation", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Parameters of `apply_chat_template` that are no variables of a template."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
@@ -172,11 +181,19 @@ class Renderer:
                 f"{place}: has messages, and the model's tokenizer has no chat template; write "
                 "them as prompt and completion"
             )
-        answers = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
-        if not answers:
+        said = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+        if not said:
             raise ValueError(f"{place}: has no message of the assistant, so nothing to train on")
+        weights = [message.pop("weight", 1) for message in messages]
+        answers = [number for number in said if weights[number]]
         tools = as_json(record.get("tools"), place, "tools") or None
+        if not isinstance(tools, list | None):
+            raise ValueError(f"{place}: expected a list as tools, got {clipped(tools)}")
         settings = as_json(record.get("chat_template_kwargs"), place, "chat_template_kwargs") or {}
+        if not isinstance(settings, dict):
+            raise ValueError(f"{place}: chat_template_kwargs must be an object of variables")
+        if own := sorted(_NO_VARIABLES & settings.keys()):
+            raise ValueError(f"{place}: chat_template_kwargs cannot set {own[0]}, only variables")
         failing = f"{place}: the chat template cannot be used"
         with blamed_on(failing):
             template = self._tokenizer.get_chat_template(tools=tools)
@@ -186,7 +203,8 @@ class Renderer:
                     messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True,
                     tokenizer_kwargs={"verbose": False}, **settings,
                 )  # fmt: skip
-            return list(found["input_ids"]), [bool(own) for own in found["assistant_masks"]]
+            marks = found["assistant_masks"]
+            return list(found["input_ids"]), _weighted(place, marks, [weights[n] for n in said])
 
         def render(part: Sequence[Mapping[str, Any]], begins: bool) -> str:
             with blamed_on(failing):
@@ -194,6 +212,11 @@ class Renderer:
                     part, tools=tools, tokenize=False, add_generation_prompt=begins, **settings
                 )
 
+        if answers[:1] == [0]:
+            raise ValueError(
+                f"{place}: begins with an answer, which can be told from the rest only in a "
+                "template with marks; begin with a message of the user, or give it a weight of 0"
+            )
         prefixes = _Prefixes(render, messages, place)
         return self._by_prefixes(prefixes.whole, [prefixes.answer(number) for number in answers])
 
@@ -217,6 +240,20 @@ class Renderer:
                 trained.append(True)
             trained[low:high] = [True] * (high - low)
         return ids, trained
+
+
+def _weighted(place: str, marks: Sequence[int], weights: Sequence[float]) -> list[bool]:
+    """Marked tokens are targets, except those of answers with a weight of 0."""
+    begins = np.diff(marks, prepend=0) > 0
+    if not all(weights) and begins.sum() != len(weights):
+        raise ValueError(
+            f"{place}: the chat template marks {begins.sum()} parts of {len(weights)} answers, so "
+            "those with a weight of 0 cannot be told from the others"
+        )
+    answer = np.cumsum(begins) - 1
+    return [
+        bool(own and (all(weights) or weights[n])) for own, n in zip(marks, answer, strict=True)
+    ]
 
 
 def parts_of(tokenizer: Any, examples: Examples, number: int) -> list[tuple[str, bool]]:
@@ -309,6 +346,11 @@ def _messages(place: str, given: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{place}: message {number} has no role; expected role and content")
         found.append(message := {n: v for n, v in message.items() if v is not None})
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(
+                f"{place}: message {number} has a weight of {clipped(message['weight'])}, expected "
+                "0 (not trained on) or 1"
+            )
         if "content" in message:
             message["content"] = _joined(f"{place}: message {number}", message["content"])
         if calls := as_json(message.get("tool_calls"), place, "tool_calls"):
@@ -363,9 +405,9 @@ def encode_records(
         keeps: write new ones there.
     """
     source = data.sources[name]
+    files = [training_files(name, source, Path()), find_files(name, source.held_out_files, Path())]
     path = None
     if cache is not None:
-        files = [find_files(name, own, Path()) for own in (source.files, source.held_out_files)]
         asked = [
             _FORMAT,
             renderer.identity(),
@@ -382,11 +424,10 @@ def encode_records(
             _warn_of(notes)
             return _streams(sides, shares_rows)
     notes = []
-    training = _fitting(find_files(name, source.files, Path()), renderer, data.context, notes)
+    training = _fitting(files[0], renderer, data.context, notes)
     held_out: list[Encoded] = []
     if source.held_out_files:
-        paths = find_files(name, source.held_out_files, Path())
-        held_out = _fitting(paths, renderer, data.context, notes)
+        held_out = _fitting(files[1], renderer, data.context, notes)
     elif data.held_out_share:
         places = [place_of(own.ids.astype(np.int64).tobytes()) for own in training]
         both = list(zip(places, training, strict=True))
@@ -412,7 +453,7 @@ def _streams(documents: Sequence[Sequence[Encoded]], shares_rows: bool) -> Token
     return TokenStreams(sides[0], sides[1], found)
 
 
-_FORMAT = 2
+_FORMAT = 3
 """Of cached rows, and of the way from records to rows: another format renders again."""
 _TARGET = 1 << 31
 """Marks an id that is a target."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_runtime.config import format_bytes
 from moe_runtime.errors import CapacityError, CheckpointError
+from moe_runtime.files import locked
 from moe_runtime.memory.reads import Block, ReadQueue, Transfer
 from moe_runtime.memory.source import READ_BYTES, CheckpointFile, host_view
 from moe_runtime.training.offload.records import (
@@ -147,13 +148,14 @@ class RecordPart:
 
 
 OpenFile = Callable[[Path, int, int], RecordFile]
+_LOCK_FILE = "experts.lock"
 
 
 class Disk:
     """Versions of records in `experts-*.records`, waiting gradients in `gradients-*.scratch`.
 
     Args:
-        folder: of the files; it must exist.
+        folder: of the files; it must exist, and no other training may use it.
         layouts: of every expert's record; each size of record has a file.
         open_file: opens the files, in tests.
 
@@ -180,6 +182,15 @@ class Disk:
         self._parked: dict[ExpertKey, str] = {}
         numbers = Counter(layout.state_bytes for layout in layouts.values())
         with contextlib.ExitStack() as opened:
+            try:
+                opened.enter_context(locked(folder / _LOCK_FILE))
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"storage_dir {folder}: another training has its experts there; close it, or "
+                    "name another folder"
+                ) from None
+            except OSError as error:
+                raise CheckpointError(f"cannot open {folder}: {error.strerror}") from None
             for layout in layouts.values():
                 size = layout.state_bytes
                 if size not in self.files:
@@ -187,7 +198,7 @@ class Disk:
                     file = self.files[size] = self._open(path, size, numbers[size])
                     opened.callback(file.close)
             self._queue = ReadQueue(io_threads)
-            opened.pop_all()
+            self._opened = opened.pop_all()
 
     def read(self, part: RecordPart, read: Transfer) -> None:
         """Starts a read; the thread that reads the last block checks the digests."""
@@ -220,8 +231,9 @@ class Disk:
 
     def close(self) -> None:
         self._queue.close()
-        for file in self._all_files():
+        for file in self._scratch.values():
             file.close()
+        self._opened.close()
 
     def _all_files(self) -> list[RecordFile]:
         return [*self.files.values(), *self._scratch.values()]

@@ -312,9 +312,10 @@ class FrozenExpertsExecutor(LayerExecutor):
         return calls, [call.output() for call in calls]
 
     def backward(
-        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor], *, learns: bool
     ) -> list[tuple[Tensor, Tensor]]:
         """As `LayerExecutor.backward`; the adapters accumulate their gradients."""
+        assert learns, "`AdapterTraining.backward` calls `backward` of losses"
         self._go_back(layer)
         # the next window begins with the last layer of this backward pass
         before = self.visits.layers[-1][1] if self.visits.layers else None

@@ -329,17 +329,21 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         self._require_open()
         if self._final_rate is not None:
             raise RuntimeError("backward was called twice before step; give is_last=False at first")
-        self._executor.visits.require_own_gradients()
+        before = self._executor.visits
+        before.require_open()
         rate = self._rate if rate is None else rate
         self._final_rate = rate if is_last else None
-        self._executor.visits = Visits(rate=self._final_rate)
+        visits = Visits(rate=self._final_rate, went_back=before.went_back)
+        self._executor.visits = visits
         self._is_scaled = True
         work = [partial(self._part, part) for part in parts]
         try:
-            return run_window(self.model, work, self._modules)
+            losses = run_window(self.model, work, self._modules)
         except BaseException:
             self.discard()
             raise
+        visits.is_final = is_last and not self._settings.waits_for_norm
+        return losses
 
     def step(  # type: ignore[override]
         self, rate: float | Callable[[], Any] | None = None
@@ -390,7 +394,9 @@ class OffloadedTraining(ExpertTraining, torch.optim.Optimizer):
         dense_norm = self.dense.norm()
         bad_dense = () if math.isfinite(dense_norm) else self.dense.bad_gradients()
         own_bad = list(self.optimizer.bad_experts)
-        norm, scale, is_skipped = self.optimizer.take_step(rate, dense_norm, bool(bad_dense))
+        norm, scale, is_skipped = self.optimizer.take_step(
+            rate, dense_norm, bool(bad_dense), self._executor.visits.went_back
+        )
         bad: tuple[str, ...] = ()
         if is_skipped:
             bad = self._names_everywhere(own_bad) + bad_dense

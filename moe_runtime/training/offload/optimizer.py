@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _KINDS = {
     "last_norm": AMOUNT.or_none(),
     "loss_scale": MAPPING,
 }
+_MISSED = {"missed": COUNT.listed().named()}  # older versions kept none
 
 
 class ExpertOptimizer:
@@ -64,6 +66,8 @@ class ExpertOptimizer:
         self._mean = 1 / processes.loss_parts
         self._rates: list[float] = []
         self._scales: list[float] = []
+        # steps in which a layer had no part: its parameters had no gradients, not gradients of zero
+        self._missed: dict[int, list[int]] = {key.layer: [] for key in records.experts}
         self._norms: dict[ExpertKey, float] = {}
         self._last_norm: float | None = None
         self._uses = UseCounts(records.experts)
@@ -106,17 +110,19 @@ class ExpertOptimizer:
             self.bad_experts.append(key)
         if rate is not None and self.updates_in_backward(key):
             self._update(key, record, rate, self._mean * self._scale(self._last_norm))
+            self.records.forget_gradient(key)  # an earlier part's, now in the sum
         else:
             self.records.park_gradient(key)
             self.records.release(key, has=Sections.GRADIENT)
 
     def take_step(
-        self, rate: float, dense_norm: float, dense_is_bad: bool
+        self, rate: float, dense_norm: float, dense_is_bad: bool, layers: Collection[int]
     ) -> tuple[float, float, bool]:
         """Takes the step of experts whose gradients wait, or rolls all of it back; collective.
 
         Args:
             dense_norm: norm of the other parameters' gradients, with the loss scale.
+            layers: those that a backward pass went through. AdamW leaves the others alone.
 
         Returns:
             Global norm of the gradients, the factor for the other parameters' gradients, and
@@ -140,6 +146,9 @@ class ExpertOptimizer:
                 self.records.forget_gradient(key)
             self._await_device()
             self.records.commit()
+            if not self._settings.is_delayed(self.step):
+                for layer in self._missed.keys() - layers:
+                    self._missed[layer].append(self.step)
             self._rates.append(rate)
             self._scales.append(own_scale)
             self.step += 1
@@ -185,10 +194,11 @@ class ExpertOptimizer:
             "scales": list(self._scales),
             "last_norm": self._last_norm,
             "loss_scale": self.loss_scale.state_dict(),
+            "missed": {str(layer): list(steps) for layer, steps in self._missed.items() if steps},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require_kinds(state, _KINDS, "the checkpoint's steps")
+        require_kinds(state, _KINDS, "the checkpoint's steps", optional=_MISSED)
         if not state["step"] == len(state["rates"]) == len(state["scales"]):
             raise CheckpointError(
                 f"the checkpoint has {len(state['rates'])} rates and {len(state['scales'])} scales "
@@ -196,6 +206,16 @@ class ExpertOptimizer:
             )
         if (state["last_norm"] is None) != (state["step"] == 0):
             raise CheckpointError(f"the checkpoint's last_norm is {state['last_norm']}")
+        missed = {str(layer): list[int]() for layer in self._missed} | state.get("missed", {})
+        for layer, steps in missed.items():
+            is_sound = layer.isdecimal() and int(layer) in self._missed
+            if (
+                not is_sound
+                or sorted({*steps}) != [*steps]
+                or max(steps, default=-1) >= state["step"]
+            ):
+                raise CheckpointError(f"the checkpoint's missed steps of layer {layer} are {steps}")
+        self._missed = {int(layer): [*steps] for layer, steps in missed.items()}
         self.step, self._last_norm = state["step"], state["last_norm"]
         self._rates = [float(rate) for rate in state["rates"]]
         self._scales = [float(scale) for scale in state["scales"]]
@@ -224,7 +244,7 @@ class ExpertOptimizer:
         steps = [
             UpdateStep(number, rates[step])
             for step in range(behind, len(rates))
-            if (number := self._settings.update_number(step)) is not None
+            if (number := self._number(key.layer, step)) is not None
         ]
         if self._settings.untouched == "sparse_skip":
             steps = [] if pending is None else [UpdateStep(count + 1, rates[pending + 1])]
@@ -234,6 +254,13 @@ class ExpertOptimizer:
         if steps:
             refreshes = count % self._settings.galore_refresh == 0
             take_steps(layout, record, self._settings, steps, gradient, refreshes=refreshes)
+
+    def _number(self, layer: int, step: int) -> int | None:
+        """The number of a layer's update in a step, from 1; None if it has none."""
+        missed = self._missed[layer]
+        before = bisect_left(missed, step)
+        number = self._settings.update_number(step)
+        return None if number is None or step in missed[before:][:1] else number - before
 
     def _scale(self, norm: float | None) -> float:
         """Factor of gradients as the backward pass makes them."""
@@ -259,7 +286,8 @@ class ExpertOptimizer:
             write_back()
             return
         is_exact = self._settings.untouched == "dense_exact"
-        step = UpdateStep(number if is_exact else expert.count + 1, rate)
+        own = number - len(self._missed[key.layer])
+        step = UpdateStep(own if is_exact else expert.count + 1, rate)
         if scale != 1:
             gradient.mul_(scale)
         refreshes = expert.count % self._settings.galore_refresh == 0

@@ -63,18 +63,25 @@ class Visits:
         layers: layer and its experts for every forward pass whose backward pass will follow.
         num_forwards: forward passes of each layer.
         rate: learning rate if the gradients of this backward pass are final; else None.
-        went_back: a backward pass went through a layer.
+        went_back: layers whose experts got gradients since the last step.
         is_reduced: gradients around the experts are sums over all processes already.
+        is_final: experts on the disk were updated with the gradients of this step.
     """
 
     layers: list[tuple[int, list[ExpertKey]]] = field(default_factory=list)
     num_forwards: Counter[int] = field(default_factory=Counter)
     rate: float | None = None
-    went_back: bool = False
+    went_back: set[int] = field(default_factory=set)
     is_reduced: bool = False
+    is_final: bool = False
 
-    def require_own_gradients(self) -> None:
-        """Refuses to add gradients of one process to the sums of all processes."""
+    def require_open(self) -> None:
+        """Refuses gradients that come after the step's last ones."""
+        if self.is_final:
+            raise UnsupportedUseError(
+                "experts were updated by the last `backward` of this step already: call `step` "
+                "before further gradients, or give is_last=False to all but the last one"
+            )
         if self.is_reduced:
             raise UnsupportedUseError(
                 "the gradients were summed over the processes already, for their norm: ask for it "
@@ -133,9 +140,13 @@ class LayerExecutor(ExpertsExecutor):
 
     @abc.abstractmethod
     def backward(
-        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor]
+        self, layer: int, calls: Sequence[Any], grads_TD: Sequence[Tensor], *, learns: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch."""
+        """The gradients of `x_TD` and `weights_TK` (empty without) of each micro-batch.
+
+        Args:
+            learns: parameters get gradients; False under `torch.autograd.grad` of other tensors.
+        """
 
     def _note_visit(self, layer: int, keys: list[ExpertKey]) -> None:
         self.visits.layers.append((layer, keys))
@@ -148,8 +159,8 @@ class LayerExecutor(ExpertsExecutor):
 
     def _go_back(self, layer: int) -> None:
         """Drops the visits of this and later layers; the layer's backward pass begins."""
-        self.visits.require_own_gradients()
-        self.visits.went_back = True
+        self.visits.require_open()
+        self.visits.went_back.add(layer)
         while self.visits.layers and self.visits.layers[-1][0] >= layer:
             self.visits.layers.pop()
 
@@ -205,19 +216,25 @@ class TrainedExpertsExecutor(LayerExecutor):
         return calls, [call.output() for call in calls]
 
     def backward(
-        self, layer: int, calls: Sequence[StreamedExperts], grads_TD: Sequence[Tensor]
+        self,
+        layer: int,
+        calls: Sequence[StreamedExperts],
+        grads_TD: Sequence[Tensor],
+        *,
+        learns: bool,
     ) -> list[tuple[Tensor, Tensor]]:
         """As `LayerExecutor.backward`; gradients of the experts go to the optimizer."""
         keys = visited(layer, calls)
         rate = self.visits.rate if self.visits.num_forwards[layer] == 1 else None
-        self._go_back(layer)
+        if learns:
+            self._go_back(layer)
         self._records.expect(self._ahead_of_backward(keys))
         for call, grad_TD in zip(calls, grads_TD, strict=True):
             call.begin_backward(grad_TD)
         with self._observed("backward", layer, ()):
             for key in keys:
                 here = [call for call in calls if call.num_rows(key.expert)]
-                self.copies.link.release(self._backward_expert(key, here, rate))
+                self.copies.link.release(self._backward_expert(key, here, rate, learns=learns))
             self.copies.link.finish()
         return [call.input_gradients() for call in calls]
 
@@ -230,15 +247,19 @@ class TrainedExpertsExecutor(LayerExecutor):
             self._records.release(key)
 
     def _backward_expert(
-        self, key: ExpertKey, here: Sequence[StreamedExperts], rate: float | None
+        self,
+        key: ExpertKey,
+        here: Sequence[StreamedExperts],
+        rate: float | None,
+        *,
+        learns: bool,
     ) -> Callable[[], object]:
         """Queues an expert's backward pass; the result releases the record afterwards."""
         layout = self._records.experts[key].layout
-        record = self._optimizer.fetch(
-            key, self._backward_sections(key), writes=bool(layout.trained)
-        )
+        learns = learns and bool(layout.trained)
+        record = self._optimizer.fetch(key, self._backward_sections(key), writes=learns)
         weights = self._weights(key, record, here[0].x_TD)
-        if not layout.trained:
+        if not learns:
             for call in here:
                 call.backward(key.expert, weights, None)
             return partial(self._records.release, key)
@@ -557,13 +578,15 @@ class OffloadedTrainingExperts(AbsentExperts):
 
         return self._meet("forward", entry.x_TD, entry, compute)
 
-    def backward_layer(self, call: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def backward_layer(self, call: Any, grad_TD: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
         """The backward pass, together with the other micro-batches of a window."""
 
         def compute(entries: list[tuple[Any, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-            return self._executor.backward(self.layer, *zip(*entries, strict=True))
+            calls, grads_TD = zip(*entries, strict=True)
+            return self._executor.backward(self.layer, calls, grads_TD, learns=learns)
 
-        return self._meet("backward", grad_TD, (call, grad_TD), compute)
+        kind = "backward" if learns else "gradients of inputs"
+        return self._meet(kind, grad_TD, (call, grad_TD), compute)
 
     def _meet(
         self, kind: str, like: Tensor, entry: Any, compute: Callable[[list[Any]], list[Any]]
@@ -609,6 +632,8 @@ class _OffloadedLayer(torch.autograd.Function):
     )
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.take_tensors(*ctx.saved_tensors)
-        grad_TD, grad_weights_TK = ctx.module.backward_layer(ctx.call, grad)
+        # torch.autograd.grad of other tensors does not execute the node of the anchor's gradient
+        learns = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        grad_TD, grad_weights_TK = ctx.module.backward_layer(ctx.call, grad, learns=learns)
         ctx.call.give_up_tensors()
         return None, grad_TD, grad_weights_TK if ctx.has_weights else None, None, None

@@ -71,6 +71,23 @@ def test_the_same_bits_for_every_division(checkpoint, expected, split, is_warm):
 
 
 @emulated
+def test_texts_end_as_those_of_one_card(checkpoint):
+    """With a step ahead of the host, as no layer waits."""
+    found, settings = [], {"max_new_tokens": 6, "do_sample": False}
+    for split in ((), (12, 12)):
+        with (model := loaded(checkpoint, split, host_slots=EVERY)).moe:
+            warming.read_experts(experts_modules_of(model), None)
+            model.generation_config.eos_token_id = None
+            texts = [model.generate(PROMPT, **settings)]
+            assert experts_modules_of(model)[0].store.recorded.is_one_graph
+            end = int(texts[0][0, PROMPT.shape[1] + 2])
+            texts.append(model.generate(PROMPT, eos_token_id=end, **settings))
+            found.append([*texts, model.generate(THREE, **settings)])
+            model.moe.check()
+    assert all(map(torch.equal, *found))
+
+
+@emulated
 def test_the_cpu_computes_misses_of_every_card(checkpoint):
     found = []
     for split in ((), (8, 8)):

@@ -93,6 +93,7 @@ def test_max_load_sees_a_burst_that_the_mean_hides():
     devices = Devices(num_nodes=1, gpus_per_node=2)
     placement = RoundRobin()(RoutingProfile.from_ids(ids, 2), devices, num_replicas=0)
     score = score_placement(placement, ids, devices, num_windows=4)
+    assert score_placement(placement, ids[:1], devices).mean_max_load == 2.0, "one window, not 32"
     assert score.balancedness == 1
     assert score.max_load == score.mean_max_load == 2
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from http_server import HEAD, TEMPLATE, ScriptedEngine, connected, response, served_engine
 
+from moe_runtime.inference.generation import encode_messages
 from moe_runtime.serving.http.schema import ChatBody, Message, parse_body
 from moe_runtime.serving.http.served_model import ChatTemplate
 from moe_runtime.serving.requests import Finished, GenerationRequest, PromptRead
@@ -107,16 +108,23 @@ _MOVED = "system=A,B user=C,D assistant=E tool=F user=G user=H"
 def test_later_system_messages_are_the_users_where_a_template_takes_none(
     tokenizer, before, after, expected
 ):
-    """Agents send them; Qwen3.5's template refuses them, that of gpt-oss leaves them out."""
+    """Agents send them; Qwen3.5's template refuses them, that of gpt-oss leaves them out. Batches
+    write the same prompts."""
     written = f"{before}{{{{ m.role }}}}={{{{ m.content }}}} {after}"
     source = f"{{% for m in messages %}}{written}{{% endfor %}}"
-    template = ChatTemplate(with_template(tokenizer, source))
+    tokenizer = with_template(tokenizer, source)
+    template = ChatTemplate(tokenizer)
     roles: Any = ["system", "developer", "user", "system", "assistant", "tool", "system", "user"]
     messages = [
         Message(role=role, content=text) for role, text in zip(roles, "ABCDEFGH", strict=True)
     ]
-    found = template.render(messages, add_generation_prompt=False)
-    assert found.replace("\n\n", ",").split() == expected.split()
+    plain = [{"role": role, "content": text} for role, text in zip(roles, "ABCDEFGH", strict=True)]
+    encoded = encode_messages(tokenizer, plain)["input_ids"][0]
+    for found in (
+        template.render(messages, add_generation_prompt=False),
+        tokenizer.decode(encoded),
+    ):
+        assert found.replace("\n\n", ",").split() == expected.split()
 
 
 def test_what_a_client_sent_is_cut_in_messages(staged):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,10 +111,13 @@ def shared(path: str) -> dict[str, Any]:
         }
 
 
-def half_loaded(path: str) -> tuple[str, float]:
-    """The error of a load in which the process that reads the dense weights fails, and seconds."""
+def half_loaded(path: str, is_killed: bool) -> tuple[str, float]:
+    """The error of a load in which the process that reads the dense weights fails, or is killed,
+    and seconds."""
     rank, begun_s = dist.get_rank(), time.monotonic()
     fail = mock.Mock(side_effect=CheckpointError("damaged"))
+    if is_killed:
+        fail.side_effect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     with mock.patch.object(loading, "finish_dense", loading.finish_dense if rank else fail):
         try:
             moe_runtime.load(path, device="cpu", max_tokens=64, group=dist.group.WORLD)
