@@ -53,10 +53,15 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def loaded(
-    checkpoint: Path, slots: int = NUM_EXPERTS, *, is_fused: bool = True, tokens: int = CAPACITY
+    checkpoint: Path,
+    slots: int = NUM_EXPERTS,
+    *,
+    is_fused: bool = True,
+    tokens: int = CAPACITY,
+    cards: tuple[int, ...] = (),
 ) -> Iterator[Any]:
     model = load_on_emulated_device(
-        checkpoint, slots_a_layer=slots, host_slots=12, max_tokens=tokens
+        checkpoint, slots_a_layer=slots, host_slots=12, max_tokens=tokens, card_slots=cards
     )
     if is_fused:
         fuse_steps(model)
@@ -156,18 +161,19 @@ def come_and_go(model: Any, options: EngineOptions, **more: Any) -> list[list[in
 
 @emulated
 @pytest.mark.parametrize(
-    ("slots", "is_fused", "rows", "exact"),
+    ("slots", "is_fused", "rows", "exact", "cards"),
     [
-        (NUM_EXPERTS, True, 4, False),
-        pytest.param(2, False, 2, False, marks=pytest.mark.long),
-        (2, False, 4, True),
+        (NUM_EXPERTS, True, 4, False, ()),
+        pytest.param(2, False, 2, False, (), marks=pytest.mark.long),
+        (2, False, 4, True, ()),
+        pytest.param(NUM_EXPERTS, True, 4, False, (4, 6), marks=pytest.mark.long),
     ],
 )
-def test_sequences_come_and_go(checkpoint, slots, is_fused, rows, exact):
+def test_sequences_come_and_go(checkpoint, slots, is_fused, rows, exact, cards):
     recordings = Recordings()
     running = 4 if exact else 5  # exact bits want a row for each
     options = EngineOptions(decode_rows=rows, most_running=running, exact=exact)
-    with loaded(checkpoint, slots, is_fused=is_fused) as model:
+    with loaded(checkpoint, slots, is_fused=is_fused, cards=cards) as model:
         with recordings.watch():
             found = come_and_go(model, options)
         model.moe.check()
