@@ -450,6 +450,10 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert (about["packed"], about["number"] + about["held_out"]) == (True, 40)
     assert about["first"][0][0][1] is False
     assert plan["steps"] == about["rows"]
+    fewer = ["3" if word == "2" else word for word in words]  # sequences of a step
+    assert main([*fewer, "--dry-run", "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert steps == -(-about["rows"] // 3), "no row is left out"
     assert main([*words, "--dry-run"]) == 0
     assert "[[" in capsys.readouterr().out
     assert main([*words, "--steps", "2", "--json"]) == 0
