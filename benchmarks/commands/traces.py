@@ -77,6 +77,8 @@ def bench_policies(
         if train is None
         else of_replay.read_routes_to_learn(train, num_experts, recorded, trace)
     )
+    if train is not None:
+        of_replay.warn_of_itself(train, trace)
     trained = None
     if named is not None and training is not None:
         trained = make_estimator(named, training.shape)

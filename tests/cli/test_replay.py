@@ -112,6 +112,12 @@ def test_a_reset_that_would_be_left_out_is_refused(trace, capsys):
     assert [len(own) for own in rows] == [len(hits[0])] * 2, "equal capacities are one"
 
 
+def test_a_policy_that_learns_from_the_replayed_trace_is_told(trace, other, capsys):
+    for train, is_told in ((other, False), (trace, True)):
+        assert main(["replay", trace, "--policy", "static", "--train", train]) == 0
+        assert ("is the replayed trace itself" in capsys.readouterr().err) == is_told
+
+
 def test_sizes_of_layers_weigh_what_is_read(trace, capsys):
     """With a pool over all layers, LEC reads less than LRU where one layer's experts are dear."""
     args = ["replay", trace, "--json", "--policy", "lec,gdsf", "--capacity", "50%"]
