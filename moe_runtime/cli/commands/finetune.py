@@ -97,8 +97,9 @@ def finetune(
         dora: Also train the norm of each weight row (DoRA); needs --lora-on attention.
         lora_from: PEFT adapter to start from, made with the same options.
         merge: With --lora, also write the checkpoint with the adapters merged.
-        steps: Optimizer steps; when omitted, those nearest to once over the data.
-        epochs: How often all data is trained on, to the nearest step, instead of --steps.
+        steps: Optimizer steps; once over the data when omitted.
+        epochs: How often all data is trained on, instead of --steps. The last step is filled with
+            rows of the next time.
         zeroth_order: Train by forward passes alone: no gradients, no optimizer states.
         eps: With --zeroth-order: the distance of its two measurements.
         rate: Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with
@@ -297,6 +298,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "zeroth_order": not config.method.has_backward,
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
+                "drawn_rows": drawn,
                 "unseen_rows": unseen,
                 "examples": about,
                 "output": str(preparation.output),
