@@ -95,6 +95,8 @@ def test_exchanges_and_stragglers():
     times = SimulatedSteps(machine(2, flops_per_s=1e30, intra=link), MODEL)
     sent = 3 * 2 * (4 * 2 / 2) * 16  # layers, both ways, half of the rows, their bytes
     assert times.step_s(4) == pytest.approx(sent / 100)
+    again_and_back = 3 * sent / 100  # rows twice, as a layer is computed again, and gradients
+    assert times.step_s(4, is_training=True) == pytest.approx(again_and_back)
     slow = SimulatedSteps(machine(2), MODEL, Imbalance(straggler=3.0))
     assert slow.step_s(8) == pytest.approx(3 * SimulatedSteps(machine(2), MODEL).step_s(8))
 

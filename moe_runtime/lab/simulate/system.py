@@ -532,24 +532,26 @@ def simulate_training(
     group = replace(cluster, num_ranks=layout.expert_ranks)
     steps = times(group, of_stage, imbalance, place=place)
     slowest = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    forward_s = steps.step_s(layout.tokens)
     micro_batch_s = steps.step_s(layout.tokens, is_training=True)
     inputs = layout.tokens * model.model_dim * model.bytes_per_activation  # of a layer, bytes
     if stages > 1:
-        micro_batch_s += 2 * float(slowest.seconds(1, inputs))
+        handed_s = float(slowest.seconds(1, inputs))
+        forward_s += handed_s
+        micro_batch_s += 2 * handed_s
     layers_s = (layout.micro_batches + stages - 1) * micro_batch_s
     # Each rank updates a part of what it shares with others (ZeRO's first stage).
     dense, experts = of_stage.dense_parameters, steps.expert_bytes / model.bytes_per_weight
     held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
-    # a backward pass begins with another forward pass, and has twice the products
     transfer_s = math.inf
     if cluster.host_bytes_per_s is not None:
         transfer_s = of_stage.num_layers * inputs / cluster.host_bytes_per_s
     held_micro_batches = most_held(
         stages,
         layout.micro_batches,
-        forward_s=micro_batch_s / 4,
-        backward_s=3 * micro_batch_s / 4,
+        forward_s=forward_s,
+        backward_s=micro_batch_s - forward_s,
         transfer_s=transfer_s,
     )
     # the first micro-batch is in the working share
