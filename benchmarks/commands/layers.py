@@ -338,7 +338,7 @@ def parse_tokens(text: str | None, *, quick: bool) -> list[int]:
     numbers = options.numbers_of(
         text, "--tokens", expected, int, is_sound=lambda number: 1 <= number <= _MOST_TOKENS
     )
-    return sorted({*numbers})
+    return sorted(numbers)
 
 
 def parse_formats(text: str, refused: dict[str, bool], peers: Sequence["PeerProgram"]) -> list[str]:

@@ -77,6 +77,8 @@ def bench_policies(
         if train is None
         else of_replay.read_routes_to_learn(train, num_experts, recorded, trace)
     )
+    if train is not None:
+        of_replay.warn_of_itself(train, trace)
     trained = None
     if named is not None and training is not None:
         trained = make_estimator(named, training.shape)
@@ -85,7 +87,7 @@ def bench_policies(
         trained = read_predictor(predictor, recorded.signature)
     asked = Experiment(
         policies=names,
-        capacities=list(dict.fromkeys(shares or usual_capacities(recorded.signature, scope))),
+        capacities=shares or usual_capacities(recorded.signature, scope),
         scope=scope,
         training=training,
         reset_per_sequence=reset,
@@ -191,7 +193,7 @@ def bench_predictors(
         max_tokens=max_tokens,
         seed=seed,
         machine=machine,
-        capacities=list(dict.fromkeys(shares or usual_capacities(signature, "per-layer"))),
+        capacities=shares or usual_capacities(signature, "per-layer"),
     )
     settings = {
         **trace_settings(", ".join(path.name for path in traces), routes.num_tokens, signature),

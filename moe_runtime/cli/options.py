@@ -111,15 +111,20 @@ def numbers_of(
     kind: Callable[[str], Any] = float,
     *,
     is_sound: Callable[[Any], bool] = lambda value: True,
+    repeats: bool = False,
 ) -> list[Any]:
-    """The values of an option, separated by commas; errors name the option."""
+    """The values of an option, separated by commas; errors name the option.
+
+    Args:
+        repeats: an equal value counts again; otherwise each is there once.
+    """
     try:
         values = [kind(word.strip()) for word in text.split(",")]
     except ValueError:
         values = []
     if not values or not all(map(is_sound, values)):
         raise ValueError(f"{option} must be {expected}, got {text!r}")
-    return values
+    return values if repeats else list(dict.fromkeys(values))
 
 
 Count = Annotated[int, typer.Option(min=1)]

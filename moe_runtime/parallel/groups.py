@@ -272,6 +272,8 @@ class LayoutGroups:
         For parameters that every rank of a pipeline stage has a copy of. `DTensor`s of a mesh with
         a dimension `tp` have their own part on every rank, which saw the tokens of all `tp` ranks.
         FSDP2 has averaged what it shards (a mesh with a dimension of another name).
+
+        A parameter that has no gradient on any rank keeps none, so that optimizers leave it alone.
         """
         whole, divided, sharded = [], [], []
         for parameter in parameters:
@@ -283,9 +285,11 @@ class LayoutGroups:
             elif "tp" not in names:
                 sharded.append(parameter)
         if whole:
-            self._reduce(whole, self.group("dense", "tp", "cp", "dp"), self.layout.loss_parts)
+            group = self.group("dense", "tp", "cp", "dp")
+            self._reduce(whole, group, self.layout.loss_parts, fills=False)
         if divided:
-            self._reduce(divided, self.group("dense", "cp", "dp"), self.layout.loss_parts)
+            group = self.group("dense", "cp", "dp")
+            self._reduce(divided, group, self.layout.loss_parts, fills=False)
         if sharded and self.layout.tp > 1:
             self._reduce(sharded, self.group("dense", "tp"), 1)
 
@@ -306,24 +310,37 @@ class LayoutGroups:
         self._reduce(parameters, self.group("expert", "edp"), self.layout.loss_parts)
 
     def _reduce(
-        self, parameters: Iterable[Tensor], group: dist.ProcessGroup | None, num_parts: int
+        self,
+        parameters: Iterable[Tensor],
+        group: dist.ProcessGroup | None,
+        num_parts: int,
+        *,
+        fills: bool = True,
     ) -> None:
-        gradients: dict[torch.dtype, list[Tensor]] = {}
+        """Sums gradients; with ``fills``, those that no rank has become zeros."""
+        gradients: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        numbers: dict[torch.dtype, list[float]] = {}  # of ranks with each gradient
         for parameter in parameters:
+            numbers.setdefault(parameter.dtype, []).append(float(parameter.grad is not None))
             if parameter.grad is None:
                 # A rank without tokens still has to take part.
                 parameter.grad = torch.zeros_like(parameter)
             gradient = _local(parameter.grad)
             gradient /= num_parts
-            gradients.setdefault(parameter.dtype, []).append(gradient)
-        for alike in gradients.values():
+            gradients.setdefault(parameter.dtype, []).append((parameter, gradient))
+        for dtype, alike in gradients.items():
             # One exchange for all of them: most are small.
-            flat = torch.cat([gradient.reshape(-1) for gradient in alike])
+            counts = alike[0][1].new_tensor(numbers[dtype])
+            flat = torch.cat([*(gradient.reshape(-1) for _, gradient in alike), counts])
             self.all_reduce(flat, group, "gradients")
-            for gradient, part in zip(
-                alike, flat.split([gradient.numel() for gradient in alike]), strict=True
+            sizes = [*(gradient.numel() for _, gradient in alike), len(alike)]
+            *sums, counts = flat.split(sizes)
+            for (parameter, gradient), part, count in zip(
+                alike, sums, counts.tolist(), strict=True
             ):
                 gradient.copy_(part.view_as(gradient))
+                if not (fills or count):
+                    parameter.grad = None
 
     def all_reduce(self, values: Tensor, group: dist.ProcessGroup | None, what: str) -> None:
         """Sums a tensor over one of this rank's groups, in place; nothing where it is alone."""

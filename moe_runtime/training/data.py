@@ -12,7 +12,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import re
 import tempfile
 import warnings
@@ -71,12 +70,13 @@ class Corpus:
 def read_corpus(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> Corpus:
     """Reads and divides the text of a source.
 
-    The documents of `held_out_files`, if given, are held out, even if `files` has them too.
+    The documents of `held_out_files`, if given, are held out, even if `files` of this source or
+    another has them too.
     Otherwise a digest of its path decides for each of 20 or more documents, so that more files
     never move an old one to the other side. Of fewer documents, the end of each is held out.
     """
     separator = data.document_separator
-    paths = training_files(name, source, folder)
+    paths = training_files(name, source, data, folder)
     documents = list(_documents(_require_texts(name, paths), folder, separator))
     if not documents:
         raise ValueError(f"source {name!r}: no usable text, all of its files are empty")
@@ -124,18 +124,26 @@ def find_files(
     return sorted(found)
 
 
-def training_files(name: str, source: SourceConfig, folder: Path) -> list[Path]:
-    """The files of a source without those that are held out."""
+def training_files(name: str, source: SourceConfig, data: DataConfig, folder: Path) -> list[Path]:
+    """The files of a source without those that are held out, in this source or another."""
+    held_out = {
+        _identity(file)
+        for own, one in {**data.sources, name: source}.items()
+        for file in find_files(own, one.held_out_files, folder)
+    }
     found = find_files(name, source.files, folder)
-    if not source.held_out_files:
-        return found
-    held_out = set(map(os.path.realpath, find_files(name, source.held_out_files, folder)))
-    kept = [file for file in found if os.path.realpath(file) not in held_out]
+    kept = [file for file in found if _identity(file) not in held_out]
     if not kept:
         raise ValueError(
             f"source {name!r}: all of its files are held out, none is left to train on"
         )
     return kept
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """The same for all names of a file, links included."""
+    found = file.stat()
+    return found.st_dev, found.st_ino
 
 
 def _require_texts(name: str, found: list[Path]) -> list[Path]:

@@ -57,14 +57,19 @@ def score_placement(
     is_real = gpus >= 0
     by_layer = gpus.swapaxes(0, 1)
     loads = count_by_layer(by_layer, placement.num_gpus)
+    if not loads.any():
+        raise ValueError("ids_TLK have no expert, so there is nothing to score")
     windows = np.stack(
         [
             count_by_layer(part, placement.num_gpus)
-            for part in np.array_split(by_layer, min(num_windows, len(ids)), axis=1)
+            for part in np.array_split(by_layer, num_windows, axis=1)
         ]
     )
-    balance = _ratio(loads.mean(axis=1), loads.max(axis=1))
-    peaks = _ratio(windows.max(axis=2), windows.mean(axis=2))
+    # a layer that nobody visited, whole or in a window, is neither balanced nor not
+    seen = loads[loads.any(axis=1)]
+    balance = seen.mean(axis=1) / seen.max(axis=1)
+    windows = windows[windows.any(axis=2)]
+    peaks = windows.max(axis=1) / windows.mean(axis=1)
     hops, primary_hops, node_hops = _hop_shares(gpus, devices)
     return PlacementScore(
         balancedness=float(balance.mean()),
@@ -140,10 +145,6 @@ def gpus_of_tokens(placement: Placement, ids_TLK: np.ndarray) -> np.ndarray:
     turn = np.arange(len(ids))[:, None, None] % placement.copies[layers, experts]
     slots = placement.slots_of_expert[layers, experts, turn]
     return np.where(is_real, slots // placement.slots_per_gpu, -1)
-
-
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.ones(np.shape(part)), where=whole > 0)
 
 
 def _hop_shares(gpus_TLK: np.ndarray, devices: Devices) -> tuple[float, float, float]:

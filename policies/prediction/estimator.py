@@ -9,6 +9,8 @@ import numpy as np
 
 from moe_runtime.policies.prediction.base import Routes, Shape
 
+_ROUNDED = 1e-5
+"""Above 1 by float32: a quotient of two sums of up to 64 terms, each rounded by 2**-24."""
 RECENT_RATES = (0.3, 0.05)
 """Weight of the newest token in the running means: the last few tokens, the last few dozen."""
 
@@ -153,13 +155,16 @@ class Estimator(ABC):
         """As `estimate`, whose code may be a user's."""
         chance_BE = self.estimate(contexts, now, layer)
         shape, expected = np.shape(chance_BE), (len(contexts), self.shape.num_experts)
-        if shape != expected or not np.isfinite(chance_BE).all():
-            found = f"shape {shape}" if shape != expected else "NaN or infinity"
-            raise ValueError(
-                f"{type(self).__name__}.estimate must give finite probabilities of shape "
-                f"{expected}, got {found}"
-            )
-        return chance_BE
+        found = f"shape {shape}"
+        if shape == expected:
+            low, high = np.min(chance_BE), np.max(chance_BE)
+            if low >= 0 and high <= 1 + _ROUNDED:  # NaN is neither
+                return chance_BE
+            found = f"{low:g} to {high:g}" if np.isfinite([low, high]).all() else "NaN or infinity"
+        raise ValueError(
+            f"{type(self).__name__}.estimate must give probabilities from 0 to 1 of shape "
+            f"{expected}, got {found}"
+        )
 
     def guess(
         self, contexts: Contexts, now: int, layers: range, width: int, least: float = 0.0

@@ -70,7 +70,8 @@ class TokenMarkov(Popularity):
     """``P(e visited | e' visited by the token before)`` in the same layer, averaged over e'."""
 
     name = "token-markov"
-    kept: ClassVar = {**Popularity.kept, "table": Kept("table_LEE")}  # [L, E + 1, E]
+    kept: ClassVar = {**Popularity.kept, "table": Kept("table_LEE", is_chance=True)}
+    # [L, E + 1, E]
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -96,7 +97,8 @@ class LayerAffinity(Popularity):
     """
 
     name = "layer-affinity"
-    kept: ClassVar = {**Popularity.kept, "table": Kept("table_DLEE")}  # [distances, L, E + 1, E]
+    kept: ClassVar = {**Popularity.kept, "table": Kept("table_DLEE", is_chance=True)}
+    # [distances, L, E + 1, E]
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -199,11 +201,14 @@ def _layer_pairs(shape: Shape, beyond: int = 0) -> list[tuple[int, int]]:
 
 
 def _conditional(source_TK: np.ndarray, target_TK: np.ndarray, share_E: np.ndarray) -> np.ndarray:
-    """``P(target | source)`` as ``[E, E]``, smoothed towards the target's popularity."""
+    """``P(target | source)`` as ``[E, E]``, smoothed towards the target's popularity.
+
+    Of a token that chose an expert twice, pairs are counted more often than sources.
+    """
     num_experts = len(share_E)
     pairs_EE = pair_counts(source_TK, target_TK, num_experts)
     source_E1 = visit_counts(source_TK, num_experts)[:, None]
-    return (pairs_EE + PRIOR_VISITS * share_E) / (source_E1 + PRIOR_VISITS)
+    return np.minimum((pairs_EE + PRIOR_VISITS * share_E) / (source_E1 + PRIOR_VISITS), 1.0)
 
 
 def _spread(share_LE: np.ndarray, shape: Shape) -> np.ndarray:

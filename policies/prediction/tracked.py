@@ -72,8 +72,8 @@ class TrackedPredictor:
         if contexts is None:
             return np.zeros(self.shape.num_experts, np.float32)
         if layer > now:
-            return of_any(self.estimator.estimate(contexts, now, layer))
-        return of_any(self.estimator.estimate(self._next_tokens(contexts), -1, layer))
+            return of_any(self.estimator.checked_estimate(contexts, now, layer))
+        return of_any(self.estimator.checked_estimate(self._next_tokens(contexts), -1, layer))
 
     def finish(self, sequence: int) -> None:
         """Forgets a request, and lets the estimator learn from its counts."""

@@ -66,6 +66,7 @@ REFUSED = {
     "policies t.npz --capacity 1%": "a token needs",
     "policies t.npz --num-experts 8": "leave out the number of experts, 8",
     "policies t.npz --side-by-side 9": "expected a trace of at least 9 requests",
+    "policies t.npz --side-by-side 2 --reset": "requests of this trace run at the same time",
     "policies t.npz --policy lru --train t.npz": "of lru nothing learns",
     "policies t.npz --capacity x": "--capacity must be shares",
     "policies t.npz --policy predicted": "the policy predicted and --predictor",

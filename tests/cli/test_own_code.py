@@ -109,12 +109,25 @@ def test_predictors_need_a_name_and_files_must_be_there(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("estimate", "said"),
-    [("float('nan')", "of shape (1, 16), got NaN"), ("[0.5]", "got shape (1,)")],
+    [
+        ("np.full((len(contexts), 16), float('nan'))", ", 16), got NaN"),
+        ("np.full((len(contexts), 16), 50.0)", ", 16), got 50 to 50"),
+        ("np.full((len(contexts), 16), -0.5)", ", 16), got -0.5 to -0.5"),
+        ("[0.5]", "got shape (1,)"),
+    ],
 )
 def test_estimates_that_are_not_probabilities_are_refused(estimate, said, own_files, capsys):
     file = own_files / "last_experts.py"
     head, _, _ = file.read_text().partition("        return")
-    fill = f"np.full((len(contexts), 16), {estimate})" if "nan" in estimate else estimate
-    file.write_text(f"import numpy as np\n{head}        return {fill}\n")
-    assert main([*RUN, "--predictor", str(file), "--prefetch", "enforce"]) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    file.write_text(f"import numpy as np\n{head}        return {estimate}\n")
+    ids = np.random.default_rng(0).integers(0, 16, (40, 6, 2))
+    np.savez("trace.npz", ids=ids, offsets=[0, 10, 20, 30, 40])
+    train = ("--predictor", str(file), "--train", "trace.npz")
+    for words in (
+        (*RUN, "--predictor", str(file), "--prefetch", "enforce"),
+        ("replay", "trace.npz", "--policy", "predicted", *train),
+        ("predictor", "evaluate", "trace.npz", "--predictor", str(file)),
+        ("bench", "predictors", "trace.npz", "--predictor", str(file)),
+    ):
+        assert main([*words]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]

@@ -73,9 +73,12 @@ def test_evaluate_reports_every_predictor_and_the_control(trace, capsys):
 
 def test_a_mass_of_gates_without_weight_is_none(tmp_path, capsys):
     trace = save(tmp_path / "zeros.npz", gates=0)
-    words = ["predictor", "evaluate", str(trace), "--predictor", "popularity"]
+    words = ["predictor", "evaluate", str(trace), *["--predictor", "popularity"] * 2]
+    words += ["--distances", "1,1"]
     assert main([*words, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["results"][-1]
+    control, result = json.loads(capsys.readouterr().out)["results"]
+    assert control["predictor"] == "control"
+    assert len(result["recalls"]) == 1
     assert {recall["mean_mass_at_2k"] for recall in result["recalls"]} == {None}
     assert main(words) == 0
     assert "nan" not in capsys.readouterr().out

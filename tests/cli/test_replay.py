@@ -98,10 +98,24 @@ def test_scopes_shares_and_resets(trace, capsys, words):
 def test_a_reset_that_would_be_left_out_is_refused(trace, capsys):
     for more, expected in (
         (["--bandwidth", "1GB"], "modelled time (bandwidth) goes on over all of them"),
-        (["--side-by-side", "2"], "a step of this trace has tokens of several"),
+        (["--side-by-side", "2"], "requests of this trace run at the same time"),
     ):
         assert main(["replay", trace, "--reset", *more]) == 2
         assert expected in capsys.readouterr().err
+    rows = []
+    for more in ([], ["--side-by-side", "1"]):
+        words = ["replay", trace, "--reset", "--capacity", "50%,0.5", "--json", *more]
+        assert main(words) == 0
+        rows.append(json.loads(capsys.readouterr().out)["rows"])
+    hits = [{row["policy"]: row["hit_rate"] for row in own} for own in rows]
+    assert hits[0] == hits[1]
+    assert [len(own) for own in rows] == [len(hits[0])] * 2, "equal capacities are one"
+
+
+def test_a_policy_that_learns_from_the_replayed_trace_is_told(trace, other, capsys):
+    for train, is_told in ((other, False), (trace, True)):
+        assert main(["replay", trace, "--policy", "static", "--train", train]) == 0
+        assert ("is the replayed trace itself" in capsys.readouterr().err) == is_told
 
 
 def test_sizes_of_layers_weigh_what_is_read(trace, capsys):

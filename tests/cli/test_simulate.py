@@ -160,6 +160,26 @@ def test_recorded_arrivals(sizes, tmp_path, capsys):
     assert "--requests is for requests that --arrivals does not name" in capsys.readouterr().err
 
 
+def test_requests_of_one_token_have_no_time_between_tokens(sizes, tmp_path, capsys):
+    """Requests an hour apart do not delay each other: without those of one token it is the same."""
+    file, head = tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    every = [f"2023-11-16 {n:02}:00:00,10,{1 if n % 4 else 8}\n" for n in range(24)]
+    found = []
+    for lines in (every, every[::4]):
+        file.write_text(head + "".join(lines))
+        found += points_of(["serve", sizes, "--ranks", "4", "--arrivals", str(file)], capsys)
+    assert found[0]["between_tokens_s"] == pytest.approx(found[1]["between_tokens_s"])
+    assert found[0]["between_tokens_s"]["p50"] > 0
+    file.write_text(head + 2 * every[1])
+    words = ["serve", sizes, "--ranks", "4", "--arrivals", str(file)]
+    (point,) = points_of(words, capsys)
+    assert point["between_tokens_s"] == {"p50": None, "p95": None}
+    assert point["requests_per_s"] is None, "both came at once"
+    assert point["good_share"] == 1
+    assert main(["simulate", *words]) == 0
+    assert " - " in capsys.readouterr().out
+
+
 def test_training_with_failures(sizes, tmp_path, capsys):
     machine = tmp_path / "m.toml"
     machine.write_text(MACHINE.replace("\n[intra]", "disk_bytes_per_s = 1e9\n[intra]", 1))

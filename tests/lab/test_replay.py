@@ -71,6 +71,17 @@ def test_hits_are_those_of_a_literal_cache(policy, shared_pool, capacity, reset)
     assert found.loads_per_event == pytest.approx(2 * (1 - found.hit_rate))
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_reset_of_requests_that_run_at_the_same_time_is_refused(is_mixed):
+    """Tokens of four requests in turn, in steps of one or of four: none begins with the cache."""
+    rows = np.arange(60).reshape(4, 15).T.ravel()
+    recorded = trace_of(ROUTES, [4] * 15 if is_mixed else None)
+    columns = ("token_request", "token_id", "token_position", "expert_ids", "gate_weights")
+    trace = replace(recorded, **{name: getattr(recorded, name)[rows] for name in columns})
+    with pytest.raises(ValueError, match="requests of this trace run at the same time"):
+        replayed(trace, "lru", 2, shared_pool=False, reset=True)
+
+
 @pytest.mark.parametrize("shared_pool", [False, True])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_beats_the_optimum(policy, shared_pool):

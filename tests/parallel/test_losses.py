@@ -1,7 +1,12 @@
 """Gates and losses whose tokens are spread over processes."""
 
 import torch
-from parallel_checks import global_balance_gradients, gshard_gate, route_own_group
+from parallel_checks import (
+    global_balance_gradients,
+    gshard_gate,
+    reduced_gradients,
+    route_own_group,
+)
 
 from moe_runtime.routing import make_gate
 
@@ -16,6 +21,11 @@ def test_global_balance_of_all_ranks_is_load_balance_of_one_process(ranks):
     loss.backward()
     torch.testing.assert_close(sum(value for value, _ in found) / 2, loss.detach())
     torch.testing.assert_close(sum(gradient for _, gradient in found) / 2, gate.weight.grad)
+
+
+def test_a_parameter_without_gradient_on_any_rank_keeps_none(ranks):
+    """AdamW of one process would leave it alone; with zeros, moments and decay move it."""
+    assert ranks(2).run(reduced_gradients) == [[[3.5, 3.5], [1.5, 1.5], None]] * 2
 
 
 def test_groups_on_processes_are_groups_of_one_process(ranks):

@@ -95,6 +95,8 @@ def test_exchanges_and_stragglers():
     times = SimulatedSteps(machine(2, flops_per_s=1e30, intra=link), MODEL)
     sent = 3 * 2 * (4 * 2 / 2) * 16  # layers, both ways, half of the rows, their bytes
     assert times.step_s(4) == pytest.approx(sent / 100)
+    again_and_back = 3 * sent / 100  # rows twice, as a layer is computed again, and gradients
+    assert times.step_s(4, is_training=True) == pytest.approx(again_and_back)
     slow = SimulatedSteps(machine(2), MODEL, Imbalance(straggler=3.0))
     assert slow.step_s(8) == pytest.approx(3 * SimulatedSteps(machine(2), MODEL).step_s(8))
 
@@ -113,7 +115,9 @@ def test_a_request_alone_takes_a_step_for_each_token():
     asked = Arrivals(np.array([0.0, 50.0]), np.array([5, 12]), np.array([4, 1]))
     found = simulate_serving(machine(1), MODEL, asked, step_tokens=5, times=ConstantSteps)
     assert found.first_s.tolist() == [1.0, 3.0]
-    assert found.between_s.tolist() == [1.0, 0.0]
+    assert found.between_s.tolist() == [1.0, pytest.approx(math.nan, nan_ok=True)]
+    assert found.met(3.0, 1.0) == 1, "one token has nothing between"
+    assert found.met(3.0, 0.5) == 0.5
     assert found.tokens_per_s == pytest.approx(5 / 53)
 
 
@@ -317,6 +321,8 @@ def test_files(tmp_path):
     assert found.at_s.tolist() == pytest.approx([0.0, 1.0], abs=1e-5)
     assert (found.prompt.tolist(), found.new.tolist()) == ([5, 7], [1, 2])
     assert found.faster(2).at_s[1] == pytest.approx(0.5, abs=1e-5)
+    assert Arrivals(np.array([0.0, 1.0, 3.0]), *np.ones((2, 3))).rate == pytest.approx(2 / 3)
+    assert Arrivals(np.zeros(3), *np.ones((2, 3))).rate == math.inf
     for text, said in (
         ("a,b\n1,2\n", "expected the columns TIMESTAMP"),
         (head + "now,1,2\n", "line 2: expected a time and two counts"),

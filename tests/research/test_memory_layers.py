@@ -123,6 +123,7 @@ def test_rows_in_a_file_train_as_a_sparse_embedding(tmp_path):
 
 def test_only_used_rows_move(tmp_path):
     model, optimizer = made(tmp_path)
+    assert list(tmp_path.iterdir()) == []
     before, ids = optimizer.rows.state_dict(), []
     counted = optimizer.transfers()
     hooks = [
@@ -148,7 +149,6 @@ def test_only_used_rows_move(tmp_path):
         model(batch(0, 1))
     assert len(optimizer.rows._used) == 0
     optimizer.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bad_step_changes_no_row(tmp_path):

@@ -55,6 +55,7 @@ def test_activations_return_with_their_bits(tmp_path, monkeypatch):
         4,
         ParallelConfig(pp=2, offload=0.5),  # pyright: ignore[reportArgumentType]
     )
+    assert [*tmp_path.iterdir()] == []
     moved = []
     for _ in range(4):
         module.zero_grad()
@@ -70,7 +71,6 @@ def test_activations_return_with_their_bits(tmp_path, monkeypatch):
     # the two that wait longest: the inputs of both products, and what tanh gave
     assert moved == [0, 480, 960, 960]
     offload.close()
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

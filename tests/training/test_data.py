@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from moe_runtime.training.data import (
     encode_corpus,
     held_out_windows,
     load_tokenizer,
+    read_corpora,
     read_corpus,
     save_tokenizer,
     shorten,
@@ -89,6 +91,16 @@ def test_named_files_are_held_out_and_a_separator_divides_a_file(tmp_path):
     assert corpus == Corpus(("one", "two", "three"), ("four",))
     among = SourceConfig(files=("*.txt",), held_out_files=("b.*",))
     assert corpus_of(tmp_path, among, data_config(separator="<end>")) == corpus
+    (tmp_path / "link.txt").hardlink_to(tmp_path / "b.txt")
+    (tmp_path / "soft.txt").symlink_to("b.txt")
+    assert corpus_of(tmp_path, among, data_config(separator="<end>")) == corpus, "other names of it"
+    every = replace(
+        data_config(share=0.0, separator="<end>"),
+        sources={"one": source, "all": SourceConfig(files=("*.txt",))},
+    )
+    corpora = read_corpora(every, tmp_path)
+    for corpus in corpora.values():  # held out of one source is held out of all
+        assert corpus.training == ("one", "two", "three")
     with pytest.raises(ValueError, match="all of its files are held out"):
         corpus_of(tmp_path, SourceConfig(files=("b.txt",), held_out_files=("*",)), data_config())
 

@@ -43,7 +43,7 @@ def test_the_table_of_shortcuts_is_that_of_its_results_file():
         assert f"| {row} | {losses[0]:.3f} | {losses[1]:.3f} |" in text
 
 
-@pytest.mark.parametrize("name", ["slimfit", "memory"])
+@pytest.mark.parametrize("name", ["slimfit", "memory", "dynamoe"])
 def test_tables_of_reproductions_are_those_of_their_results(name):
     file = PAGE.parents[1] / "benchmarks" / "results" / f"ablation-{name}-intel-xeon-2c-24g.json"
     text = PAGE.read_text()

@@ -469,6 +469,38 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("records", "sequences", "length", "steps", "unseen"),
+    [
+        (10, 4, [], 3, 0),
+        (8, 4, [], 2, 0),
+        (3, 4, [], 1, 0),
+        (10, 1, ["--epochs", "1.1"], 11, 0),
+        (10, 4, ["--steps", "2"], 2, 2),
+    ],
+)
+def test_no_row_of_an_epoch_is_left_out(
+    records, sequences, length, steps, unseen, tmp_path, capsys
+):
+    """Records that each fill a row, told apart by their first ids."""
+    folder, file = checkpoint_of(MIXTRAL, tmp_path / "first"), tmp_path / "ids.jsonl"
+    ids = [[number, *range(20, 36)] for number in range(records)]
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
+    words = ["finetune", str(folder), str(file), "--context", "16", "--held-out-share", "0"]
+    words += ["--host-memory", "1GiB", "-o", str(tmp_path / "out")]
+    words += ["--sequences", str(sequences), *length]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    examples = Examples.of([(row, [True] * 17) for row in ids], shares_rows=True)
+    stream = ExampleStream(examples, context=16, seed=(0, 0))
+    drawn = {int(stream.window(number)[0, 0]) for number in range(sequences * plan["steps"])}
+    assert plan["steps"] == steps
+    assert plan["drawn_rows"] == sequences * steps
+    assert plan["unseen_rows"] == records - len(drawn) == unseen
+    assert main([*words, "--dry-run"]) == 0
+    assert f"{unseen} never trained on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("text", "is_chat"),
     [
         ("User: a\nAssistant: b\n", True),

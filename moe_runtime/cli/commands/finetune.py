@@ -98,7 +98,8 @@ def finetune(
         lora_from: PEFT adapter to start from, made with the same options.
         merge: With --lora, also write the checkpoint with the adapters merged.
         steps: Optimizer steps; once over the data when omitted.
-        epochs: How often all data is trained on, instead of --steps.
+        epochs: How often all data is trained on, instead of --steps. The last step is filled with
+            rows of the next time.
         zeroth_order: Train by forward passes alone: no gradients, no optimizer states.
         eps: With --zeroth-order: the distance of its two measurements.
         rate: Learning rate after the warm-up, followed by a cosine. 1e-5, or 1e-7 with
@@ -284,6 +285,9 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
 
     config, found = preparation.config, _timed(plan(preparation), preparation)
     about = _examples(preparation)
+    rows = preparation.batches.windows_per_epoch
+    drawn = config.run.steps * config.data.sequences_per_step
+    unseen = max(0, rows - drawn)
     lora = None if config.lora is None else dataclasses.asdict(config.lora)
     if as_json:
         console.print_json(
@@ -294,6 +298,8 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
                 "zeroth_order": not config.method.has_backward,
                 "steps": config.run.steps,
                 "tokens_per_step": config.data.tokens_per_step,
+                "drawn_rows": drawn,
+                "unseen_rows": unseen,
                 "examples": about,
                 "output": str(preparation.output),
                 "offload": found,
@@ -303,7 +309,7 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
     trained = "every parameter" if lora is None else f"adapters of rank {lora['rank']}"
     if not config.method.has_backward:
         trained += ", by forward passes alone"
-    rows = [
+    facts = [
         (
             "model",
             f"{preparation.num_parameters:,} parameters, "
@@ -311,12 +317,13 @@ def _show_plan(preparation: "FinetunePreparation", *, as_json: bool) -> None:
         ),
         ("trained", trained),
         ("run", f"{config.run.steps:,} steps of {config.data.tokens_per_step:,} tokens"),
+        ("rows", f"{drawn:,} in all steps, {rows:,} in the data, {unseen:,} never trained on"),
         *([("examples", _shown(about))] if about else []),
         *offload_rows(found, config.data.tokens_per_step),
         ("time", f"about {found['step_s'] * config.run.steps:,.3g} s for all steps"),
         ("folder", str(preparation.output)),
     ]
-    console.print_rows("what would be trained", rows, to_stderr=False)
+    console.print_rows("what would be trained", facts, to_stderr=False)
     for number, parts in enumerate(about.get("first", ()), 1):
         console.print_parts(f"example {number}", parts)
 

@@ -174,7 +174,7 @@ def evaluate(
     from moe_runtime.lab.traces.routes import split_unrepeated
     from moe_runtime.policies.prediction import PREDICTORS, EamCollection
 
-    names = measuring.predictor or [
+    names = list(dict.fromkeys(measuring.predictor or ())) or [
         name for name, kind in PREDICTORS.items() if sources.model or not kind.needs_hidden
     ]
     ahead, seed = measuring.ahead, measuring.seed

@@ -1,6 +1,7 @@
 """``moe-runtime replay``: the cost of a recorded trace with other policies."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -163,6 +164,7 @@ def replay(
         training = None
         if train is not None:
             training = read_routes_to_learn(train, num_experts, recorded, trace)
+            warn_of_itself(train, trace)
         trained = None
         if predictor is not None and is_trained:
             trained = read_predictor(predictor, recorded.signature)
@@ -171,7 +173,7 @@ def replay(
             capacities=(
                 usual_capacities(recorded.signature, scope)
                 if capacity is None
-                else list(dict.fromkeys(parse_shares(capacity)))
+                else parse_shares(capacity)
             ),
             scope=scope,
             adaptive=shares == "adaptive",
@@ -242,6 +244,15 @@ def read_routes_to_learn(
     from moe_runtime.lab.traces.routes import routes_of
 
     return routes_of(read_trace_of(path, trace.signature, str(trace_path), num_experts=num_experts))
+
+
+def warn_of_itself(train: Path, trace: Path) -> None:
+    """Says that hit rates are of what was learned by heart."""
+    if os.path.samefile(train, trace):
+        say_line(
+            f"warning: --train {train} is the replayed trace itself, so what learns from it has "
+            "seen what it is measured on; record other prompts for it"
+        )
 
 
 def parse_shares(text: str) -> list[float]:

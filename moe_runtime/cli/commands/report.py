@@ -122,7 +122,7 @@ def _page_of_trace(source: Path, asked: OfTraces) -> "Page":
 
 
 def _names(text: str) -> list[str]:
-    return [] if text == "none" else [name.strip() for name in text.split(",")]
+    return [] if text == "none" else list(dict.fromkeys(map(str.strip, text.split(","))))
 
 
 def check_drawing() -> None:

@@ -150,6 +150,7 @@ def layer(
             "--shortcut",
             "seconds with commas, such as 3e-4,1e-3",
             is_sound=lambda value: 0 <= value < math.inf,
+            repeats=True,
         )
         if 1 not in chunks:
             raise ValueError("--shortcut hides the exchange in one piece: --degrees must have 1")
@@ -276,6 +277,10 @@ def serve(
     from moe_runtime.lab.simulate import system as simulated
     from moe_runtime.research.placement_solvers import place_experts
 
+    def middles(values: np.ndarray) -> dict[str, float | None]:
+        found = np.quantile(values, (0.5, 0.95)).tolist() if len(values) else (None, None)
+        return dict(zip(("p50", "p95"), found, strict=True))
+
     cluster, sizes = system.cluster(), simulated.read_model(model)
     recorded = None if arrivals is None else simulated.read_arrivals(arrivals)
     found = []
@@ -300,10 +305,8 @@ def serve(
                     place=place_experts,
                     times=times,
                 )
-                first, between = (
-                    dict(zip(("p50", "p95"), np.quantile(one, (0.5, 0.95)).tolist(), strict=True))
-                    for one in (served.first_s, served.between_s)
-                )
+                has_more = np.isfinite(served.between_s)
+                first, between = map(middles, (served.first_s, served.between_s[has_more]))
                 found.append(
                     {
                         "num_ranks": num_ranks,
@@ -322,7 +325,10 @@ def serve(
             f"{one['requests_per_s']:.2f}",
             f"{one['tokens_per_s']:.0f}",
             *(f"{one['first_token_s'][name]:.2f} s" for name in ("p50", "p95")),
-            *(f"{1e3 * one['between_tokens_s'][name]:.1f} ms" for name in ("p50", "p95")),
+            *(
+                "-" if value is None else f"{1e3 * value:.1f} ms"
+                for value in one["between_tokens_s"].values()
+            ),
             f"{one['good_share']:.0%}",
         )
         for one in found
@@ -422,7 +428,7 @@ def _without_infinity(values: dict[str, Any]) -> dict[str, Any]:
 def _numbers(text: str, name: str, most: int) -> list[int]:
     expected = f"numbers from 1 to {most} with commas"
     found = options.numbers_of(text, name, expected, int, is_sound=lambda n: 1 <= n <= most)
-    return sorted(set(found))
+    return sorted(found)
 
 
 def draw(points: "list[ScalingPoint]", path: Path) -> None:

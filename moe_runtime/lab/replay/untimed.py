@@ -65,10 +65,10 @@ def replay_demand(
     sizes: Mapping[ExpertKey, int] | None = None,
 ) -> DemandReplay:
     """Replays without prefetching: every miss is loaded on demand."""
-    if reset_per_sequence and workload.has_mixed_steps:
+    if reset_per_sequence and not workload.is_by_request:
         raise ValueError(
-            "reset empties the cache at the beginning of each request, and a step of this trace "
-            "has tokens of several; leave out one of the two"
+            "reset empties the cache at the beginning of each request, and requests of this trace "
+            "run at the same time; leave reset out, or replay one at a time (side by side 1)"
         )
     bounds = [*(workload.sequence_starts if reset_per_sequence else [0]), workload.num_events]
     counted = None

@@ -237,8 +237,9 @@ class Arrivals:
 
     @property
     def rate(self) -> float:
-        """Requests a second; 0 of a single one."""
-        return (len(self.at_s) - 1) / max(float(self.at_s[-1] - self.at_s[0]), 1e-9)
+        """Requests a second; infinite where all come at once."""
+        seconds = float(self.at_s[-1] - self.at_s[0])
+        return (len(self.at_s) - 1) / seconds if seconds else math.inf
 
 
 def read_arrivals(path: str | os.PathLike[str]) -> Arrivals:
@@ -283,7 +284,8 @@ def poisson_arrivals(
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ServePrediction:
-    """``[N]`` seconds to the first token and between later ones of each request; of all ranks."""
+    """``[N]`` seconds to the first token and between later ones of each request, NaN where there
+    are none; of all ranks."""
 
     first_s: np.ndarray
     between_s: np.ndarray
@@ -292,7 +294,7 @@ class ServePrediction:
 
     def met(self, first_s: float, between_s: float) -> float:
         """Share of requests within both limits."""
-        return float(((self.first_s <= first_s) & (self.between_s <= between_s)).mean())
+        return float(((self.first_s <= first_s) & ~(self.between_s > between_s)).mean())
 
 
 @dataclass(slots=True)
@@ -451,7 +453,9 @@ def simulate_serving(
         num_failures = readers.num_failures + makers.num_failures
     return ServePrediction(
         first_s=first_s - arrivals.at_s,
-        between_s=(last_s - first_s) / np.maximum(arrivals.new - 1, 1),
+        between_s=np.where(
+            arrivals.new > 1, (last_s - first_s) / np.maximum(arrivals.new - 1, 1), np.nan
+        ),
         tokens_per_s=float(arrivals.new.sum() / (last_s.max() - arrivals.at_s[0])),
         num_failures=num_failures,
     )
@@ -528,24 +532,26 @@ def simulate_training(
     group = replace(cluster, num_ranks=layout.expert_ranks)
     steps = times(group, of_stage, imbalance, place=place)
     slowest = cluster.inter if cluster.num_nodes > 1 else cluster.intra
+    forward_s = steps.step_s(layout.tokens)
     micro_batch_s = steps.step_s(layout.tokens, is_training=True)
     inputs = layout.tokens * model.model_dim * model.bytes_per_activation  # of a layer, bytes
     if stages > 1:
-        micro_batch_s += 2 * float(slowest.seconds(1, inputs))
+        handed_s = float(slowest.seconds(1, inputs))
+        forward_s += handed_s
+        micro_batch_s += 2 * handed_s
     layers_s = (layout.micro_batches + stages - 1) * micro_batch_s
     # Each rank updates a part of what it shares with others (ZeRO's first stage).
     dense, experts = of_stage.dense_parameters, steps.expert_bytes / model.bytes_per_weight
     held = dense / ranks + experts / copies
     kept = model.bytes_per_weight + model.bytes_per_activation
-    # a backward pass begins with another forward pass, and has twice the products
     transfer_s = math.inf
     if cluster.host_bytes_per_s is not None:
         transfer_s = of_stage.num_layers * inputs / cluster.host_bytes_per_s
     held_micro_batches = most_held(
         stages,
         layout.micro_batches,
-        forward_s=micro_batch_s / 4,
-        backward_s=3 * micro_batch_s / 4,
+        forward_s=forward_s,
+        backward_s=micro_batch_s - forward_s,
         transfer_s=transfer_s,
     )
     # the first micro-batch is in the working share

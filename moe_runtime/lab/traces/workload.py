@@ -77,10 +77,12 @@ class Workload:
         return np.unique(np.searchsorted(self.step, begins)).tolist()
 
     @property
-    def has_mixed_steps(self) -> bool:
-        """Whether a step has tokens of several requests."""
-        changes = np.flatnonzero(np.diff(self.trace.token_request)) + 1
-        return not np.isin(changes, self.trace.step_start).all()
+    def is_by_request(self) -> bool:
+        """Whether requests come one after another: no step has several, and none comes back."""
+        trace = self.trace
+        changes = np.flatnonzero(np.diff(trace.token_request)) + 1
+        are_apart = np.isin(changes, trace.step_start).all()
+        return bool(are_apart) and len(changes) < max(1, len(np.unique(trace.token_request)))
 
     @cached_property
     def _ended(self) -> dict[int, list[int]]:

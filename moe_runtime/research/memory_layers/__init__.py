@@ -57,7 +57,7 @@ class ValueRows:
     The arithmetic is that of `torch.optim.SparseAdam`.
 
     Args:
-        path: of the file, which is replaced, and removed at the end.
+        path: of the file, whose name is free again at once.
         std: standard deviation of the first rows, drawn from torch's random numbers.
 
     Attributes:
@@ -69,6 +69,7 @@ class ValueRows:
         path.unlink(missing_ok=True)
         self.num_rows, self.width = num_rows, width
         self._file = RecordFile(path, 4 * width, 3 * num_rows, direct=False)
+        path.unlink()  # nothing is left of it, however the run ends
         self.read_bytes = self.written_bytes = self.num_steps = 0
         self.waited_s = 0.0
         self._used: list[tuple[Tensor, Tensor]] = []
@@ -133,7 +134,6 @@ class ValueRows:
 
     def close(self) -> None:
         self._file.close()
-        self._file.path.unlink(missing_ok=True)
 
     def _read(self, part: int, ids_U: Tensor) -> Tensor:
         rows_UD = torch.empty(len(ids_U), self.width)

@@ -54,7 +54,7 @@ class StageOffload:
     """Offloads activations of a stage's micro-batches, in the order of their forward passes.
 
     Args:
-        folder: for the file; made, and removed at the end.
+        folder: for the file, whose name is free again at once.
         micro_batches: of a step.
 
     Attributes:
@@ -65,12 +65,16 @@ class StageOffload:
         self, folder: Path, module: StageModule, micro_batches: int, config: ParallelConfig
     ) -> None:
         make_folders(folder)
-        self._folder, self._module, self._next = folder, module, 0
+        self._module, self._next = module, 0
         index, count = module.stage.index, module.stage.count
         waits = waits_of(index, count, micro_batches, config.schedule)
         away = chosen(waits, config.offload)
         self._away = [number in away for number in range(micro_batches)]
         self._swap = ActivationSwap(folder, smallest_bytes=SMALLEST_BYTES)
+        # nothing is left of it, however the run ends
+        (folder / "activations.scratch").unlink()
+        with contextlib.suppress(OSError):  # something else lies there
+            folder.rmdir()
         self._kept = set[int]()
         self.moved_bytes = 0
 
@@ -87,8 +91,6 @@ class StageOffload:
 
     def close(self) -> None:
         self._swap.close()
-        with contextlib.suppress(OSError):  # something else lies there
-            self._folder.rmdir()
 
     def _pack(self, tensor: Tensor) -> Tensor | Swapped:
         if tensor.untyped_storage()._cdata in self._kept:

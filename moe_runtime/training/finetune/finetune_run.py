@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -410,7 +411,8 @@ def prepare(
     batches, held_out = windows_of(streams, config)
     if epochs is not None:
         windows = epochs * batches.windows_per_epoch
-        steps = max(1, round(windows / config.data.sequences_per_step))
+        # rounded: 1.1 times 10 is more than 11 in binary
+        steps = max(1, math.ceil(round(windows / config.data.sequences_per_step, 6)))
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
     total = sum(parameter.numel() for parameter in model.parameters())
     signature = signature_of(checkpoint, experts)

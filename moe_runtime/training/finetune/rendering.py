@@ -405,7 +405,10 @@ def encode_records(
         keeps: write new ones there.
     """
     source = data.sources[name]
-    files = [training_files(name, source, Path()), find_files(name, source.held_out_files, Path())]
+    files = [
+        training_files(name, source, data, Path()),
+        find_files(name, source.held_out_files, Path()),
+    ]
     path = None
     if cache is not None:
         asked = [

@@ -35,7 +35,7 @@ from moe_runtime.training.checkpoint import (
     require_kinds,
     shown,
 )
-from moe_runtime.training.offload.disk import RecordFile
+from moe_runtime.training.offload.disk import LOCK_FILE, RecordFile
 from moe_runtime.training.offload.record_store import RecordStore
 from moe_runtime.training.offload.records import (
     RecordLayout,
@@ -53,7 +53,7 @@ EXPERTS_FORMAT = 3
 _READABLE = (2, EXPERTS_FORMAT)
 _NEEDS_FOLDER = "checkpoints need a storage_dir, where experts are saved"
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_OWN_FILES = ("experts-*.records", "gradients-*.scratch", "activations.scratch")
+_OWN_FILES = ("experts-*.records", "gradients-*.scratch", "activations.scratch", LOCK_FILE)
 _FOLDER = re.compile(r"rank-\d+-of-\d+")
 _ROW = (
     Kind("a slot", lambda slot: type(slot) is int and 0 <= slot < 1 << 31),

@@ -148,7 +148,7 @@ class RecordPart:
 
 
 OpenFile = Callable[[Path, int, int], RecordFile]
-_LOCK_FILE = "experts.lock"
+LOCK_FILE = "experts.lock"
 
 
 class Disk:
@@ -183,7 +183,7 @@ class Disk:
         numbers = Counter(layout.state_bytes for layout in layouts.values())
         with contextlib.ExitStack() as opened:
             try:
-                opened.enter_context(locked(folder / _LOCK_FILE))
+                opened.enter_context(locked(folder / LOCK_FILE))
             except BlockingIOError:
                 raise CheckpointError(
                     f"storage_dir {folder}: another training has its experts there; close it, or "

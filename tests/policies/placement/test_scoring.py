@@ -31,29 +31,61 @@ def literal_scores(placement: Placement, ids: np.ndarray, devices: Devices) -> d
         for a in token[layer]
         for b in token[layer + 1]
     ]
-    balance = loads.mean(axis=1) / loads.max(axis=1)
+    balance = [own.mean() / own.max() for own in loads if own.any()]
+    peaks = literal_peaks(where, placement.num_gpus)
     visits = [len(set(gpus)) for token in where for gpus in token if gpus]
     return {
-        "balancedness": balance.mean(),
-        "worst_balancedness": balance.min(),
+        "balancedness": np.mean(balance),
+        "worst_balancedness": min(balance),
+        "max_load": max(peaks),
+        "mean_max_load": np.mean(peaks),
         "hops": np.mean([a != b for a, b in ways]),
         "node_hops": np.mean([devices.node_of(a) != devices.node_of(b) for a, b in ways]),
         "devices_per_token": np.mean(visits),
     }
 
 
+def literal_peaks(where: list[list[list[int]]], num_gpus: int) -> list[float]:
+    """Peak loads of each layer in 32 windows, or in one a token; those without a visit have none.
+
+    Windows are as even as they can be, the longer ones first.
+    """
+    num_windows = min(32, len(where))
+    size, longer = divmod(len(where), num_windows)
+    found, begin = list[float](), 0
+    for window in range(num_windows):
+        end = begin + size + (window < longer)
+        for layer in range(len(where[0])):
+            gpus = [gpu for token in where[begin:end] for gpu in token[layer]]
+            if gpus:
+                found.append(max(map(gpus.count, gpus)) / len(gpus) * num_gpus)
+        begin = end
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [61, 20, 3])
 @pytest.mark.parametrize("num_replicas", [0, 8])
-def test_scores_are_the_literal_counts(num_replicas, monkeypatch):
+def test_scores_are_the_literal_counts(num_replicas, num_tokens, monkeypatch):
     # Few enough that the tokens are counted in several parts.
     monkeypatch.setattr("moe_runtime.policies.placement.scoring._TOKENS_AT_ONCE", 7)
     random = np.random.default_rng(0)
-    ids = np.minimum(random.zipf(1.5, (61, 3, 2)) - 1, 16)
+    ids = np.minimum(random.zipf(1.5, (num_tokens, 3, 2)) - 1, 16)
     devices = Devices(num_nodes=2, gpus_per_node=2)
     profile = RoutingProfile.from_ids(ids, 16)
     placement = EPLB()(profile, devices, num_replicas=num_replicas)
     score = score_placement(placement, ids, devices)
     for name, value in literal_scores(placement, ids, devices).items():
         assert getattr(score, name) == pytest.approx(value), name
+
+
+def test_layers_and_windows_without_visits_count_for_nothing():
+    """Two layers, of which nobody visits the second; and half of the tokens visit none."""
+    ids = np.full((64, 2, 1), 2)
+    ids[::2, 0] = 0
+    placement = Placement(expert_of_slot=np.array([[0, 1]] * 2), num_experts=2, num_gpus=2)
+    score = score_placement(placement, ids, Devices(num_nodes=1, gpus_per_node=2), num_windows=64)
+    assert (score.balancedness, score.worst_balancedness) == (0.5, 0.5)
+    assert score.max_load == score.mean_max_load == 2.0
 
 
 def test_rows_of_tokens_that_stay():
@@ -93,7 +125,6 @@ def test_max_load_sees_a_burst_that_the_mean_hides():
     devices = Devices(num_nodes=1, gpus_per_node=2)
     placement = RoundRobin()(RoutingProfile.from_ids(ids, 2), devices, num_replicas=0)
     score = score_placement(placement, ids, devices, num_windows=4)
-    assert score_placement(placement, ids[:1], devices).mean_max_load == 2.0, "one window, not 32"
     assert score.balancedness == 1
     assert score.max_load == score.mean_max_load == 2
 
@@ -106,3 +137,5 @@ def test_bad_input():
     four = Devices(num_nodes=1, gpus_per_node=4)
     with pytest.raises(ValueError, match="2 devices, the machine 4"):
         score_placement(placement, np.zeros((4, 1, 1), dtype=int), four)
+    with pytest.raises(ValueError, match="no expert, so there is nothing to score"):
+        score_placement(placement, np.full((4, 1, 1), 2), devices)

@@ -47,6 +47,16 @@ def make_group(grid: tuple[int, int] | None) -> Group:
     return HierarchicalTransport(inside, across, timeout_s=200)
 
 
+def reduced_gradients() -> list[list[float] | None]:
+    """Of parameters with gradients on all ranks, on the first alone, and on none."""
+    groups = LayoutGroups(ParallelLayout(world_size=dist.get_world_size()))
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for parameter in parameters[: 2 - groups.rank]:
+        parameter.grad = torch.full((2,), 3.0 + groups.rank)
+    groups.reduce_dense_gradients(parameters)
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
 def dispatch_and_combine(
     problem: Problem, slots: ExpertSlots, grid: tuple[int, int] | None = None
 ) -> Answer:
