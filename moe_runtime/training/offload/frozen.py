@@ -391,11 +391,21 @@ class FrozenExpertsExecutor(LayerExecutor):
         place = (dtype, str(slot.device), tuple(shapes.items()))
         if place not in self._scratch:
             self._scratch[place] = {
-                name: torch.empty(shape, dtype=dtype, device=slot.device)
+                name: _matrix(shape, dtype, slot.device, is_transposed=site.is_transposed)
                 for name, shape in shapes.items()
             }
         fill_matrices(self._experts, key, slot, self._scratch[place])
         return self._scratch[place]
+
+
+def _matrix(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, *, is_transposed: bool
+) -> Tensor:
+    """An empty tensor whose rows in memory are a matrix's outputs, as in checkpoints: to transpose
+    each expert takes longer than its products."""
+    if is_transposed and len(shape) == 2:
+        return torch.empty(shape[::-1], dtype=dtype, device=device).T
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def adapters_for(sites: Sequence[ExpertsSite], rank: int, scale: float) -> list[ExpertAdapters]:
