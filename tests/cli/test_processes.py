@@ -464,6 +464,31 @@ def kill_all(launcher: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.long
+def test_two_launchers_serve_as_one_process_does(checkpoint):
+    """Also after a process of either has died."""
+    port = free_port()
+    words = ("serve", str(checkpoint), "--port", str(port), "--max-tokens", "512", *SMALL)
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    expected = text_of_transformers(checkpoint, 12)
+    both = launchers("2", *words)
+    try:
+        for victim in (1, 0, None):
+            answer = b""
+            while not answer:
+                assert [one.poll() for one in both] == [None, None]
+                time.sleep(0.1)
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    answer = asked(f"http://127.0.0.1:{port}", "/v1/completions", body)
+            assert json.loads(answer)["choices"][0]["text"] == expected
+            if victim is not None:
+                (process,) = psutil.Process(both[victim].pid).children()
+                process.kill()
+    finally:
+        said = [kill_all(one) for one in both]
+    assert "has ended" in "".join(said)
+
+
+@pytest.mark.long
 def test_a_run_goes_on_without_a_launcher_that_is_lost(tmp_path):
     """With all of its processes, as a machine; from the last checkpoint."""
     path, steps = write_run(tmp_path), 60
