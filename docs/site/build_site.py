@@ -96,10 +96,7 @@ WRITTEN = {
     ],
     "Comparison": [("Comparison", "docs/comparison.md", "comparison.md")],
     "Troubleshooting": [("Troubleshooting", "docs/troubleshooting.md", "troubleshooting.md")],
-    "Changelog": [
-        ("Changelog", "CHANGELOG.md", "changelog.md"),
-        ("Releases", "docs/releases.md", "releases.md"),
-    ],
+    "Changelog": [("Changelog", "CHANGELOG.md", "changelog.md")],
 }
 
 

@@ -51,6 +51,8 @@ MOST_LOSSES = 4
 """Engines that may be lost one after another without an answer in between."""
 LOOK_S = 0.5
 ANSWERS_S = 10.0
+PLACED_S = 5.0
+"""A cluster that is this long without room for an engine is busy."""
 
 
 class BatchEngine:
@@ -62,6 +64,10 @@ class BatchEngine:
         self._jobs: dict[int, Job] = {}
         self._news: News = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Answered | BaseException | None] = queue.SimpleQueue()
+
+    def is_placed(self) -> bool:
+        """The cluster has found room for the actor once it answers."""
+        return True
 
     def load(self, needs: Mapping[str, int]) -> None:
         """Loads the model with room for such requests. Raises as `moe_runtime.load`."""
@@ -206,6 +212,9 @@ class _Pool:
                 self._start()
             if self._work.progress is not None:
                 self._work.progress(f"loading on Ray, {len(self._workers)} engines", 0, 0)
+            placed = [worker.actor.is_placed.remote() for worker in self._workers]
+            if not ray.wait(placed, num_returns=1, timeout=PLACED_S)[0]:
+                self._say(self._lacking())
             while not any(worker.is_ready for worker in self._workers):
                 self._look()
             with self._work.answering():
@@ -214,6 +223,14 @@ class _Pool:
         finally:
             for worker in self._workers:
                 ray.kill(worker.actor)
+
+    def _lacking(self) -> str:
+        """What a busy cluster has no room for."""
+        _, num_cpus, num_gpus = self._layout
+        free = ray.available_resources()
+        what = "a processor and a GPU" if num_gpus else f"{num_cpus} processors"
+        found = f"{free.get('CPU', 0):g} processors, {free.get('GPU', 0):g} GPUs"
+        return f"the cluster is busy: an engine waits for {what} on one machine; free are {found}"
 
     def _start(self) -> None:
         _, num_cpus, num_gpus = self._layout

@@ -15,26 +15,28 @@ from training_runs import training_records, write_run
 EXAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "train.sbatch"
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch")
 LACKING = [name for name in NEEDED if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
+NODES = ("localhost", socket.gethostname().partition(".")[0])
+"""Two names of this machine."""
 _CONFIG = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES State=UP OverSubscribe=FORCE:2
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
@@ -48,16 +50,14 @@ def free_ports(number: int) -> list[int]:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a Slurm with one node, which all of its commands take."""
+    """The environment of a Slurm with two nodes, which all of its commands take."""
     folder = tmp_path / "slurm"
-    for name in ("state", "spool"):
-        (folder / name).mkdir(parents=True)
+    (folder / "state").mkdir(parents=True)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     config = folder / "slurm.conf"
-    host = socket.gethostname().partition(".")[0]
-    config.write_text(_CONFIG.format(folder=folder, ports=free_ports(2), host=host))
+    config.write_text(_CONFIG.format(folder=folder, ports=free_ports(3), host=NODES[1]))
     environment = {**os.environ, "SLURM_CONF": str(config)}
     places = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     munge = [f"--{option}={folder}/munge.{name}" for option, name in places.items()]
@@ -66,7 +66,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         for words in (
             ["/usr/sbin/munged", "--foreground", "--force", f"--key-file={key}", *munge],
             ["/usr/sbin/slurmctld", "-D", "-f", str(config)],
-            ["/usr/sbin/slurmd", "-D", "-f", str(config), "-N", host],
+            *(["/usr/sbin/slurmd", "-D", "-f", str(config), "-N", one] for one in NODES),
         )
     ]
     yield environment
@@ -78,11 +78,11 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.long
 @pytest.mark.skipif(bool(LACKING), reason=f"needs Debian's slurm-wlm: {', '.join(LACKING)}")
 @pytest.mark.skipif(os.getuid() != 0, reason="daemons of Slurm run as root")
-def test_a_job_has_a_launcher_for_each_task(slurm: dict[str, str], tmp_path: Path):
+def test_a_job_has_a_launcher_on_each_node(slurm: dict[str, str], tmp_path: Path):
     path, steps = write_run(tmp_path), ("--set", "run.steps=2", "--set", "run.evaluate_every=0")
     folder = str(Path(sys.executable).parent)
     environment = slurm | {"PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    words = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=2", "--overcommit"]
+    words = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1"]
     words += [f"--output={tmp_path}/job.log", f"--chdir={tmp_path}"]
     deadline = time.monotonic() + 60
     while True:

@@ -104,6 +104,28 @@ def test_a_batch_ends_complete_though_a_node_is_killed(cluster, tmp_path, monkey
     assert sorted(written) == sorted(one for one, _ in expected)
 
 
+def test_a_busy_cluster_is_told_of(cluster, tmp_path, monkeypatch):
+    """It goes on when the other work ends."""
+    ray.init(cluster.address, logging_level="ERROR")
+    holder = ray.remote(num_cpus=1)(lambda: time.sleep(MOST_S))
+    held = [holder.remote() for _ in range(2)]
+    while ray.available_resources().get("CPU", 0):
+        time.sleep(0.1)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        for one in held:
+            ray.cancel(one, force=True)
+
+    monkeypatch.setattr("moe_runtime.cli.console.say_line", say)
+    monkeypatch.setattr(on_ray, "PLACED_S", 0.5)
+    prompts, output = write_prompts(tmp_path, 3), tmp_path / "out.jsonl"
+    assert generate(prompts, output, "--ray", cluster.address) == 0
+    assert "the cluster is busy: an engine waits for 1 processors on one machine" in said[0]
+    assert len(texts(output)) == 3
+
+
 def test_errors_of_engines_are_one_line(cluster, tmp_path, capsys, monkeypatch):
     prompts, output = write_prompts(tmp_path, 3), tmp_path / "out.jsonl"
 
