@@ -568,6 +568,7 @@ def streamed(address: str, **body: Any) -> Iterator[str]:
                 yield found["choices"][0]["text"]
 
 
+@pytest.mark.long
 def test_requests_go_on_while_processes_come_and_go(checkpoint, tmp_path):
     with Service(checkpoint, tmp_path, "1:3", "--exact") as service:
         drawn = {"temperature": 1.3, "seed": 3}
