@@ -60,8 +60,8 @@ def test_the_beginning_is_a_shorter_trace(trace):
 def test_the_command_finds_what_a_replay_finds_and_compares(trace, tmp_path, capsys, worse):
     write_trace(tmp_path / "t.npz", trace)
     path = tmp_path / "r.json"
-    words = ["--policy", "lru,belady,random", "--capacity", "25%,0.5", "--time", "60", "--precision"]
-    words += ["1", "-o", str(path), "--json"]
+    words = ["--policy", "lru,belady,random", "--capacity", "25%,0.5", "--time", "60"]
+    words += ["--precision", "1", "-o", str(path), "--json"]
     assert main(["bench", "policies", str(tmp_path / "t.npz"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_results(path)
